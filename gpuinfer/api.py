@@ -1,0 +1,348 @@
+"""The plugin contract: all that the author of a backend, a strategy or a workload reads.
+
+A workload makes requests, a strategy decides which of the waiting ones become a batch, a backend answers it. The three
+never import one another; they meet here. Times are seconds on the engine's monotonic clock, sizes are counted in rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+Result = Any
+"""What a backend answers to one request: an array [rows, ...], a tuple or dict of such arrays, or any other object."""
+
+
+class Priority(enum.IntEnum):
+    """The class of a request; the lower the number, the sooner it is served."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class Reason(enum.StrEnum):
+    """Why a batch was cut when it was."""
+
+    FULL = "full"  # no more rows fit
+    DEADLINE = "deadline"  # the oldest deadline is near
+    WAITED = "waited"  # the oldest request has waited as long as it may
+    CLIENTS = "clients"  # every live client that is not being served already waits
+    GAIN = "gain"  # waiting costs more than it saves
+    CAP = "cap"  # the size that the strategy allows itself is reached
+    FREE = "free"  # the backend had room, and there was nothing to wait for
+    DRAIN = "drain"  # the engine is closing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a workload submits at once: one row, or a block of rows that travel together."""
+
+    payload: Any
+    rows: int = 1
+    arrived: float = 0.0
+    priority: Priority = Priority.NORMAL
+    deadline: float = math.inf  # past it the request fails before it costs anything
+    group: Hashable = None  # only requests of one group may share a batch
+    client: Hashable = None  # who asked: lets a strategy see that every live client already waits
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a backend can take."""
+
+    max_rows: int  # in one batch
+    in_flight: int = 1  # batches at once
+    slots: int | None = None  # rows admitted and not yet finished, for backends that generate
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A part of an answer, or its end. `last` settles the request with `value`, or with `error` when there is one."""
+
+    request: Request
+    value: Result = None
+    error: BaseException | None = None
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One batch that ran, for the strategy to learn from."""
+
+    rows: int
+    requests: int
+    started: float
+    seconds: float  # in the backend
+    queue_wait_s: float  # of its oldest request
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The waiting requests of one group, as a strategy may see them. Never empty when a strategy is asked."""
+
+    waiting: Sequence[Request]  # oldest first
+    rows: int  # the sum over `waiting`
+    now: float
+    limits: Limits
+    live: int = 0  # clients that have joined and not left
+    thinking: int = 0  # live clients that neither wait nor are being served
+    arrival_rate: float = 0.0  # rows per second, a moving average
+
+    @property
+    def all_clients_wait(self) -> bool:
+        """Whether waiting longer can bring nothing: each live client waits already or is being served."""
+        return self.live > 0 and self.thinking == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """How to build a model. It is picklable and holds no weights, so that each process can build its own."""
+
+    name: str  # a built-in network, `module:factory`, or a checkpoint folder
+    weights: str | None = None  # a safetensors file, or a torch file that is read with weights_only=True
+    inputs: int = 0  # features per row, for models that take rows
+    input_dtype: str = "float32"  # as the rows arrive; the backend casts them to the run's dtype
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the factory as far as it takes them
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run tells every plugin that it builds."""
+
+    model: ModelSpec | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+    processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
+    deterministic: bool = False  # same answer for a row whatever it shares its batch with
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What the bare model does on this machine with nothing else running: the most that any run can reach."""
+
+    rows_per_s: float
+    at_rows: int  # the batch size that reached it
+    arrangement: str  # such as "2 forwards × 1 thread"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a workload has come. Every field is a total since the start, not a difference."""
+
+    done: int
+    total: int | None = None
+    unit: str = "rows"
+    counts: Mapping[str, float] = field(default_factory=dict)  # games, simulations, evaluations, … for the rates
+    note: str = ""  # what is going on, when it is not the work itself
+    setup: bool = False  # still preparing: the run's clock starts at the first Progress without it
+
+
+class Options(BaseModel):
+    """A plugin's options. Its fields become `-B key=value`, `-S key=value`, table entries and environment variables."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Plugin:
+    """What backends, strategies and workloads share: typed options and the run's setup.
+
+    Raises `pydantic.ValidationError` for an unknown or ill-typed option.
+    """
+
+    class Options(Options):
+        """No options unless a plugin declares some."""
+
+    options: Any
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        self.setup = setup or Setup()
+        self.options = self.Options(**options)
+
+
+class Backend(Plugin, ABC):
+    """Turns a batch into results, here or elsewhere. `limits` and `infer` are enough."""
+
+    limits: Limits
+    remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
+
+    async def start(self) -> None:
+        """Make ready: load the model, connect. `limits` must be final when it returns."""
+
+    @abstractmethod
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        """Answer every request of the batch: one result for each, in order. An exception fails this batch alone."""
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Answer in parts as they come, requests in any order. Override it for a backend that generates."""
+        for request, result in zip(batch, await self.infer(batch), strict=True):
+            yield Event(request, result)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants this answer any more. The default does nothing: a late result is dropped."""
+
+    def connect(self) -> Connector:
+        """A picklable way in for a worker process. The default gives each process its own copy of this backend."""
+        return OwnCopy(type(self), self.setup, self.options.model_dump())
+
+    async def stats(self) -> Mapping[str, Any] | None:
+        """What the far side measured: `Snapshot.to_wire()` of its engine. None when batches are formed here."""
+        return None
+
+    def device(self) -> Mapping[str, Any]:
+        """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known."""
+        return {}
+
+    async def close(self) -> None:
+        """Let go of everything. Called once, also after a failed `start`."""
+
+
+class Connector(Protocol):
+    """Opens a backend in another process."""
+
+    def open(self) -> Backend: ...
+
+
+@dataclass(frozen=True)
+class OwnCopy:
+    """The default connector: another backend of the same class, setup and options."""
+
+    backend: type[Backend]
+    setup: Setup
+    options: Mapping[str, Any]
+
+    def open(self) -> Backend:
+        return self.backend(self.setup, **self.options)
+
+
+class Strategy(Plugin, ABC):
+    """Decides when the waiting requests become a batch. It never reads a clock and never sleeps."""
+
+    @abstractmethod
+    def cut_at(self, queue: QueueView) -> float:
+        """When to cut the next batch. A time already past means now.
+
+        The queue is never empty and the backend has room; the engine asks again after each arrival and departure.
+        """
+
+    def select(self, queue: QueueView) -> Sequence[Request]:
+        """Which requests go in. The default: oldest first, as long as their rows fit."""
+        chosen, rows = [], 0
+        for request in queue.waiting:
+            if rows + request.rows > queue.limits.max_rows:
+                break
+            chosen.append(request)
+            rows += request.rows
+        return chosen
+
+    def reason(self, queue: QueueView) -> Reason:
+        """Why the batch is cut now; asked just before `select`, with the same view."""
+        if queue.rows >= queue.limits.max_rows:
+            return Reason.FULL
+        return Reason.CLIENTS if queue.all_clients_wait else Reason.FREE
+
+    def observe(self, batch: BatchRecord) -> None:
+        """A batch has run: learn from it."""
+
+
+class Lane(Protocol):
+    """A worker thread or a forward slot; at each instant it is in exactly one station of the time ledger."""
+
+    def enter(self, station: str) -> None:
+        """Leave the present station and enter this one: search, encode, transfer, forward, reply, idle, …"""
+        ...
+
+
+class Infer(ABC):
+    """A workload's way to answers."""
+
+    limits: Limits
+    roofline: Roofline | None = None
+    stopping: asyncio.Event  # set when the user asks to stop: keep what is finished, then return
+
+    @abstractmethod
+    async def __call__(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Result:
+        """Submit one request and wait for its result.
+
+        Raises `QueueFull` at once when there is no room, `Expired` when `timeout` seconds pass before it is served,
+        `BackendError`, `BadResult`, `StrategyError` or `Closed`. Cancelling the wait cancels the request.
+        """
+
+    @abstractmethod
+    def client(self) -> AbstractContextManager[Hashable]:
+        """Join as a live client: `with infer.client() as me: await infer(x, client=me)`."""
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """A new lane in the run's time ledger, in station `idle`."""
+
+    @abstractmethod
+    def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> AbstractAsyncContextManager[Workers]:
+        """Start one process for each entry of `arguments`, each with its own way to the backend.
+
+        `target` names `module:function`, an `async def function(infer, channel, arguments)`; arguments and messages
+        are plain values (numbers, strings, bytes, lists, dicts).
+        """
+
+
+class Channel(Protocol):
+    """A worker process's line to the workload that started it."""
+
+    async def send(self, message: Mapping[str, Any]) -> None: ...
+
+    async def receive(self) -> Mapping[str, Any]:
+        """The next message. The process ends when the line does."""
+        ...
+
+
+class Workers(Protocol):
+    """The workload's side of its worker processes."""
+
+    async def send(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Raises `WorkerDied` when that process is gone."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Mapping[str, Any] | None]]:
+        """Each message with its sender's number; None once when that process has ended."""
+        ...
+
+
+class Workload(Plugin, ABC):
+    """The program that wants answers. It knows neither screen nor counters."""
+
+    def model(self) -> ModelSpec | None:
+        """The model that the backend must serve; None when the workload brings its own answers."""
+        return None
+
+    @property
+    def processes(self) -> int:
+        """How many processes will each open the backend: tells a backend its share of the machine."""
+        return 1
+
+    @abstractmethod
+    def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        """Do the work; yield now and then. When `infer.stopping` is set, keep what is finished and return."""
+
+
+Factory = Callable[..., Any]
+"""What `module:factory` names: returns a torch.nn.Module from features [rows, F] to one tensor, or a tuple or dict of
+tensors, of the same rows (self-play: policy logits [rows, actions], values [rows, seats])."""

@@ -1,0 +1,88 @@
+"""Every error that gpuinfer raises on purpose.
+
+    GpuinferError                 a message for people that ends with the cure; `exit_code` says how the command ends
+    ├── UsageError         (2)    bad flags, settings, names, files
+    │   ├── UnknownName           no plugin, model or option of that name; the nearest is suggested
+    │   └── PluginError           a plugin that cannot be imported, or two that offer one name
+    └── WorkError          (1)    the work itself failed
+        ├── RequestError          one request failed; its neighbours did not
+        │   ├── QueueFull         refused at once: the bounded queue is full
+        │   ├── Expired           its deadline passed before it cost anything
+        │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
+        ├── BackendError          the backend raised; only its batch failed
+        │   └── BackendDied       the backend is gone
+        ├── StrategyError         the strategy raised or chose what it may not
+        ├── WorkerDied            a worker process ended before its work did
+        └── Closed                the engine was closed first
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GpuinferError(Exception):
+    """A failure whose message says what happened and ends with the cure."""
+
+    exit_code = 1
+
+
+class UsageError(GpuinferError):
+    """Bad flags, settings, names or files: nothing has been started."""
+
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """No such plugin, model or option."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], label: str = "Installed") -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        super().__init__(f"no {what} named '{name}'.{hint} {label}: {', '.join(known) or 'none'}.")
+
+
+class PluginError(UsageError):
+    """A plugin that cannot be imported, or two packages that offer one name."""
+
+
+class WorkError(GpuinferError):
+    """The work failed after it was started."""
+
+
+class RequestError(WorkError):
+    """One request failed; its neighbours did not."""
+
+
+class QueueFull(RequestError):
+    """Refused at once, because the bounded queue has no room for the request's rows."""
+
+
+class Expired(RequestError):
+    """The deadline passed before the request was sent to the backend."""
+
+
+class BadResult(RequestError):
+    """The backend's answer has the wrong shape, a NaN or +inf."""
+
+
+class BackendError(WorkError):
+    """The backend raised while it served a batch; only that batch failed."""
+
+
+class BackendDied(BackendError):
+    """The backend is gone and will answer nothing more."""
+
+
+class StrategyError(WorkError):
+    """The strategy raised, or chose requests that it may not choose."""
+
+
+class WorkerDied(WorkError):
+    """A worker process ended before its work did."""
+
+
+class Closed(WorkError):
+    """The engine was closed before the request was answered."""

@@ -1,0 +1,140 @@
+"""Counters, histograms and the time ledger of a run, and the frozen Snapshot that every view of them draws from."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
+FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
+
+ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
+
+
+class Histogram:
+    """Durations in seconds, kept in logarithmic buckets: constant memory, mergeable by addition."""
+
+    __slots__ = ("counts", "maximum", "total")
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self.total = 0.0
+        self.maximum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[int(math.log2(seconds / FLOOR) * SUB_BUCKETS) if seconds > FLOOR else 0] += 1
+        self.total += seconds
+        if seconds > self.maximum:
+            self.maximum = seconds
+
+    def summary(self) -> dict[str, float]:
+        """`{mean, p50, p95, p99, max}` in seconds; empty when nothing was recorded."""
+        return summarise(self.to_wire())
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "total": self.total, "max": self.maximum}
+
+
+def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    counts: Counter[int] = Counter()
+    total = maximum = 0.0
+    for part in parts:
+        counts.update(part["counts"])
+        total += part["total"]
+        maximum = max(maximum, part["max"])
+    return {"counts": dict(counts), "total": total, "max": maximum}
+
+
+def summarise(wire: Mapping[str, Any]) -> dict[str, float]:
+    """`{mean, p50, p95, p99, max}` in seconds of a histogram's wire form; empty when nothing was recorded."""
+    counts = wire["counts"]
+    n = sum(counts.values())
+    if not n:
+        return {}
+    quantiles = {}
+    for name, share in (("p50", 0.50), ("p95", 0.95), ("p99", 0.99)):
+        seen = 0
+        for bucket in sorted(counts):
+            seen += counts[bucket]
+            if seen >= share * n:
+                quantiles[name] = min(FLOOR * 2 ** ((bucket + 0.5) / SUB_BUCKETS), wire["max"])
+                break
+    return {"mean": wire["total"] / n, **quantiles, "max": wire["max"]}
+
+
+class Lane:
+    """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read `stations`."""
+
+    __slots__ = ("_clock", "_since", "_station", "_times", "name")
+
+    def __init__(self, name: str, station: str = "idle", clock=time.monotonic) -> None:
+        self.name = name
+        self._clock = clock
+        self._times: dict[str, float] = {}
+        self._station = station
+        self._since = clock()
+
+    def enter(self, station: str) -> None:
+        now = self._clock()
+        self._times[self._station] = self._times.get(self._station, 0.0) + now - self._since
+        self._station, self._since = station, now
+
+    def stations(self) -> dict[str, float]:
+        """Seconds in each station until now."""
+        times = dict(self._times)
+        times[self._station] = times.get(self._station, 0.0) + self._clock() - self._since
+        return times
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Frozen counters at one moment, since the start of a run. Snapshots of several processes add up."""
+
+    requests: int = 0  # settled with a result
+    rows: int = 0
+    batches: Mapping[int, int] = field(default_factory=dict)  # batch size in rows → how many batches
+    reasons: Mapping[str, int] = field(default_factory=dict)  # why they were cut → how many
+    latency: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → result
+    queue_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → batch
+    errors: Mapping[str, int] = field(default_factory=dict)  # requests, by ERRORS
+    waiting: int = 0  # rows in the queue now
+    lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}}
+    rss_peak_mb: float = 0.0
+    device: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values only, for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
+        return cls(**{**wire, "lanes": tuple(wire["lanes"])})
+
+
+def merge(parts: Iterable[Snapshot]) -> Snapshot:
+    """Add snapshots of several processes up."""
+    parts = list(parts)
+
+    def added(name: str) -> dict[Any, int]:
+        total: Counter[Any] = Counter()
+        for part in parts:
+            total.update(getattr(part, name))
+        return dict(total)
+
+    return Snapshot(
+        requests=sum(p.requests for p in parts),
+        rows=sum(p.rows for p in parts),
+        batches=added("batches"),
+        reasons=added("reasons"),
+        latency=merge_histograms(p.latency for p in parts),
+        queue_wait=merge_histograms(p.queue_wait for p in parts),
+        errors=added("errors"),
+        waiting=sum(p.waiting for p in parts),
+        lanes=tuple(lane for p in parts for lane in p.lanes),
+        rss_peak_mb=sum(p.rss_peak_mb for p in parts),
+        device=next((p.device for p in parts if p.device), {}),
+    )
