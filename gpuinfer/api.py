@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -261,6 +262,19 @@ class Lane(Protocol):
     def enter(self, station: str) -> None:
         """Leave the present station and enter this one: search, encode, transfer, forward, reply, idle, …"""
         ...
+
+
+forward_lane: ContextVar[Lane | None] = ContextVar("forward_lane", default=None)
+"""The lane of the batch being served. The engine sets it around `infer` and `stream`."""
+
+
+def enter_station(station: str) -> None:
+    """Tell the ledger what a backend is doing for its batch now: transfer, forward, reply, … Until it does: forward.
+
+    Works in the coroutine and in any thread that runs in a copy of its context (`asyncio.to_thread` does).
+    """
+    if (lane := forward_lane.get()) is not None:
+        lane.enter(station)
 
 
 class Infer(ABC):
