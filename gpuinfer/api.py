@@ -145,6 +145,7 @@ class Progress:
     total: int | None = None
     unit: str = "rows"
     counts: Mapping[str, float] = field(default_factory=dict)  # games, simulations, evaluations, … for the rates
+    facts: Mapping[str, float] = field(default_factory=dict)  # rows_outstanding, workers, … for the verdict; no rates
     note: str = ""  # what is going on, when it is not the work itself
     setup: bool = False  # still preparing: the run's clock starts at the first Progress without it
 
@@ -280,9 +281,13 @@ def enter_station(station: str) -> None:
 class Infer(ABC):
     """A workload's way to answers."""
 
-    limits: Limits
+    limits: Limits  # final once `ready` has returned
     roofline: Roofline | None = None
     stopping: asyncio.Event  # set when the user asks to stop: keep what is finished, then return
+
+    async def ready(self) -> Limits:
+        """Start the backend here, unless something has; `limits` are final from then on. The first request does it too."""
+        return self.limits
 
     @abstractmethod
     async def __call__(

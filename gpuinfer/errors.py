@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class GpuinferError(Exception):
     """A failure whose message says what happened and ends with the cure."""
 
     exit_code = 1
+    report: dict[str, Any] | None = None  # of the run that failed, as far as it came
 
 
 class UsageError(GpuinferError):

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
@@ -137,4 +137,32 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         lanes=tuple(lane for p in parts for lane in p.lanes),
         rss_peak_mb=sum(p.rss_peak_mb for p in parts),
         device=next((p.device for p in parts if p.device), {}),
+    )
+
+
+def since(now: Snapshot, then: Snapshot) -> Snapshot:
+    """What `now` counts beyond `then`, an earlier snapshot of the same process. Maxima and levels stay those of `now`.
+
+    Lanes are matched by name; one that `then` does not know counts from its opening.
+    """
+
+    def beyond(late: Mapping[Any, float], early: Mapping[Any, float]) -> dict[Any, Any]:
+        return {key: late[key] - early.get(key, 0) for key in late if late[key] != early.get(key, 0)}
+
+    def histogram(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+        return {**late, "counts": beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
+
+    earlier = {lane["name"]: lane["stations"] for lane in then.lanes}
+    return replace(
+        now,
+        requests=now.requests - then.requests,
+        rows=now.rows - then.rows,
+        batches=beyond(now.batches, then.batches),
+        reasons=beyond(now.reasons, then.reasons),
+        latency=histogram(now.latency, then.latency),
+        queue_wait=histogram(now.queue_wait, then.queue_wait),
+        errors=beyond(now.errors, then.errors),
+        lanes=tuple(
+            {**lane, "stations": beyond(lane["stations"], earlier.get(lane["name"], {}))} for lane in now.lanes
+        ),
     )
