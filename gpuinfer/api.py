@@ -286,7 +286,7 @@ class Infer(ABC):
     stopping: asyncio.Event  # set when the user asks to stop: keep what is finished, then return
 
     async def ready(self) -> Limits:
-        """Start the backend here, unless something has; `limits` are final from then on. The first request does it too."""
+        """Start the backend here, unless something has: `limits` are then final. The first request does it too."""
         return self.limits
 
     @abstractmethod

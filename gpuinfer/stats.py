@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Lane:
 
     __slots__ = ("_clock", "_since", "_station", "_times", "name")
 
-    def __init__(self, name: str, station: str = "idle", clock=time.monotonic) -> None:
+    def __init__(self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self._clock = clock
         self._times: dict[str, float] = {}
