@@ -88,3 +88,10 @@ class WorkerDied(WorkError):
 
 class Closed(WorkError):
     """The engine was closed before the request was answered."""
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The first error inside groups of errors, such as `asyncio.TaskGroup` raises; else the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,15 @@
+"""`python -m gpuinfer`, and the `gpuinfer` command.
+
+A worker process runs its parent's main script again, up to what is under `if __name__ == "__main__"`. The command's
+script imports this module alone, so that a worker does not load the command line.
+"""
+
+
+def main() -> None:
+    from gpuinfer.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What this process may use of the machine, and what it has used."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+
+def cores() -> int:
+    """CPU cores that this process may use: its affinity, and the CPU quota of its control group if that is less."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, _quota(Path("/sys/fs/cgroup/cpu.max")) or allowed))
+
+
+def _quota(path: Path) -> int | None:
+    """Whole cores of a version 2 control group's `cpu.max` ("quota period" or "max period"); None when unlimited."""
+    try:
+        quota, period = path.read_text().split()
+        return round(int(quota) / int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def rss_peak_mb() -> float:
+    """The most memory that this process has held so far, in MiB.
+
+    Linux hands the parent's `ru_maxrss` down through `exec`, so the process's own high-water mark comes first.
+    """
+    try:
+        with Path("/proc/self/status").open() as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 2**20 if sys.platform == "darwin" else peak / 1024

@@ -1,0 +1,185 @@
+"""The report of a run (`gpuinfer.report/1`): what `--json` writes. `report.schema.json` describes it to scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from typing import Any
+
+from gpuinfer import machine
+from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.evidence import Evidence
+from gpuinfer.stats import ERRORS, Snapshot, summarise
+from gpuinfer.verdict import judge
+
+SCHEMA = "gpuinfer.report/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run left behind, when it was done, stopped or failed."""
+
+    workload: str
+    backend: str
+    strategy: str
+    started_at: str  # ISO 8601, UTC
+    setup_s: float
+    wall_s: float
+    status: str  # done, partial or failed
+    setup: Setup
+    snapshot: Snapshot
+    progress: Progress
+    counts_before: Mapping[str, float] = field(default_factory=dict)  # when the clock started
+    roofline: Roofline | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    command: str = "gpuinfer"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a report."""
+    text = resources.files("gpuinfer").joinpath("report.schema.json").read_text("utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def build(run: Run) -> dict[str, Any]:
+    """The report, in plain values."""
+    snapshot, progress = run.snapshot, run.progress
+    return {
+        "schema": SCHEMA,
+        "workload": run.workload,
+        "backend": run.backend,
+        "strategy": run.strategy,
+        "started_at": run.started_at,
+        "setup_s": run.setup_s,
+        "wall_s": run.wall_s,
+        "settings": json.loads(json.dumps(dict(run.settings), default=str)),
+        "status": run.status,
+        "progress": {"done": progress.done, "total": progress.total, "unit": progress.unit},
+        "environment": environment(run.setup, snapshot.device),
+        "throughput": throughput(run),
+        "batches": batches(snapshot),
+        "latency_s": summarise(snapshot.latency),
+        "queue_wait_s": summarise(snapshot.queue_wait),
+        "classes": {},
+        "time_s": time_s(snapshot.lanes, run.wall_s),
+        "lanes": len(snapshot.lanes),
+        "roofline": against_roofline(run),
+        "bottleneck": judge(evidence(run)),
+        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "memory": memory(snapshot),
+        "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
+    }
+
+
+def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "gpuinfer": _version("gpuinfer"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "device": setup.device,
+        "device_name": device.get("name"),
+        "cpu_count": machine.cores(),
+        "dtype": setup.dtype,
+        "seed": setup.seed,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def throughput(run: Run) -> dict[str, float]:
+    """What was done for each second of the run's clock; games for each minute. Only what there was any of."""
+    counts = {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
+    if run.snapshot.rows:
+        counts["rows"] = run.snapshot.rows
+        counts["requests"] = run.snapshot.requests
+        counts.setdefault("evaluations", run.snapshot.rows)
+    rates = {name: count / run.wall_s if run.wall_s > 0 else 0.0 for name, count in counts.items()}
+    return {
+        "games_per_min" if name == "games" else f"{name}_per_s": rate * 60 if name == "games" else rate
+        for name, rate in rates.items()
+    }
+
+
+def batches(snapshot: Snapshot) -> dict[str, Any]:
+    """Batch sizes in rows; null where no batch ran."""
+    count = sum(snapshot.batches.values())
+    return {
+        "count": count,
+        "rows_mean": sum(rows * times for rows, times in snapshot.batches.items()) / count if count else None,
+        "rows_p50": _median(snapshot.batches) if count else None,
+        "rows_max": max(snapshot.batches) if count else None,
+        "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
+    }
+
+
+def _median(sizes: Mapping[int, int]) -> int:
+    """The smallest size that at least half of the batches do not exceed."""
+    seen, half = 0, sum(sizes.values()) / 2
+    for size in sorted(sizes):
+        seen += sizes[size]
+        if seen >= half:
+            return size
+    raise ValueError("there is no median of no batches")
+
+
+def time_s(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
+    """Seconds in each station over all lanes; they sum to `wall_s` × lanes.
+
+    A lane that opened late or ended early was idle for the rest. One that reported a little after the clock stopped is
+    scaled down to it.
+    """
+    total: dict[str, float] = {"idle": 0.0}
+    for lane in lanes:
+        seconds = math.fsum(lane["stations"].values())
+        scale = min(1.0, wall_s / seconds) if seconds else 1.0
+        for station, spent in lane["stations"].items():
+            total[station] = total.get(station, 0.0) + spent * scale
+        total["idle"] += max(0.0, wall_s - seconds)
+    return total
+
+
+def against_roofline(run: Run) -> dict[str, Any] | None:
+    if run.roofline is None:
+        return None
+    return {
+        "rows_per_s": run.roofline.rows_per_s,
+        "at_rows": run.roofline.at_rows,
+        "arrangement": run.roofline.arrangement,
+        "efficiency": throughput(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
+    }
+
+
+def memory(snapshot: Snapshot) -> dict[str, float | None]:
+    """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each."""
+    device = snapshot.device
+    return {"rss_peak_mb": snapshot.rss_peak_mb, "device_peak_mb": device.get("peak_mb", device.get("reserved_mb"))}
+
+
+def evidence(run: Run) -> Evidence:
+    """The run as the verdict looks at it."""
+    snapshot = run.snapshot
+    return Evidence(
+        wall_s=run.wall_s,
+        lanes=[{"name": lane["name"], "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
+        rows_per_s=throughput(run).get("rows_per_s", 0.0),
+        rows_mean=batches(snapshot)["rows_mean"] or 0.0,
+        reasons=snapshot.reasons,
+        latency_s=summarise(snapshot.latency).get("mean", 0.0),
+        queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
+        roofline=run.roofline,
+        facts=run.progress.facts,
+        cores=machine.cores(),
+        on_cpu="reserved_mb" not in snapshot.device,
+        dtype=run.setup.dtype,
+        command=run.command,
+    )

@@ -1,0 +1,253 @@
+"""Runs a workload from start to report: roofline, clock, signals, and a look at it four times a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from gpuinfer import errors, machine, report
+from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
+from gpuinfer.errors import WorkError
+from gpuinfer.session import Session
+from gpuinfer.stats import Snapshot
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
+ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A look at a run while it goes on."""
+
+    progress: Progress
+    snapshot: Snapshot
+    elapsed_s: float  # on the run's clock; 0 while it prepares
+    setup_s: float  # spent on preparing, so far or in all
+    phase: str  # for people: "measuring the roofline", "running", "stopping", or the workload's own note
+    roofline: Roofline | None
+
+
+def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
+    """`execute` for callers without an event loop."""
+    return asyncio.run(execute(workload, backend, strategy, **arguments))
+
+
+async def execute(
+    workload: Workload,
+    backend: Backend,
+    strategy: Strategy,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    roofline: bool | Roofline = True,
+    on_update: Callable[[Update], None] = lambda update: None,
+    update_s: float = 0.25,
+    command: str | None = None,
+    grace_s: float = GRACE_S,
+) -> dict[str, Any]:
+    """Run the workload and return its report (`report.SCHEMA`).
+
+    `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
+    whether to measure the bare model first, or is what was measured before. `command` is what the verdict's advice is
+    appended to. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second
+    cancels it. What the workload raises is raised again, with the report so far as its `report`.
+    """
+    execution = _Execution(workload, backend, strategy, on_update, update_s, grace_s)
+    status = "failed"
+    async with execution.session:
+        try:
+            with _signals(execution.interrupt):
+                await execution.measure(roofline)
+                await execution.work()
+            status = execution.status()
+        except BaseException as caught:
+            error = errors.unwrap(caught)
+            error.report = execution.report(status, settings or {}, command)  # type: ignore[attr-defined]
+            if error is caught:
+                raise
+            raise error from caught
+        return execution.report(status, settings or {}, command)
+
+
+class _Execution:
+    def __init__(
+        self,
+        workload: Workload,
+        backend: Backend,
+        strategy: Strategy,
+        on_update: Callable[[Update], None],
+        update_s: float,
+        grace_s: float,
+    ) -> None:
+        self.workload, self.backend, self.strategy = workload, backend, strategy
+        self.session = Session(backend, strategy)
+        self.progress = Progress(0)
+        self.phase = "starting"
+        self._on_update, self._update_s, self._grace_s = on_update, update_s, grace_s
+        self._began = time.monotonic()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._clock_from: float | None = None  # None while the run prepares
+        self._clock_to: float | None = None
+        self._counts_before: Mapping[str, float] = {}
+        self._give_up_at = float("inf")
+        self._interrupted = 0
+        self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
+
+    # What it does
+
+    async def measure(self, wanted: bool | Roofline) -> None:
+        """Set the session's roofline: the bare model, measured while nothing else runs."""
+        if isinstance(wanted, Roofline):
+            self.session.roofline = wanted
+        elif wanted and self.workload.model() is not None:
+            self.phase = "measuring the roofline"
+            task = asyncio.create_task(asyncio.to_thread(self._roofline))
+            await self._watch(task, lambda: self.session.stopping.is_set())
+            self.session.roofline = task.result() if task.done() else None
+        self.phase = "starting"
+
+    def _roofline(self) -> Roofline | None:
+        from gpuinfer.models.roofline import measure_in_child
+
+        spec, setup = self.workload.model(), self.backend.setup
+        if spec is None:
+            return None
+        try:
+            return measure_in_child(
+                spec,
+                device=setup.device,
+                dtype=setup.dtype,
+                seed=setup.seed,
+                cores=machine.cores(),
+                deterministic=setup.deterministic,
+            )
+        except WorkError as error:
+            log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
+            return None
+
+    async def work(self) -> None:
+        """Follow the workload to its end, or to ours."""
+        if self.session.stopping.is_set():
+            return
+        self._clock_from = time.monotonic()
+        task = asyncio.create_task(self._follow())
+        try:
+            await self._watch(task, lambda: time.monotonic() > self._give_up_at)
+            await self._end(task)
+        finally:
+            self._clock_to = time.monotonic()
+            await self._end(task, quietly=True)
+
+    async def _end(self, task: asyncio.Task[None], quietly: bool = False) -> None:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=ABANDON_S)
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None and not quietly:
+            raise error
+
+    async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
+        while not task.done() and not enough():
+            self._on_update(self.update())
+            await asyncio.wait({task}, timeout=self._update_s)
+
+    async def _follow(self) -> None:
+        stream = self.workload.run(self.session)
+        try:
+            async for progress in stream:
+                await self._take(progress)
+        finally:
+            await _close(stream)
+
+    async def _take(self, progress: Progress) -> None:
+        """The clock starts with the workload, or anew at the first progress that is no longer setup."""
+        if progress.setup:
+            self._clock_from = None
+        elif self._clock_from is None:
+            await self.session.mark()
+            self._clock_from, self._counts_before = time.monotonic(), dict(progress.counts)
+        self.progress = progress
+        self.phase = progress.note or ("preparing" if progress.setup else "running")
+
+    def interrupt(self) -> None:
+        """A signal has come: the first asks, the second insists."""
+        self._interrupted += 1
+        self._give_up_at = time.monotonic() + (self._grace_s if self._interrupted == 1 else 0.0)
+        self._keep.add(asyncio.create_task(self.session.stop()))
+
+    # What it says
+
+    def status(self) -> str:
+        finished = self.progress.total is not None and self.progress.done >= self.progress.total
+        return "partial" if self.session.stopping.is_set() and not finished else "done"
+
+    def wall_s(self) -> float:
+        return 0.0 if self._clock_from is None else (self._clock_to or time.monotonic()) - self._clock_from
+
+    def setup_s(self) -> float:
+        return (self._clock_to or time.monotonic()) - self._began - self.wall_s()
+
+    def update(self) -> Update:
+        phase = "stopping" if self.session.stopping.is_set() else self.phase
+        snapshot = self.session.snapshot()
+        return Update(self.progress, snapshot, self.wall_s(), self.setup_s(), phase, self.session.roofline)
+
+    def report(self, status: str, settings: Mapping[str, Any], command: str | None) -> dict[str, Any]:
+        names = {kind: _name(getattr(self, kind), settings.get(kind)) for kind in ("workload", "backend", "strategy")}
+        return report.build(
+            report.Run(
+                **names,
+                started_at=self._started_at,
+                setup_s=self.setup_s(),
+                wall_s=self.wall_s(),
+                status=status,
+                setup=self.backend.setup,
+                snapshot=self.session.snapshot(),
+                progress=self.progress,
+                counts_before=self._counts_before,
+                roofline=self.session.roofline,
+                settings=settings,
+                command=command or f"gpuinfer {names['workload']}",
+            )
+        )
+
+
+def _name(plugin: Plugin, given: Any) -> str:
+    return given if isinstance(given, str) else type(plugin).__name__.lower()
+
+
+async def _close(stream: AsyncIterator[Progress]) -> None:
+    """End the workload's own contexts now, its worker processes above all, and not when the collector comes by."""
+    if (close := getattr(stream, "aclose", None)) is not None:
+        await close()
+
+
+@contextlib.contextmanager
+def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Hand SIGINT and SIGTERM to the loop. A third one raises `KeyboardInterrupt`, in case the loop is stuck."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, seen = asyncio.get_running_loop(), 0
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 2:
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(interrupt)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

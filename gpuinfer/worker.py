@@ -1,0 +1,157 @@
+"""The inside of a worker process: its own session, its line to the workload, and its end when its parent's comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from gpuinfer import errors
+from gpuinfer.api import Infer
+from gpuinfer.errors import UsageError
+from gpuinfer.line import Line
+from gpuinfer.processes import Job
+from gpuinfer.session import Session
+
+REPORT_S = 0.25  # between two snapshots
+FAREWELL_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
+
+Target = Callable[[Infer, "Channel", Mapping[str, Any]], Awaitable[None]]
+
+
+class Channel:
+    """The worker's end of its line (`api.Channel`)."""
+
+    def __init__(self, line: Line) -> None:
+        self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self._line = line
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        await self._line.send({"message": message})
+
+    async def receive(self) -> Mapping[str, Any]:
+        return await self.inbox.get()
+
+
+def main(end: socket.socket, job: Job) -> None:
+    """Run one job, and leave no later than the parent."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a terminal or a scheduler signals the whole group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    os.dup2(2, 1)  # standard output belongs to the parent's report
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    asyncio.run(_serve(end, job))
+
+
+def _leave_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+async def _serve(end: socket.socket, job: Job) -> None:
+    line = await Line.open(end)
+    try:
+        await _work(line, job)
+        await line.send({"end": True})
+    except (asyncio.CancelledError, EOFError):
+        pass  # the line has closed: nobody wants the rest
+    except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
+        with contextlib.suppress(EOFError):
+            await line.send({"error": describe(errors.unwrap(error))})
+    finally:
+        line.close()
+
+
+async def _work(line: Line, job: Job) -> None:
+    target = find(job.target)
+    strategy = job.strategy(job.setup, **job.options)
+    async with Session(job.connector.open(), strategy, roofline=job.roofline) as session:
+        channel, reporter = Channel(line), _Reporter(line, session)
+        work = asyncio.current_task()
+        tasks = [asyncio.create_task(_listen(line, channel.inbox, reporter, work)), asyncio.create_task(reporter.run())]
+        try:
+            if session.has_model:
+                await session.ready()
+            await target(session, channel, job.arguments)
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(EOFError):
+                await reporter.send()
+
+
+class _Reporter:
+    """Sends the session's snapshot to the parent, stamped with how many marks it has seen."""
+
+    def __init__(self, line: Line, session: Session) -> None:
+        self.session = session
+        self._line, self._marks = line, 0
+
+    async def mark(self) -> None:
+        await self.session.mark()
+        self._marks += 1
+
+    async def send(self) -> None:
+        await self._line.send({"snapshot": self.session.snapshot().to_wire(), "marks": self._marks})
+
+    async def run(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                await asyncio.sleep(REPORT_S)
+                await self.send()
+
+
+async def _listen(
+    line: Line, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
+) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            frame = await line.receive()
+            if "message" in frame:
+                inbox.put_nowait(frame["message"])
+            elif "mark" in frame:
+                await reporter.mark()
+            elif "stop" in frame:
+                await reporter.session.stop()
+    _leave_in(FAREWELL_S)
+    if work is not None:
+        work.cancel()
+
+
+def _leave_in(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def find(target: str) -> Target:
+    """The function that `module:function` names. Raises `UsageError` when there is none."""
+    module, _, name = target.partition(":")
+    try:
+        function: Target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"no worker function '{target}': {error}. Name it as module:function.") from error
+    return function
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """An error as plain values: the nearest of our own types when it is one of them, its message, its traceback."""
+    ours = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return {
+        "type": next(ours, type(error).__name__),
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
