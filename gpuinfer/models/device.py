@@ -1,0 +1,59 @@
+"""Devices and number formats by name, as a user writes them."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from gpuinfer.errors import UnknownName, UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """Raises `UnknownName`."""
+    if name not in DTYPES:
+        raise UnknownName("number format", name, DTYPES, label="Choices")
+    return DTYPES[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` (the first CUDA device, else the CPU), `cpu`, `cuda` or `cuda:1`. Raises `UsageError`."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
+        raise UnknownName("device", name, ["auto", "cpu", "cuda", "cuda:1"], label="Choices")
+    number, count = int(index or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number >= count:
+        raise UsageError(f"no device 'cuda:{number}': {cuda_state(count)} Try --device {'cuda:0' if count else 'cpu'}.")
+    return torch.device("cuda", number)
+
+
+def cuda_state(count: int) -> str:
+    """Which CUDA devices there are, or why there are none, as a sentence."""
+    if count:
+        present = ", ".join(f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count))
+        return f"this machine has {present}."
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA."
+    return "torch sees no CUDA device; `nvidia-smi` tells whether the driver does."
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

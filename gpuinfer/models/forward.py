@@ -1,0 +1,87 @@
+"""Runs a module on blocks of rows, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.api import enter_station
+from gpuinfer.models.memory import StepSize, is_out_of_memory
+from gpuinfer.models.staging import Block, Blocks, room_for, store
+
+CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
+DETERMINISTIC_CHUNK_ROWS = 256  # every batch is padded to it: the price of a small batch against that of small steps
+
+
+class CpuForward:
+    """`module`, in evaluation mode and `dtype`, on batches of blocks. Threads may share one.
+
+    A batch goes through in chunks of at most `chunk_rows`. With `fixed_shape` each chunk is padded to exactly that,
+    copied to the same place in memory, so that a row's answer is the same bits whatever it shares its batch with: a
+    matrix product may add up in another order for another number of rows, but not for another row of the same.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, chunk_rows: int | None = None, fixed_shape: bool = False
+    ) -> None:
+        self.module, self.dtype, self.fixed_shape = module, dtype, fixed_shape
+        self.step = StepSize(chunk_rows or (DETERMINISTIC_CHUNK_ROWS if fixed_shape else CHUNK_ROWS))
+        self._own = threading.local()
+
+    def __call__(self, blocks: Sequence[Block]) -> list[Any]:
+        """One result for each block: float32 arrays [rows, ...], alone, in a tuple or in a dict as the module answers.
+
+        Raises `BackendError` when not even a single row fits in memory, and whatever the module raises.
+        """
+        with torch.inference_mode():
+            enter_station("transfer")
+            run = Blocks(blocks)
+            room: Any = None
+            done = 0
+            while done < run.rows:
+                rows = min(self.step.rows, run.rows - done)
+                answers, failure = self._attempt(run, done, rows)
+                if failure is not None:
+                    self.step.halve(rows, failure)
+                    continue
+                room = room_for(answers, run.rows) if room is None else room
+                store(answers, room, done, rows)
+                done += rows
+            return run.split(room)
+
+    def _attempt(self, run: Blocks, start: int, rows: int) -> tuple[Any, BaseException | None]:
+        """Answers for the rows from `start` on, or why memory did not suffice for them."""
+        try:
+            inputs = self._inputs(run, start, rows)
+            enter_station("forward")
+            answers = self.module(inputs)
+            enter_station("transfer")
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None, error.with_traceback(None)  # its frames hold on to the memory
+        return answers, None
+
+    def _inputs(self, run: Blocks, start: int, rows: int) -> Tensor:
+        if not self.fixed_shape:
+            pieces = list(run.pieces(start, start + rows))
+            if len(pieces) == 1 and pieces[0].dtype == self.dtype:
+                return pieces[0]
+        staging = self._staging(run.blocks[0].shape[1])
+        run.copy(start, start + rows, staging)
+        if not self.fixed_shape:
+            return staging[:rows]
+        staging[rows:].zero_()
+        return staging
+
+    def _staging(self, width: int) -> Tensor:
+        """This thread's buffer of one chunk [chunk_rows, width] in the run's dtype."""
+        shape = (self.step.rows, width)
+        staging: Tensor | None = getattr(self._own, "staging", None)
+        if staging is None or staging.shape != shape:
+            staging = self._own.staging = torch.empty(shape, dtype=self.dtype)
+        return staging

@@ -1,0 +1,135 @@
+"""From a ModelSpec to a module that is ready to answer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.models.device import device_name as device_name
+from gpuinfer.models.device import resolve_device as resolve_device
+from gpuinfer.models.device import resolve_dtype as resolve_dtype
+from gpuinfer.models.networks import NETWORKS
+from gpuinfer.models.probe import probe as probe
+from gpuinfer.models.weights import load_weights
+
+
+def build(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model in its fastest form for inference: evaluation mode, nothing trainable, on `device` in `dtype`.
+
+    The same spec and seed give the same weights in every process. Raises `UsageError` when the model cannot be had.
+    """
+    module = trainable(spec, seed)
+    if spec.weights is not None:
+        load_weights(module, spec.weights, spec.name)
+    module.eval().requires_grad_(False)
+    if spec.name in NETWORKS:
+        return module.freeze(device=device, dtype=dtype).eval()  # type: ignore[operator, no-any-return]
+    return module.to(device=device, dtype=dtype)
+
+
+def trainable(spec: ModelSpec, seed: int) -> nn.Module:
+    """The model as its author wrote it, in float32 on the CPU, with weights drawn from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if ":" in spec.name:
+            return from_factory(spec)
+        return from_catalogue(spec)
+
+
+def from_catalogue(spec: ModelSpec) -> nn.Module:
+    if spec.name not in NETWORKS:
+        raise UnknownName("model", spec.name, [*NETWORKS, "module:factory"], label="Choices")
+    missing = [name for name in ("actions", "seats") if name not in spec.arguments]
+    if missing or spec.inputs < 1:
+        raise UsageError(
+            f"model '{spec.name}' plays card games and needs to know features, actions and seats, which this work "
+            "does not say. Give your own model as --model module:factory."
+        )
+    if spec.inputs < spec.arguments["actions"]:
+        raise UsageError(
+            f"model '{spec.name}' reads the legal mask from the first {spec.arguments['actions']} features, but a row "
+            f"has only {spec.inputs}. Use --model module:factory for games without the mask."
+        )
+    return NETWORKS[spec.name](spec.inputs, spec.arguments["actions"], spec.arguments["seats"])
+
+
+def from_factory(spec: ModelSpec) -> nn.Module:
+    factory = find_factory(spec.name)
+    arguments = accepted(factory, {**spec.arguments, "features": spec.inputs}, spec.name)
+    try:
+        module = factory(**arguments)
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UsageError(
+            f"model factory '{spec.name}' raised {type(error).__name__}: {error}. It was called with ({given}). "
+            "Mend it, or call it by hand with these arguments to see where it fails."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"model factory '{spec.name}' returned {type(module).__name__}, not a torch.nn.Module. "
+            "Let it return the module itself."
+        )
+    return module
+
+
+def find_factory(name: str) -> Any:
+    """What `module:factory` names; modules in the working folder count, as they do for `python -m`."""
+    module_name, _, path = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UsageError(
+                f"model '{name}': no module named '{error.name}' in {os.getcwd()} or among the installed packages. "
+                "Start gpuinfer where that module lies, or set PYTHONPATH."
+            ) from error
+        raise unimportable(name, error) from error
+    except Exception as error:
+        raise unimportable(name, error) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise UnknownName(f"factory in module '{module_name}'", path, public_callables(found), label="It has")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"model '{name}' is {type(found).__name__}, not a function. Name one that returns the module.")
+    return found
+
+
+def unimportable(name: str, error: Exception) -> UsageError:
+    module_name = name.partition(":")[0]
+    return UsageError(
+        f"model '{name}': importing '{module_name}' raised {type(error).__name__}: {error}. "
+        f"`python -c 'import {module_name}'` shows where."
+    )
+
+
+def public_callables(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+
+
+def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
+    """Those of `offered` that the factory's signature takes."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return offered
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanting = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if wanting:
+        raise UsageError(
+            f"model factory '{name}' needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be given. "
+            "Give the others defaults."
+        )
+    return {p.name: offered[p.name] for p in named if p.name in offered}

@@ -1,0 +1,53 @@
+"""What to do when memory runs out: take smaller steps, say so once, and go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from gpuinfer.errors import BackendError
+
+logger = logging.getLogger("gpuinfer")
+
+# What the CPU allocator and oneDNN say; torch.OutOfMemoryError is CUDA's alone.
+PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "could not create a memory object")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in PHRASES)
+
+
+class StepSize:
+    """How many rows go through the model at once; it only ever shrinks. Threads may share one."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._lock = threading.Lock()
+        self._said = False
+
+    def halve(self, failed_rows: int, cause: BaseException) -> None:
+        """After `failed_rows` rows did not fit. Raises `BackendError` when a single row does not."""
+        if failed_rows <= 1:
+            raise BackendError(
+                f"out of memory on a single row: {first_line(cause)}. Use a smaller model, --dtype bfloat16, or a "
+                "device with more free memory."
+            ) from cause
+        with self._lock:
+            self.rows = min(self.rows, failed_rows // 2)
+            said, self._said = self._said, True
+        if not said:
+            logger.warning(
+                "out of memory at %d rows: going on with at most %d at a time. Set -B chunk_rows=%d to start there.",
+                failed_rows,
+                self.rows,
+                self.rows,
+            )
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,128 @@
+"""The built-in networks for card games: features of one position in, policy logits and one value per seat out.
+
+A row's first `actions` features are its legal mask, 1 where the action may be taken and 0 where it may not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpuinfer.models.frozen import Affine, FrozenBlobNet, FrozenBlobNetSmall, FrozenLayer, masked
+
+WIDTH = 256
+HEADS = 8
+FEED_FORWARD = 1024
+LAYERS = 6
+SMALL_WIDTH = 128
+
+
+def encode_one(layer: nn.TransformerEncoderLayer, tokens: Tensor) -> Tensor:
+    """What `layer` answers when each row of `tokens` [rows, width] is a sequence of its own.
+
+    The softmax over a single token is 1 whatever its query and key, so attention (Vaswani et al., 2017) comes down to
+    the value and output projections, and those of the queries and keys need not be computed.
+    """
+    attention = layer.self_attn
+    values = functional.linear(tokens, attention.in_proj_weight[2 * WIDTH :], attention.in_proj_bias[2 * WIDTH :])
+    tokens = layer.norm1(tokens + attention.out_proj(values))
+    answer: Tensor = layer.norm2(tokens + layer.linear2(functional.relu(layer.linear1(tokens))))
+    return answer
+
+
+def fused_attention(layer: nn.TransformerEncoderLayer) -> tuple[Tensor, Tensor]:
+    """The value and output projections as the one linear map that they make, float64 weight and bias."""
+    attention = layer.self_attn
+    inner, inner_bias = attention.in_proj_weight[2 * WIDTH :].double(), attention.in_proj_bias[2 * WIDTH :].double()
+    outer, outer_bias = attention.out_proj.weight.double(), attention.out_proj.bias.double()
+    return outer @ inner, outer @ inner_bias + outer_bias
+
+
+class BlobNet(nn.Module):
+    """A transformer encoder over one token: 6 post-norm layers, width 256, 8 heads, feed-forward 1,024 with ReLU.
+
+    Its parameters are those of ordinary `nn.TransformerEncoderLayer`s, about 4.8 million.
+    """
+
+    def __init__(self, features: int, actions: int, seats: int) -> None:
+        super().__init__()
+        self.actions = actions
+        self.embed = nn.Linear(features, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, FEED_FORWARD, dropout=0.0, batch_first=True) for _ in range(LAYERS)
+        )
+        self.policy = nn.Linear(WIDTH, actions)
+        self.value = nn.Linear(WIDTH, seats)
+
+    @property
+    def encoder(self) -> Sequence[nn.TransformerEncoderLayer]:
+        return cast(Sequence[nn.TransformerEncoderLayer], self.layers)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [rows, F] in the parameters' dtype → policy logits [rows, actions] and values [rows, seats].
+
+        Illegal actions have a logit of -inf. A row without any legal action keeps all its logits, so that a softmax
+        over them stays finite. The values are linear: no squashing.
+        """
+        tokens = self.norm(self.embed(features))
+        for layer in self.encoder:
+            tokens = encode_one(layer, tokens)
+        return masked(self.policy(tokens), features[:, : self.actions]), self.value(tokens)
+
+    @torch.no_grad()
+    def freeze(self, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """A copy that cannot be trained, with fewer and larger steps: the same answers up to rounding."""
+
+        def affine(weight: Tensor, bias: Tensor) -> Affine:
+            return Affine.best(weight, bias, device=device, dtype=dtype)
+
+        def norm(layer: nn.LayerNorm) -> nn.LayerNorm:
+            return copy.deepcopy(layer).to(device=device, dtype=dtype).requires_grad_(False)
+
+        def frozen(layer: nn.TransformerEncoderLayer) -> FrozenLayer:
+            grow = affine(layer.linear1.weight, layer.linear1.bias)
+            shrink = affine(layer.linear2.weight, layer.linear2.bias)
+            return FrozenLayer(affine(*fused_attention(layer)), norm(layer.norm1), grow, shrink, norm(layer.norm2))
+
+        embed, heads = affine(self.embed.weight, self.embed.bias), affine(*joined(self.policy, self.value))
+        return FrozenBlobNet(embed, norm(self.norm), [frozen(layer) for layer in self.encoder], heads, self.actions)
+
+
+class BlobNetSmall(nn.Module):
+    """A perceptron: features → 128 → 128 → heads, with ReLU."""
+
+    def __init__(self, features: int, actions: int, seats: int) -> None:
+        super().__init__()
+        self.actions = actions
+        self.first = nn.Linear(features, SMALL_WIDTH)
+        self.second = nn.Linear(SMALL_WIDTH, SMALL_WIDTH)
+        self.policy = nn.Linear(SMALL_WIDTH, actions)
+        self.value = nn.Linear(SMALL_WIDTH, seats)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The same promise as `BlobNet.forward`."""
+        hidden = functional.relu(self.second(functional.relu(self.first(features))))
+        return masked(self.policy(hidden), features[:, : self.actions]), self.value(hidden)
+
+    @torch.no_grad()
+    def freeze(self, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """A copy that cannot be trained: the same answers up to rounding."""
+        first, second, heads = (
+            Affine.best(weight, bias, device=device, dtype=dtype)
+            for weight, bias in (joined(self.first), joined(self.second), joined(self.policy, self.value))
+        )
+        return FrozenBlobNetSmall(first, second, heads, self.actions)
+
+
+def joined(*heads: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Several heads over the same input as one: their outputs side by side."""
+    return torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
+
+
+NETWORKS: dict[str, type[BlobNet] | type[BlobNetSmall]] = {"blobnet": BlobNet, "blobnet-small": BlobNetSmall}
