@@ -1,0 +1,120 @@
+"""Which batch comes next: the questions put to a strategy, and what of its answers is believed.
+
+Nothing here reads a clock or knows a future, so that the engine and a simulator cut the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+from gpuinfer.api import Limits, QueueView, Reason, Request, Strategy
+from gpuinfer.errors import StrategyError
+from gpuinfer.queueing import Line, Queue
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The requests of the next batch, taken out of the queue."""
+
+    requests: tuple[Request, ...]
+    rows: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A strategy's failure, and the requests it was shown, taken out of the queue."""
+
+    requests: tuple[Request, ...]
+    error: StrategyError
+
+
+class PassThrough(Strategy):
+    """Sends on whatever waits: for a remote backend, whose batches are formed beside the model."""
+
+    def cut_at(self, queue: QueueView) -> float:
+        return -math.inf
+
+    def reason(self, queue: QueueView) -> Reason:
+        return Reason.FREE
+
+
+def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, draining: bool) -> Cut | Fault | float:
+    """The batch that is due now, or else the time when the first will be; inf when nothing waits.
+
+    The group that is due first goes first. While draining every group is due, whatever the strategy says.
+    """
+    due, chosen = math.inf, None
+    for line in queue.lines():
+        view = line.view(now, limits, queue.clients)
+        if view.waiting[0].rows > limits.max_rows:  # only when the backend's slots are taken: wait until they are not
+            continue
+        try:
+            line_due = view.waiting[0].arrived if draining else due_at(strategy, view)
+        except StrategyError as error:
+            return _fault(queue, view, error)
+        if line_due < due:
+            due, chosen = line_due, (line, view)
+    return due if chosen is None or due > now else _cut(strategy, queue, *chosen, draining=draining)
+
+
+def _cut(strategy: Strategy, queue: Queue, line: Line, view: QueueView, *, draining: bool) -> Cut | Fault:
+    try:
+        cut = choose(strategy, view, line.members, draining=draining)
+    except StrategyError as error:
+        return _fault(queue, view, error)
+    queue.remove(cut.requests)
+    return cut
+
+
+def _fault(queue: Queue, view: QueueView, error: StrategyError) -> Fault:
+    shown = tuple(view.waiting)
+    queue.remove(shown)
+    return Fault(shown, error)
+
+
+def due_at(strategy: Strategy, view: QueueView) -> float:
+    """When the strategy wants this queue cut, never before its oldest request arrived.
+
+    That floor keeps a group which is always due "at once" from going before one that has waited longer.
+    Raises `StrategyError` when the strategy raises, or answers with what is no time.
+    """
+    try:
+        due = float(strategy.cut_at(view))
+    except Exception as error:
+        raise _blamed(strategy, f"raised in cut_at: {error!r}") from error
+    if math.isnan(due):
+        raise _blamed(strategy, "answered cut_at with NaN, which is no time")
+    return max(due, view.waiting[0].arrived)
+
+
+def choose(strategy: Strategy, view: QueueView, members: Set[Request], *, draining: bool = False) -> Cut:
+    """The batch that the strategy chooses now; `members` are the waiting requests that it may choose from.
+
+    Raises `StrategyError` when the strategy raises, chooses nothing, or chooses what it may not.
+    """
+    try:
+        reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
+        chosen = tuple(strategy.select(view))
+        distinct = set(chosen)
+    except Exception as error:
+        raise _blamed(strategy, f"raised in reason or select: {error!r}") from error
+    if not chosen:
+        raise _blamed(strategy, "selected nothing although a batch was due")
+    if len(distinct) != len(chosen):
+        raise _blamed(strategy, "selected a request twice")
+    if not distinct <= members:
+        raise _blamed(strategy, "selected a request that does not wait in this queue")
+    rows = sum(request.rows for request in chosen)
+    if rows > view.limits.max_rows:
+        raise _blamed(strategy, f"selected {rows} rows where {view.limits.max_rows} fit")
+    return Cut(chosen, rows, reason)
+
+
+def _blamed(strategy: Strategy, what: str) -> StrategyError:
+    return StrategyError(
+        f"the strategy {type(strategy).__name__} {what}. Choose another with --strategy, "
+        f"or check the package that it came from with `gpuinfer plugins check`."
+    )

@@ -1,0 +1,302 @@
+"""The only queue: takes requests, asks the strategy when to cut a batch, calls the backend, settles the futures.
+
+Everything happens on one event loop and in one order: `submit` queues and wakes, `_dispatch` expires and cuts, `_serve`
+runs one batch in a forward lane and settles it. The dispatcher is woken at most once for each turn of the loop, and not
+at all while the backend has no room: so the queue grows while the backend is busy, and a request costs no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from gpuinfer.admission import Admission
+from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
+from gpuinfer.cutting import Cut, Fault, PassThrough, next_cut
+from gpuinfer.errors import Closed, Expired
+from gpuinfer.queueing import Queue
+from gpuinfer.serving import answer, as_failure
+from gpuinfer.settling import Unsettled
+from gpuinfer.stats import Lane, Snapshot
+from gpuinfer.tally import Tally
+
+log = logging.getLogger(__name__)
+
+CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
+
+
+class Engine:
+    """Batches requests for one backend, which it starts and closes.
+
+    `max_queue_rows` bounds the rows that may wait (see `Admission`); `patience_s` is how long `close` waits with
+    nothing coming back. All methods belong to the event loop that called `start`.
+    """
+
+    limits: Limits  # the backend's, once it has started
+
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: Strategy,
+        *,
+        max_queue_rows: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = 30.0,
+    ) -> None:
+        self.backend = backend
+        self.strategy = PassThrough() if backend.remote else strategy
+        self.lanes: list[Lane] = []  # "forward 0", …: one for each batch that may be in flight
+        self._max_queue_rows = max_queue_rows
+        self._clock = clock
+        self._patience_s = patience_s
+        self._queue = Queue()
+        self._tally = Tally()
+        self._unsettled = Unsettled(self._tally, self._left)
+        self._free: list[Lane] = []
+        self._running: dict[Lane, asyncio.Task[None]] = {}
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
+        self._draining = False
+        self._backend_open = False
+        self._warned: set[str] = set()
+
+    async def start(self) -> None:
+        """Start the backend and open for requests. A backend that cannot start is closed again."""
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()  # batches must not run in the context of whichever request woke us
+        self._backend_open = True
+        try:
+            await self.backend.start()
+            self._take_limits(self.backend.limits)
+        except BaseException:
+            await self._close_backend()
+            raise
+        self._shut = None
+
+    def _take_limits(self, limits: Limits) -> None:
+        self.limits = limits
+        self._admission = Admission(limits, self._max_queue_rows)
+        self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(limits.in_flight)]
+        self._free = self.lanes[::-1]
+
+    # Requests
+
+    async def submit(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Result:
+        """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
+        if self._shut is not None:
+            raise Closed(f"the engine {self._shut}")
+        if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
+            self._tally.error("expired" if isinstance(refusal, Expired) else "rejected")
+            raise refusal
+        now = self._clock()
+        request = Request(payload, rows, now, priority, now + timeout, group, client)
+        future = self._loop.create_future()
+        self._unsettled.add(request, future)
+        self._queue.add(request)
+        if timeout < math.inf:
+            self._wake_at(request.deadline, now)
+        if self._free and not self._woken:
+            self._wake()
+        try:
+            return await future
+        finally:
+            if request in self._unsettled:  # whoever asked was cancelled
+                self._withdraw(request)
+
+    def _withdraw(self, request: Request) -> None:
+        self._unsettled.drop(request)
+        if request in self._queue:
+            self._queue.remove((request,))
+            self._wake()
+            return
+        with self._harmless(f"the backend {type(self.backend).__name__} raised in cancel"):
+            self.backend.cancel(request)
+
+    def join(self, client: Hashable) -> None:
+        """Count this client as live: a strategy may wait for it."""
+        self._queue.clients.join(client)
+
+    def leave(self, client: Hashable) -> None:
+        """Wait no longer for this client. Its outstanding requests stay."""
+        self._queue.clients.leave(client)
+        self._wake()
+
+    def snapshot(self) -> Snapshot:
+        """The counters of this moment."""
+        return self._tally.snapshot(self._queue.rows, self.lanes)
+
+    # Cutting
+
+    def _wake(self) -> None:
+        """Dispatch at the end of this turn of the loop, so that all who submit in it can share a batch."""
+        if self._queue.rows and not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._dispatch, context=self._context)
+
+    def _wake_at(self, when: float, now: float) -> None:
+        """Dispatch at this time of our clock, or earlier."""
+        delay = max(0.0, when - now)
+        if self._timer is not None:
+            if self._timer.when() <= self._loop.time() + delay:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay, self._ring, context=self._context)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        self._woken = False
+        now = self._clock()
+        for request in self._queue.expire(now):
+            waited = f"its deadline passed after {now - request.arrived:.3f} s in the queue"
+            error = Expired(f"{waited}. Allow more time, or keep fewer requests outstanding.")
+            self._unsettled.fail(request, error, "expired")
+        when = min(self._cut_what_is_due(now), self._queue.next_deadline())
+        if when < math.inf:
+            self._wake_at(when, now)
+
+    def _cut_what_is_due(self, now: float) -> float:
+        """Cut while there is room and a batch is due; returns when to ask again."""
+        while self._free:
+            step = next_cut(self.strategy, self._queue, now, self._room(), draining=self._draining)
+            if isinstance(step, Cut):
+                self._launch(step, now)
+            elif isinstance(step, Fault):
+                self._unsettled.fail_all(step.requests, step.error)
+            else:
+                return step
+        return math.inf
+
+    def _room(self) -> Limits:
+        """The limits of the next batch: narrower than the backend's while its slots are taken."""
+        if self.limits.slots is None:
+            return self.limits
+        taken = self._unsettled.rows - self._queue.rows
+        return replace(self.limits, max_rows=min(self.limits.max_rows, self.limits.slots - taken))
+
+    def _launch(self, cut: Cut, now: float) -> None:
+        gone = [request for request in cut.requests if self._unsettled.cancelled(request)]
+        if gone:  # in this very turn of the loop
+            for request in gone:
+                self._unsettled.drop(request)
+            wanted = tuple(request for request in cut.requests if request in self._unsettled)
+            cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
+        if cut.requests:
+            self._tally.cut(cut, now)
+            lane = self._free.pop()
+            self._running[lane] = self._loop.create_task(self._serve(cut, lane, now), name=lane.name)
+
+    # Serving
+
+    async def _serve(self, cut: Cut, lane: Lane, cut_at: float) -> None:
+        """Run one batch in one lane. Whatever happens, each of its requests is settled and the lane is freed."""
+        forward_lane.set(lane)
+        lane.enter("forward")
+        started = self._clock()
+        try:
+            seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
+            waited = cut_at - min(request.arrived for request in cut.requests)
+            with self._harmless(f"the strategy {type(self.strategy).__name__} raised in observe"):
+                self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
+        except BaseException as error:
+            self._unsettled.fail_all(cut.requests, as_failure(self.backend, error))
+            if not isinstance(error, Exception | asyncio.CancelledError):  # an interrupt is not ours to keep
+                raise
+        finally:
+            lane.enter("idle")
+            del self._running[lane]
+            self._free.append(lane)
+            self._wake()
+
+    def _left(self, request: Request) -> None:
+        if request.client is not None:
+            self._queue.clients.answered(request.client)
+        if self.limits.slots is not None:  # those it took are free, though its batch runs on
+            self._wake()
+
+    @contextlib.contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Log, once, what a plugin raises where no request depends on it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            if what not in self._warned:
+                self._warned.add(what)
+                log.warning("%s: %r. Check its package with `gpuinfer plugins check`.", what, error)
+
+    # Closing
+
+    async def close(self, drain: bool = True) -> None:
+        """Take no more requests, settle those there are, close the backend.
+
+        With `drain` what waits is still served, else it fails with `Closed` at once. So does, with and without,
+        whatever is left when nothing has come back for `patience_s`.
+        """
+        self._shut, self._draining = "is closed. Start another.", True
+        try:
+            if not drain:
+                self._fail_waiting()
+            await self._finish()
+        finally:
+            await self._abandon()
+            await self._close_backend()
+
+    async def _finish(self) -> None:
+        """Wait for all batches, as long as something comes back."""
+        while self._unsettled or self._running:
+            self._dispatch()
+            before = len(self._unsettled)
+            if not self._running:
+                return
+            tasks = self._running.values()
+            done, _ = await asyncio.wait(tasks, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and len(self._unsettled) == before:
+                return
+
+    def _fail_waiting(self) -> None:
+        for request in self._unsettled:
+            if request in self._queue:
+                self._queue.remove((request,))
+                self._unsettled.fail(request, _closed())
+
+    async def _abandon(self) -> None:
+        """Settle what is left and let go of the batches that do not end."""
+        self._fail_waiting()
+        self._unsettled.fail_all(self._unsettled, _closed())
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = tuple(self._running.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+
+    async def _close_backend(self) -> None:
+        if not self._backend_open:
+            return
+        self._backend_open = False
+        with self._harmless(f"the backend {type(self.backend).__name__} did not close"):
+            await asyncio.wait_for(self.backend.close(), self._patience_s)
+
+
+def _closed() -> Closed:
+    return Closed("the engine was closed before this request was served. Submit it again to another engine.")

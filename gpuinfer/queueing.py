@@ -1,0 +1,193 @@
+"""The waiting requests: one line for each group, oldest first, with their deadlines and their clients.
+
+Nothing here reads a clock, sleeps or knows a future, so that the engine and a simulator can share it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import overload
+
+from gpuinfer.api import Limits, QueueView, Request
+
+RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
+LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
+SLACK = 64  # entries that may be out of date before a list is swept
+
+
+class Waiting(Sequence[Request]):
+    """A line's requests as a strategy sees them: read-only, and not copied at every question."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        return self._requests[index]
+
+
+class Clients:
+    """Live clients, and how many of them neither wait nor are being served."""
+
+    __slots__ = ("_live", "_outstanding", "thinking")
+
+    def __init__(self) -> None:
+        self._live: set[Hashable] = set()
+        self._outstanding: dict[Hashable, int] = {}  # requests of a client that are not settled
+        self.thinking = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def join(self, client: Hashable) -> None:
+        if client not in self._live:
+            self._live.add(client)
+            self.thinking += client not in self._outstanding
+
+    def leave(self, client: Hashable) -> None:
+        if client in self._live:
+            self._live.remove(client)
+            self.thinking -= client not in self._outstanding
+
+    def asked(self, client: Hashable) -> None:
+        count = self._outstanding.get(client, 0)
+        self._outstanding[client] = count + 1
+        if not count and client in self._live:
+            self.thinking -= 1
+
+    def answered(self, client: Hashable) -> None:
+        count = self._outstanding.pop(client) - 1
+        if count:
+            self._outstanding[client] = count
+        elif client in self._live:
+            self.thinking += 1
+
+
+class Line:
+    """The waiting requests of one group, oldest first, and the rate at which their rows arrive."""
+
+    __slots__ = ("_arrived", "_looked", "_rate", "_requests", "_waiting", "members", "rows")
+
+    def __init__(self) -> None:
+        self.members: set[Request] = set()
+        self.rows = 0
+        self._requests: list[Request] = []  # in order; those no longer in `members` are swept out later, all at once
+        self._waiting = Waiting(self._requests)
+        self._arrived = 0  # rows since the rate was last brought up to date
+        self._looked = -math.inf
+        self._rate = 0.0
+
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
+        self.members.add(request)
+        self.rows += request.rows
+        self._arrived += request.rows
+
+    def remove(self, requests: tuple[Request, ...], rows: int) -> None:
+        """Drop members whose rows add up to `rows`."""
+        self.members.difference_update(requests)
+        self.rows -= rows
+        if tuple(self._requests[: len(requests)]) == requests:  # the oldest first: the usual cut
+            del self._requests[: len(requests)]
+        elif len(self._requests) > 2 * len(self.members) + SLACK:
+            self._sweep()
+
+    def view(self, now: float, limits: Limits, clients: Clients) -> QueueView:
+        if len(self._requests) != len(self.members):
+            self._sweep()
+        live, thinking = len(clients), clients.thinking
+        return QueueView(self._waiting, self.rows, now, limits, live, thinking, self._rate_at(now))
+
+    def _sweep(self) -> None:
+        self._requests[:] = [request for request in self._requests if request in self.members]
+
+    def _rate_at(self, now: float) -> float:
+        """Rows per second: each arrival counts with a weight that decays exponentially with its age."""
+        self._rate = self._rate * math.exp((self._looked - now) / RATE_WINDOW_S) + self._arrived / RATE_WINDOW_S
+        self._arrived, self._looked = 0, now
+        return self._rate
+
+
+class Queue:
+    """All waiting requests, by group."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.clients = Clients()
+        self._lines: dict[Hashable, Line] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; entries of requests that left are skipped
+        self._numbers = itertools.count()
+        self._dated = 0  # requests with a deadline that still wait
+
+    def __contains__(self, request: Request) -> bool:
+        line = self._lines.get(request.group)
+        return line is not None and request in line.members
+
+    def lines(self) -> list[Line]:
+        """The lines in which requests wait."""
+        return [line for line in self._lines.values() if line.members]
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its client counts as asking until `clients.answered`, which its owner calls."""
+        line = self._lines.get(request.group)
+        if line is None:
+            line = self._new_line(request.group)
+        line.add(request)
+        self.rows += request.rows
+        if request.client is not None:
+            self.clients.asked(request.client)
+        if request.deadline < math.inf:
+            self._add_deadline(request)
+
+    def remove(self, requests: tuple[Request, ...]) -> None:
+        """Take waiting requests of one group out: cut, cancelled or failed."""
+        line = self._lines[requests[0].group]
+        rows = 0
+        for request in requests:
+            rows += request.rows
+            self._dated -= request.deadline < math.inf
+        line.remove(requests, rows)
+        self.rows -= rows
+
+    def expire(self, now: float) -> list[Request]:
+        """Take out the waiting requests whose deadlines have come."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request in self:
+                self.remove((request,))
+                expired.append(request)
+        return expired
+
+    def next_deadline(self) -> float:
+        """The earliest deadline of those who wait; inf when nobody has one."""
+        while self._deadlines and self._deadlines[0][2] not in self:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def _new_line(self, group: Hashable) -> Line:
+        if len(self._lines) >= LINES_KEPT:
+            self._lines = {name: line for name, line in self._lines.items() if line.members}
+        line = self._lines[group] = Line()
+        return line
+
+    def _add_deadline(self, request: Request) -> None:
+        heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+        self._dated += 1
+        if len(self._deadlines) > 2 * self._dated + SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self]
+            heapq.heapify(self._deadlines)
