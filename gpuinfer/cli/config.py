@@ -1,0 +1,59 @@
+"""The merged settings, and where each came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gpuinfer import registry
+from gpuinfer.errors import PluginError
+
+app = typer.Typer(rich_markup_mode="rich")
+
+
+@app.command("config")
+def config(
+    as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False,
+    file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file.")] = None,
+) -> None:
+    """The merged settings, and where each came from: flag > environment > gpuinfer.toml > default."""
+    from gpuinfer import settings
+
+    merged = settings.load(config=file)
+    rows = list(_rows(merged))
+    if as_json:
+        plain = {key: {"value": value, "origin": origin} for key, value, origin in rows}
+        typer.echo(json.dumps(plain, indent=2, default=str))
+        return
+    from gpuinfer.display import facts
+
+    shown = [(key, json.dumps(value, default=str), origin) for key, value, origin in rows]
+    facts(f"settings ({merged.file or 'no gpuinfer.toml here'})", shown)
+
+
+def _rows(merged: Any) -> Iterator[tuple[str, Any, str]]:
+    """Key, value in force, origin: the common ones, then those of each plugin that has a say."""
+    for key, value in merged.common.model_dump(mode="json", by_alias=True).items():
+        yield key, value, merged.origin(key)
+    used = [("backends", merged.common.backend), ("strategies", merged.common.strategy)]
+    for kind, name in [*used, *(("workloads", name) for name in registry.names("workloads"))]:
+        yield from _plugin_rows(merged, kind, name)
+
+
+def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
+    from gpuinfer.settings import table_name
+
+    table = table_name(kind, name)
+    try:
+        plugin = registry.load(kind, name)
+    except PluginError as error:
+        yield from ((f"{table}.{key}", one.value, one.origin) for key, one in merged.table(table).items())
+        yield table, None, f"cannot be loaded: {error}"
+        return
+    values = plugin.Options(**merged.options(kind, name, plugin))
+    for key, value in values.model_dump(mode="json", by_alias=True).items():
+        yield f"{table}.{key}", value, merged.origin(f"{table}.{key}")

@@ -1,0 +1,160 @@
+"""Flags: those that every workload has, and those made from a plugin's typed options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gpuinfer import options, registry
+from gpuinfer.errors import PluginError, UsageError
+from gpuinfer.options import Given
+
+EVERYWHERE = "Everywhere"  # the help panel of the common flags
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+Parameters = dict[str, inspect.Parameter]
+
+
+def common() -> Parameters:
+    """The flags of every workload, by the setting that they set."""
+    return {
+        "backend": _text("backend", "--backend", "NAME", "Who answers the requests.", "inprocess", _names("backends")),
+        "strategy": _text(
+            "strategy", "--strategy", "NAME", "When waiting requests become a batch.", "dynamic", _names("strategies")
+        ),
+        "backend_options": _pairs("backend_options", "-B", "Option of the backend; repeatable.", "backends"),
+        "strategy_options": _pairs("strategy_options", "-S", "Option of the strategy; repeatable.", "strategies"),
+        "device": _text(
+            "device", "--device", "NAME", "auto, cpu, cuda or cuda:1.", "auto", _from("auto", "cpu", "cuda")
+        ),
+        "dtype": _text("dtype", "--dtype", "NAME", "float32, bfloat16 or float16.", "float32", _from(*DTYPES)),
+        "seed": _text("seed", "--seed", "N", "Of everything random.", "0"),
+        "json": _text("json", "--json", "FILE|-", "Write the report to this file; - is standard output.", None),
+        "live": _switch("live", "--live/--no-live", "A live view, or plain lines.", "live on a terminal"),
+        "roofline": _switch(
+            "roofline", "--roofline/--no-roofline", "Measure the bare model first, for the efficiency.", "roofline"
+        ),
+        "quiet": _switch("quiet", "--quiet", "No progress: only the result, and errors.", None),
+        "verbose": _parameter(
+            "verbose", int, ["--verbose", "-v"], "Say more; -vv shows tracebacks.", count=True, panel=EVERYWHERE
+        ),
+        "config": _parameter(
+            "config",
+            Path | None,
+            ["--config"],
+            _help("Settings file.", "./gpuinfer.toml, if any"),
+            metavar="FILE",
+            panel=EVERYWHERE,
+        ),
+    }
+
+
+def of(model: type[BaseModel], owner: str) -> Parameters:
+    """One flag for each option of a workload. Raises `PluginError` for an option named like a common flag."""
+    taken = set(common())
+    for name in options.fields_of(model):
+        if name in taken:
+            raise PluginError(f"{owner} has an option '{name}', which is a flag of every command. Rename the option.")
+    return {name: _of_field(name, field) for name, field in options.fields_of(model).items()}
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def pairs(given: list[str], short: str, table: str) -> dict[str, Given]:
+    """`key=value` words as settings of a plugin's table, such as `backends.inprocess`. Raises `UsageError`."""
+    found = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise UsageError(f"{short} {word}: not of the form key=value. Write {short} {key or 'key'}=VALUE.")
+        key = key.strip().replace("-", "_")
+        found[f"{table}.{key}"] = Given(value, f"{short} {key}")
+    return found
+
+
+def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
+    text = _help(field.description or "", options.default_text(field))
+    if options.accepts(field.annotation, bool):
+        return _parameter(name, bool | None, [f"{flag(name)}/--no-{flag(name)[2:]}"], text)
+    allowed = [str(choice) for choice in options.choices(field.annotation)]
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    kind = extra.get("kind")  # of plugins, such as "games", whose names the option takes
+    complete = _names(str(kind)) if kind else _from(*allowed) if allowed else None
+    return _parameter(name, str | None, [flag(name)], text, metavar=_metavar(field, allowed), autocompletion=complete)
+
+
+def _metavar(field: FieldInfo, allowed: list[str]) -> str:
+    if allowed:
+        return "|".join(allowed)
+    names = {int: "N", float: "X", Path: "PATH"}
+    return next((name for kind, name in names.items() if options.accepts(field.annotation, kind)), "TEXT")
+
+
+def _text(
+    name: str, declaration: str, metavar: str, text: str, default: str | None, complete: Any = None
+) -> inspect.Parameter:
+    """A flag that Typer takes as text: settings judge it, so that an error reads alike wherever a value came from."""
+    return _parameter(
+        name,
+        str | None,
+        [declaration],
+        _help(text, default),
+        metavar=metavar,
+        autocompletion=complete,
+        panel=EVERYWHERE,
+    )
+
+
+def _switch(name: str, declaration: str, text: str, default: str | None) -> inspect.Parameter:
+    return _parameter(name, bool | None, [declaration], _help(text, default), panel=EVERYWHERE)
+
+
+def _pairs(name: str, short: str, text: str, kind: str) -> inspect.Parameter:
+    return _parameter(
+        name, list[str] | None, [short], text, metavar="KEY=VALUE", autocompletion=_keys(kind), panel=EVERYWHERE
+    )
+
+
+def _parameter(
+    name: str, annotation: Any, declarations: list[str], text: str, *, panel: str | None = None, **more: Any
+) -> inspect.Parameter:
+    """What is not given stays None (0 when counted), so that the environment and the file can speak."""
+    default = 0 if more.get("count") else None
+    option = typer.Option(default, *declarations, help=text, show_default=False, rich_help_panel=panel, **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _help(text: str, default: str | None) -> str:
+    shown = f"{text} [default: {default}]" if default is not None else text
+    return shown.strip().replace("[", r"\[")  # no markup
+
+
+def _from(*values: str) -> Callable[[str], list[str]]:
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def _names(kind: str) -> Callable[[str], list[str]]:
+    return lambda incomplete: [name for name in registry.names(kind) if name.startswith(incomplete)]
+
+
+def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
+    """Completes `key=` from the options of the plugin that the line names."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        name = ctx.params.get(registry.KINDS[kind]) or {"backends": "inprocess", "strategies": "dynamic"}[kind]
+        try:
+            keys = options.fields_of(registry.load(kind, name).Options)
+        except UsageError:
+            return []
+        return [f"{key}=" for key in keys if key.startswith(incomplete)]
+
+    return complete

@@ -1,0 +1,54 @@
+"""Where the JSON report goes: a file that is either whole or not there, or standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+
+
+class Destination:
+    """Checked when it is made, before any work is done. Raises `UsageError` for a place that cannot be written."""
+
+    def __init__(self, target: str | None) -> None:
+        self.stdout = target == "-"
+        self.path = Path(target) if target and target != "-" else None
+        if self.path is not None:
+            _check(self.path)
+
+    def write(self, report: Mapping[str, Any]) -> None:
+        """Write the report; nothing happens when nobody asked for one."""
+        text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+        if self.stdout:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        elif self.path is not None:
+            replace_file(self.path, text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put `text` in `path` at once: a reader, or a crash, sees the old file or the new one, never half of either."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _check(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"--json {path}: this is a folder. Give a file, such as {path / 'report.json'}.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {path}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--json {path}: {path.parent} cannot be written to. Give a file in a folder of yours.")

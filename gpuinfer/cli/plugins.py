@@ -1,0 +1,106 @@
+"""List, show and check plugins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from gpuinfer import registry
+from gpuinfer.cli.commands import first_sentence
+from gpuinfer.cli.problems import CHECK_FAILED
+from gpuinfer.errors import UnknownName
+
+app = typer.Typer(help="List, show and check plugins.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+def _kinds(incomplete: str) -> list[str]:
+    return [kind for kind in registry.KINDS.values() if kind.startswith(incomplete)]
+
+
+def _names(ctx: typer.Context, incomplete: str) -> list[str]:
+    kind = ctx.params.get("kind")
+    return [name for name in registry.names(kind) if name.startswith(incomplete)] if kind else []
+
+
+def _packages(incomplete: str) -> list[str]:
+    return sorted({record.distribution for record in registry.listing() if record.distribution.startswith(incomplete)})
+
+
+@app.command("list")
+def show_list() -> None:
+    """Every plugin, where it comes from, and whether it can be used. Loads each to find out."""
+    from gpuinfer.display import facts
+
+    _apply_settings()
+    for kind in registry.KINDS:
+        rows = [_row(registry.inspect(record)) for record in registry.listing(kind)]
+        if rows:
+            facts(kind, rows)
+
+
+def _row(record: registry.Record) -> tuple[str, str, str]:
+    mark = "✓" if record.ok else "✗"
+    return f"  {mark} {record.name}", record.package, first_sentence(record.module) if record.ok else record.reason
+
+
+@app.command("show")
+def show_one(
+    kind: str = typer.Argument(help="backend, strategy, workload, game or environment", autocompletion=_kinds),
+    name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
+) -> None:
+    """One plugin: what it is, where it comes from, its options."""
+    from gpuinfer.display import facts
+
+    _apply_settings()
+    record = registry.find(kind, name)
+    plugin = registry.load(kind, name)
+    origin = [("package", record.package, ""), ("module", record.module, "")]
+    facts(f"{registry.KINDS[record.kind]} {name}", [("what", _about(plugin), ""), *origin])
+    if rows := _options(record, plugin):
+        facts("options", rows)
+
+
+def _about(plugin: Any) -> str:
+    return " ".join((plugin.__doc__ or "no description").split())
+
+
+def _options(record: registry.Record, plugin: Any) -> list[tuple[str, str, str]]:
+    from gpuinfer import options
+
+    if not hasattr(plugin, "Options"):
+        return []
+    prefix = {"backends": "-B {}=", "strategies": "-S {}="}.get(record.kind, "--{}")
+    rows = []
+    for key, field in options.fields_of(plugin.Options).items():
+        allowed = "|".join(map(str, options.choices(field.annotation)))
+        remark = "; ".join(filter(None, [field.description, allowed]))
+        flag = prefix.format(key if record.kind in ("backends", "strategies") else key.replace("_", "-"))
+        rows.append((flag, options.default_text(field) or "-", remark))
+    return rows
+
+
+@app.command("check")
+def check(package: str = typer.Argument(help="an installed package", autocompletion=_packages)) -> None:
+    """Run the conformance kit on every plugin of a package. Exits 4 when one does not hold."""
+    from gpuinfer.display import facts
+    from gpuinfer.testing import check_package
+
+    _apply_settings()
+    known = {record.distribution for record in registry.listing()}
+    if package not in known:
+        raise UnknownName("package with plugins", package, known)
+    findings = check_package(package)
+    rows = [
+        (f"  {'✓' if finding.ok else '✗'} {finding.name}", "" if finding.ok else finding.detail) for finding in findings
+    ]
+    facts(package, rows)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _apply_settings() -> None:
+    """They may switch plugins off."""
+    from gpuinfer import settings
+
+    settings.load()

@@ -1,0 +1,176 @@
+"""Any workload as a command: its options become flags, then settings → build → run → show."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import BaseModel
+
+from gpuinfer import registry, settings
+from gpuinfer.api import Backend, Setup, Strategy, Workload
+from gpuinfer.cli import flags, output
+from gpuinfer.cli.problems import FAILED, PARTIAL
+from gpuinfer.options import Given
+
+if TYPE_CHECKING:
+    from gpuinfer.display import Display
+
+EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run needs, built and checked, nothing started."""
+
+    workload: Workload
+    backend: Backend
+    strategy: Strategy
+    settings: dict[str, Any]  # as the report shows them
+
+
+def command(name: str) -> Any:
+    """The command of an installed workload. Raises `PluginError` when it cannot be loaded."""
+    plugin = registry.load("workloads", name)
+    parameters = {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common()}
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(name, values))
+
+    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command(name, help=inspect.getdoc(plugin), context_settings={"help_option_names": ["-h", "--help"]})(call)
+    return typer.main.get_command(app)
+
+
+def execute(name: str, values: Mapping[str, Any]) -> int:
+    """Run a workload with what its flags say (None: not given). The exit code."""
+    merged = merge(name, values)
+    common = merged.common
+    destination = output.Destination(common.report)
+    plan = build(name, merged)
+    _log(common.verbose)
+    from gpuinfer.display import Display
+
+    title = f"{name} · {common.backend} · {common.strategy}"
+    display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=destination.stdout)
+    with display, _failed_report(destination):
+        report = _run(plan, common.roofline, display, spelled(name, values))
+    display.final(report)
+    destination.write(report)
+    return EXIT_CODES.get(report["status"], FAILED)
+
+
+def _run(plan: Plan, roofline: bool, display: Display, command: str) -> dict[str, Any]:
+    from gpuinfer.run import run
+
+    return run(
+        plan.workload,
+        plan.backend,
+        plan.strategy,
+        settings=plan.settings,
+        roofline=roofline,
+        on_update=display.update,
+        command=command,
+    )
+
+
+@contextlib.contextmanager
+def _failed_report(destination: output.Destination) -> Iterator[None]:
+    """A failed run's report is worth reading too: it travels with the error."""
+    try:
+        yield
+    except BaseException as error:
+        if (report := getattr(error, "report", None)) is not None:
+            destination.write(report)
+        raise
+
+
+def spelled(name: str, values: Mapping[str, Any]) -> str:
+    """The command line again, without what only says where its output goes: the verdict's advice is added to it."""
+    words = ["gpuinfer", name]
+    shorts = {"backend_options": "-B", "strategy_options": "-S"}
+    for key, value in values.items():
+        if value is None or key in ("json", "live", "quiet", "verbose"):
+            continue
+        if isinstance(value, bool):
+            words.append(flags.flag(key if value else f"no_{key}"))
+        else:
+            several = value if isinstance(value, list) else [value]
+            words += [word for one in several for word in (shorts.get(key, flags.flag(key)), str(one))]
+    return shlex.join(words)
+
+
+def _log(verbose: int) -> None:
+    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    logging.basicConfig(format="gpuinfer: %(message)s")
+    logging.getLogger("gpuinfer").setLevel(level)
+
+
+def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
+    """The settings with these flags on top. The plugins' options are not yet checked."""
+    values = dict(values)
+    config = values.pop("config", None)
+    backend_options = values.pop("backend_options", None) or []
+    strategy_options = values.pop("strategy_options", None) or []
+    common = flags.common()
+    given = {
+        key if key in common else f"{name}.{key}": Given(value, flags.flag(key))
+        for key, value in values.items()
+        if value is not None and not (key == "verbose" and value == 0)
+    }
+    first = settings.load(given, config)  # says which backend and strategy -B and -S are about
+    given |= flags.pairs(backend_options, "-B", settings.table_name("backends", first.common.backend))
+    given |= flags.pairs(strategy_options, "-S", settings.table_name("strategies", first.common.strategy))
+    return settings.load(given, config)
+
+
+def build(name: str, merged: settings.Settings) -> Plan:
+    """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
+    common = merged.common
+    classes = {
+        kind: registry.load(kind, chosen)
+        for kind, chosen in (("workloads", name), ("backends", common.backend), ("strategies", common.strategy))
+    }
+    given = {
+        kind: merged.options(kind, chosen, classes[kind])
+        for kind, chosen in (("workloads", name), ("backends", common.backend), ("strategies", common.strategy))
+    }
+    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed)
+    workload = classes["workloads"](setup, **given["workloads"])
+    setup = replace(
+        setup,
+        model=workload.model(),
+        processes=workload.processes,
+        deterministic=bool(getattr(workload.options, "deterministic", False)),
+    )
+    backend = classes["backends"](setup, **given["backends"])
+    strategy = classes["strategies"](setup, **given["strategies"])
+    return Plan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+
+
+def shown(
+    name: str, merged: settings.Settings, workload: Workload, backend: Backend, strategy: Strategy
+) -> dict[str, Any]:
+    """The settings in force, defaults included, as plain values."""
+    common = merged.common.model_dump(
+        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live"}
+    )
+    return {
+        **common,
+        "workload": name,
+        name: _plain(workload.options),
+        "backends": {merged.common.backend: _plain(backend.options)},
+        "strategies": {merged.common.strategy: _plain(strategy.options)},
+    }
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    return options.model_dump(mode="json") if isinstance(options, BaseModel) else {}

@@ -1,0 +1,195 @@
+"""Values for typed options: text into what a field takes, complaints into sentences that end with a cure."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from gpuinfer.errors import UsageError
+
+FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ]*)")
+
+SHOWN = 3  # problems in one message
+
+PROBLEMS = {
+    "int_parsing": "is not a whole number",
+    "int_type": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "finite_number": "is not a finite number",
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "string_type": "is not text",
+    "literal_error": "is not one of the choices",
+    "string_pattern_mismatch": "is not of the right form",
+    "greater_than_equal": "is less than {ge}",
+    "greater_than": "is not more than {gt}",
+    "less_than_equal": "is more than {le}",
+    "less_than": "is not less than {lt}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that somebody gave, and how: `--games`, `GPUINFER_DEVICE`, `gpuinfer.toml [selfplay] games`."""
+
+    value: Any
+    origin: str
+
+
+def check(model: type[BaseModel], given: Mapping[str, Given], owner: str) -> dict[str, Any]:
+    """The given values as `model` takes them, ready for `model(**values)`.
+
+    Raises `UsageError` for unknown, ill-typed and refused values: one line each, with origin and cure.
+    """
+    fields = fields_of(model)
+    for key, one in given.items():
+        if key not in fields:
+            raise UsageError(_unknown(key, one.origin, list(fields), owner))
+    values = {key: natural(one.value, fields[key].annotation) for key, one in given.items()}
+    try:
+        model(**values)
+    except ValidationError as error:
+        raise UsageError(explain(error, given, model, owner)) from error
+    return values
+
+
+def explain(error: ValidationError, given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
+    """At most three lines: what was given and where, what is wrong with it, what is allowed."""
+    lines = [_explain_one(detail, given, model, owner) for detail in error.errors(include_url=False)]
+    more = len(lines) - SHOWN
+    return "\n".join(lines[:SHOWN] if more < 1 else [*lines[: SHOWN - 1], f"And {more + 1} more of this kind."])
+
+
+def natural(value: Any, annotation: Any) -> Any:
+    """Text such as `4k`, `64Ki`, `5ms` or `none` as the value that a field of this annotation takes.
+
+    Sizes become numbers, durations seconds, and `a,b` a list. What is no such text stays as it is.
+    """
+    if not isinstance(value, str):
+        return value
+    members = list(_members(annotation))
+    if value.strip().lower() in ("none", "") and type(None) in members:
+        return None
+    if any(typing.get_origin(member) in (list, tuple, set) for member in members):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if {int, float} & set(members) and not {str, bool} & set(members):
+        return _number(value)
+    return value
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by the names under which their values are given."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The values of a Literal, alone or in a union; empty for anything else."""
+    return [
+        value
+        for member in _members(annotation)
+        if typing.get_origin(member) is Literal
+        for value in typing.get_args(member)
+    ]
+
+
+def accepts(annotation: Any, kind: type) -> bool:
+    """Whether a field of this annotation takes that type, alone or in a union."""
+    return any(member is kind for member in _members(annotation))
+
+
+def default_text(field: FieldInfo) -> str | None:
+    """The default as a person would type it; None when the field has none or it is None."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+    if default is None:
+        return None
+    if isinstance(default, bool):
+        return "true" if default else "false"
+    return ",".join(map(str, default)) if isinstance(default, (list, tuple, set)) else str(default)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            yield from _members(member)
+    elif origin is typing.Annotated:
+        yield from _members(typing.get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def _number(text: str) -> Any:
+    match = NUMBER.fullmatch(text.strip())
+    if match is None:
+        return text
+    digits, unit = match.groups()
+    factor = FACTORS.get(unit, SECONDS.get(unit))
+    if factor is None or not unit:
+        return text
+    number = float(digits.replace("_", "")) * factor
+    return int(number) if number.is_integer() else number
+
+
+def _unknown(key: str, origin: str, known: list[str], owner: str) -> str:
+    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"{origin}: {owner} has no option '{key}'.{hint} Options: {', '.join(sorted(known)) or 'none'}."
+
+
+def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
+    if not detail["loc"]:  # a rule over several options
+        return f"{owner}: {_own_words(detail)}"
+    key = str(detail["loc"][0])
+    field = fields_of(model).get(key)
+    if key not in given:
+        return f"{owner} needs '{key}'. Give it on the command line or in gpuinfer.toml."
+    origin, value = given[key].origin, given[key].value
+    if detail["type"] not in PROBLEMS:
+        return f"{origin}: {value!r}: {_own_words(detail)}"
+    problem = PROBLEMS[detail["type"]].format(**_bounds(detail))
+    return f"{origin}: {value!r} {problem}. {_cure(detail, value, field)}"
+
+
+def _own_words(detail: ErrorDetails) -> str:
+    """What a validator of the plugin said, or else pydantic."""
+    message = str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
+    return f"{message}."
+
+
+def _cure(detail: ErrorDetails, value: Any, field: FieldInfo | None) -> str:
+    allowed = choices(field.annotation) if field else []
+    if allowed:
+        near = get_close_matches(str(value), list(map(str, allowed)), n=1, cutoff=0.5)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        return f"{hint}Choose from {', '.join(map(str, allowed))}."
+    bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
+    for bound, words in bounds.items():
+        if bound in _bounds(detail):
+            return f"Give {words.format(_bounds(detail)[bound])}."
+    if detail["type"].startswith("bool"):
+        return "Give true or false."
+    example = default_text(field) if field else None
+    nouns = {"int": "a whole number", "float": "a number", "finite": "a finite number", "string_type": "text"}
+    fitting = (noun for start, noun in nouns.items() if detail["type"].startswith(start))
+    what = next(fitting, (field.description if field else None) or "another value")
+    return f"Give {what}" + (f" (default: {example})." if example else ".")
+
+
+def _bounds(detail: ErrorDetails) -> dict[str, str]:
+    """The limits that the error names, as people write numbers."""
+    return {
+        name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in detail.get("ctx", {}).items()
+    }

@@ -1,0 +1,208 @@
+"""Plugins by entry point: ours come by the same road as anyone's.
+
+Listing reads package metadata alone and imports nothing; only `load` and `inspect` run a plugin's code. A plugin runs
+with the user's rights, so each one says which package it came from, and can be switched off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from gpuinfer.errors import PluginError, UnknownName
+
+KINDS = {
+    "backends": "backend",
+    "strategies": "strategy",
+    "workloads": "workload",
+    "games": "game",
+    "environments": "environment",
+}
+"""Each kind of plugin and the word for one of it. `gpuinfer.<kind>` is its entry-point group."""
+
+BASES = {"backends": "Backend", "strategies": "Strategy", "workloads": "Workload"}  # classes of gpuinfer.api
+
+DISABLED = "GPUINFER_DISABLED_PLUGINS"  # in the environment, so that worker processes inherit it
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One plugin as a package offers it. `ok` is None until somebody has tried to load it."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    module: str  # the `module:attribute` of its entry point
+    ok: bool | None = None
+    reason: str = ""  # why it cannot be used
+
+    @property
+    def package(self) -> str:
+        return f"{self.distribution} {self.version}".strip()
+
+
+def names(kind: str) -> list[str]:
+    """The names that are installed and not switched off, sorted. Imports nothing."""
+    return sorted({record.name for record in _offers(plural(kind)) if not _switched_off(record)})
+
+
+def load(kind: str, name: str) -> Any:
+    """The plugin class of that name.
+
+    Raises `UnknownName` when nobody offers it, and `PluginError` when it is switched off, offered by two packages,
+    cannot be imported or is no class of its kind.
+    """
+    return _load(_only_offer(plural(kind), name))
+
+
+def find(kind: str, name: str) -> Record:
+    """The record of one plugin, which is not imported. Raises like `load`, as far as metadata can tell."""
+    return _only_offer(plural(kind), name)
+
+
+def listing(kind: str | None = None) -> list[Record]:
+    """Every plugin that is offered, sorted by kind and name; imports nothing.
+
+    `ok` is False, with the reason, for those that are switched off and for a name that two packages offer.
+    """
+    kinds = [plural(kind)] if kind else list(KINDS)
+    offers = (sorted(_offers(each), key=lambda record: (record.name, record.distribution)) for each in kinds)
+    return [_judged(record) for sorted_offers in offers for record in sorted_offers]
+
+
+def inspect(record: Record) -> Record:
+    """The same record with `ok` known, by loading the plugin. One that fails harms no other."""
+    record = _judged(record)
+    if record.ok is False:
+        return record
+    try:
+        _load(record)
+    except PluginError as error:
+        cause = error.__cause__
+        return replace(record, ok=False, reason=_in_short(cause) if cause else str(error))
+    return replace(record, ok=True)
+
+
+def switch_off(plugins: Iterable[str]) -> None:
+    """Use none of these, in this process and in those that it starts: package names, or `backends.echo`."""
+    if entries := ",".join(plugins):
+        os.environ[DISABLED] = entries
+    else:
+        os.environ.pop(DISABLED, None)
+
+
+def switched_off() -> list[str]:
+    return [entry.strip() for entry in os.environ.get(DISABLED, "").split(",") if entry.strip()]
+
+
+def plural(kind: str) -> str:
+    """`backends` for `backend` or `backends`. Raises `UnknownName`."""
+    for many, one in KINDS.items():
+        if kind in (many, one):
+            return many
+    raise UnknownName("kind of plugin", kind, KINDS, label="Kinds")
+
+
+def _offers(kind: str) -> list[Record]:
+    return [record for record in _discover(tuple(sys.path)) if record.kind == kind]
+
+
+@lru_cache(maxsize=4)
+def _discover(path: tuple[str, ...]) -> tuple[Record, ...]:
+    """All offers on this `sys.path`. Of a distribution that is found twice, importlib.metadata takes the first."""
+    points = entry_points()
+    found = (_record(kind, point) for kind in KINDS for point in points.select(group=f"gpuinfer.{kind}"))
+    return tuple(dict.fromkeys(found))
+
+
+def _record(kind: str, point: EntryPoint) -> Record:
+    distribution = point.dist
+    name = distribution.name if distribution else "unknown package"
+    return Record(kind, point.name, name, distribution.version if distribution else "", point.value)
+
+
+def _switched_off(record: Record) -> bool:
+    return any(entry in (f"{record.kind}.{record.name}", record.distribution) for entry in switched_off())
+
+
+def _judged(record: Record) -> Record:
+    if _switched_off(record):
+        return replace(record, ok=False, reason="switched off by disabled_plugins")
+    try:
+        _only_offer(record.kind, record.name)
+    except PluginError as error:
+        return replace(record, ok=False, reason=str(error))
+    return record
+
+
+def _only_offer(kind: str, name: str) -> Record:
+    offers = [record for record in _offers(kind) if record.name == name]
+    active = [record for record in offers if not _switched_off(record)]
+    if not offers:
+        raise UnknownName(KINDS[kind], name, names(kind))
+    if not active:
+        raise PluginError(
+            f"{KINDS[kind]} '{name}' is switched off. To use it, take '{kind}.{name}' or '{offers[0].distribution}' "
+            "out of disabled_plugins."
+        )
+    if len(active) > 1:
+        raise PluginError(_clash(kind, name, active))
+    return active[0]
+
+
+def _clash(kind: str, name: str, offers: list[Record]) -> str:
+    sources = " and ".join(f"{offer.package} ({offer.module})" for offer in offers)
+    spare = offers[-1].distribution
+    return (
+        f"{KINDS[kind]} '{name}' is offered by {sources}. Uninstall one (pip uninstall {spare}), "
+        f'or switch one off: disabled_plugins = ["{spare}"] in gpuinfer.toml.'
+    )
+
+
+def _load(record: Record) -> Any:
+    try:
+        plugin = _import(record.module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise anything at all, SystemExit too
+        raise PluginError(
+            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {_in_short(error)}. Repair it "
+            f"(pip install --force-reinstall {record.distribution}), or switch it off: "
+            f'disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
+        ) from error
+    _check_class(record, plugin)
+    return plugin
+
+
+def _import(target: str) -> Any:
+    module, _, attributes = target.partition("[")[0].strip().partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in filter(None, attributes.strip().split(".")):
+        found = getattr(found, attribute)
+    return found
+
+
+def _check_class(record: Record, plugin: Any) -> None:
+    if record.kind not in BASES:
+        return
+    from gpuinfer import api  # pydantic: too slow for those who only list
+
+    base = getattr(api, BASES[record.kind])
+    if not (isinstance(plugin, type) and issubclass(plugin, base)):
+        raise PluginError(
+            f"{KINDS[record.kind]} '{record.name}' of {record.package}: {record.module} is no subclass of "
+            f"gpuinfer.api.{BASES[record.kind]}. Point its entry point at such a class."
+        )
+
+
+def _in_short(error: BaseException) -> str:
+    """The kind of error and the first line of what it says."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first.rstrip('.')}"

@@ -1,0 +1,111 @@
+"""The report of a run in a few lines of words: what the final panel says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpuinfer.units import number, short, whole
+from gpuinfer.view import device_of, errors_of
+
+FIRST_RATES = ("games_per_min", "simulations_per_s", "evaluations_per_s")
+LEAST_SHARE = 0.005  # of the lanes' time: less is not worth a word
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the panel. The tone says how it should look."""
+
+    name: str
+    text: str
+    tone: Literal["plain", "strong", "command", "bad", "warning"] = "plain"
+
+
+def rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out."""
+    if progress := report.get("progress"):
+        total = "" if progress["total"] is None else f" of {whole(progress['total'])}"
+        yield Row("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
+    rates = list(_throughput(report.get("throughput") or {}))
+    yield Row("throughput", "\n".join(rates) or "nothing was finished", "strong")
+    yield from _batches(report.get("batches") or {})
+    yield from _times(report)
+    yield from _roofline(report.get("roofline") or {})
+    yield from _bottleneck(report.get("bottleneck") or {})
+    if errors := errors_of(report.get("errors")):
+        yield Row("errors", errors, "bad")
+    yield from _machine(report)
+    yield from _records(report)
+
+
+def _throughput(rates: Mapping[str, float | None]) -> Iterator[str]:
+    said = rates.get("evaluations_per_s")  # then rows and requests say the same again
+    for name in sorted(rates, key=lambda name: FIRST_RATES.index(name) if name in FIRST_RATES else len(FIRST_RATES)):
+        what, _, per = name.rpartition("_per_")
+        rate = rates[name]
+        if rate and not (said and what in ("rows", "requests")):
+            yield f"{number(rate)} {what.replace('_', ' ')}/{per}"
+
+
+def _batches(batches: Mapping[str, Any]) -> Iterator[Row]:
+    if not batches.get("count"):
+        return
+    named = (("mean", "rows_mean"), ("median", "rows_p50"), ("most", "rows_max"))
+    sizes = ", ".join(f"{name} {whole(batches[key])}" for name, key in named if batches.get(key) is not None)
+    yield Row("batches", f"{whole(batches['count'])}, rows: {sizes}")
+    if reasons := _shares(batches.get("reasons") or {}):
+        yield Row("cut because", reasons)
+
+
+def _times(report: Mapping[str, Any]) -> Iterator[Row]:
+    for key, name in (("latency_s", "latency"), ("queue_wait_s", "queue wait")):
+        values = report.get(key) or {}
+        if any(values.values()):
+            yield Row(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
+    if stations := _shares(report.get("time_s") or {}):
+        yield Row("time", stations)
+
+
+def _roofline(roofline: Mapping[str, Any]) -> Iterator[Row]:
+    if not roofline:
+        return
+    best = f"{number(roofline['rows_per_s'])} rows/s at {whole(roofline['at_rows'])} rows, {roofline['arrangement']}"
+    efficiency = roofline.get("efficiency")
+    yield Row("roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong")
+
+
+def _bottleneck(bottleneck: Mapping[str, Any]) -> Iterator[Row]:
+    if not bottleneck.get("class"):
+        return
+    why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
+    yield Row("bottleneck", f"{bottleneck['class']}{why}", "strong")
+    if bottleneck.get("advice"):
+        yield Row("advice", str(bottleneck["advice"]))
+    if bottleneck.get("command"):
+        yield Row("", str(bottleneck["command"]), "command")
+
+
+def _machine(report: Mapping[str, Any]) -> Iterator[Row]:
+    memory = report.get("memory") or {}
+    sizes = (("", memory.get("rss_peak_mb")), (" on the device", memory.get("device_peak_mb")))
+    if held := ", ".join(f"{number(size * 2**20)}B{where}" for where, size in sizes if size):
+        yield Row("memory", f"{held} at most")
+    if named := ", ".join(device_of(report.get("device") or {})):
+        yield Row("device", named)
+
+
+def _records(report: Mapping[str, Any]) -> Iterator[Row]:
+    options = (report.get("settings") or {}).get(report.get("workload"))
+    out = options.get("out") if isinstance(options, Mapping) else None
+    if out:
+        yield Row("records", str(out), "command")
+    if report.get("status") == "partial":
+        cure = " The same command with --resume goes on." if out else ""
+        yield Row("", f"Stopped with work left.{cure}", "warning")
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {part / total:.0%}" for name, part in ordered if total and part / total >= LEAST_SHARE)

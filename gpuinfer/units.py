@@ -1,0 +1,53 @@
+"""Numbers for people: counts, rates, times and bars."""
+
+from __future__ import annotations
+
+import math
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def number(value: float) -> str:
+    """Three digits and a magnitude: 7, 1.5, 512, 45.2 k, 1.23 M."""
+    if not math.isfinite(value):
+        return "–"
+    magnitude, unit = abs(value), ""
+    for unit in ("", "k", "M", "G", "T"):
+        if magnitude < 999.5:
+            break
+        if unit != "T":
+            magnitude /= 1000
+    digits = 0 if magnitude >= 99.95 or (not unit and float(magnitude).is_integer()) else 1 if magnitude >= 9.995 else 2
+    sign = "-" if value < 0 else ""
+    return f"{sign}{magnitude:.{digits}f} {unit}".rstrip()
+
+
+def whole(value: float) -> str:
+    """A count with thousands apart: 12,345."""
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """9 s, 4 min 10 s, 2 h 05 min."""
+    if not math.isfinite(seconds):
+        return "–"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def short(seconds: float) -> str:
+    """A time that may be tiny: 350 µs, 1.2 ms, 3.4 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{number(seconds / size)} {unit}"
+    return f"{number(seconds / 1e-6)} µs" if seconds else "0 s"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` (0 to 1) of `width` columns, to an eighth of a column, padded to the width."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    full, part = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[part] if part else "")).ljust(width)

@@ -1,0 +1,166 @@
+"""What the live view says, as words and numbers; `display` draws it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.units import duration, number, whole
+
+if TYPE_CHECKING:
+    from gpuinfer.run import Update
+    from gpuinfer.stats import Snapshot
+
+WINDOW_S = 5.0  # rates are those of the last seconds, so that a change shows
+LINE_EVERY_S = 5.0
+FIRST_COUNTS = ("games", "simulations", "evaluations")
+PER_MINUTE = ("games",)
+RATES = 4  # at most, on one line
+
+
+class Pace:
+    """Rates over the last few seconds, from totals."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[float, dict[str, float]]] = deque()
+
+    def add(self, update: Update) -> None:
+        if preparing(update):
+            return
+        if self._past and update.elapsed_s < self._past[-1][0]:  # the clock starts anew after the setup
+            self._past.clear()
+        counts = {**update.progress.counts, "rows": update.snapshot.rows}
+        self._past.append((update.elapsed_s, counts))
+        while len(self._past) > 2 and self._past[1][0] <= update.elapsed_s - WINDOW_S:
+            self._past.popleft()
+
+    def rates(self) -> dict[str, float]:
+        """Per second, by count; those that people look for come first."""
+        if len(self._past) < 2 or self._past[-1][0] <= self._past[0][0]:
+            return {}
+        (start, before), (end, now) = self._past[0], self._past[-1]
+        names = [*(name for name in FIRST_COUNTS if name in now), *(name for name in now if name not in FIRST_COUNTS)]
+        return {name: max(0.0, now[name] - before.get(name, 0.0)) / (end - start) for name in names}
+
+
+class Lines:
+    """Plain progress: a line every few seconds, and one for each new phase."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._note = ""
+
+    def due(self, update: Update, rates: Mapping[str, float]) -> str:
+        """The line to print now, or nothing."""
+        if preparing(update):
+            changed, self._note = note_of(update) != self._note, note_of(update)
+            return f"{self._note} …" if changed and self._note else ""
+        if update.elapsed_s - self._last < LINE_EVERY_S:
+            return ""
+        self._last = update.elapsed_s
+        parts = [
+            duration(update.elapsed_s),
+            done_of(update),
+            *rates_of(rates),
+            *batch_of(update.snapshot),
+            left_of(update),
+        ]
+        return " · ".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Horizontal bars: label, share of the chart's width (0 to 1), value."""
+
+    title: str
+    remark: str
+    bars: list[tuple[str, float, str]]
+
+
+def batch_chart(snapshot: Snapshot, rows: int) -> Chart:
+    """How many batches were of which size, in powers of two; the `rows` most common ones."""
+    counts: Counter[int] = Counter()
+    for size, count in snapshot.batches.items():
+        counts[1 << max(0, size - 1).bit_length()] += count
+    most, total = max(counts.values(), default=0), counts.total()
+    common = sorted(size for size, _ in counts.most_common(rows))
+    bars = [(f"≤ {whole(size)}", counts[size] / most, f"{counts[size] / total:.0%}") for size in common]
+    return Chart("rows in a batch", f"mean {whole(mean_batch(snapshot))}" if total else "none yet", bars)
+
+
+def time_chart(snapshot: Snapshot, rows: int) -> Chart:
+    """Each station's share of all lanes' time; the `rows` largest."""
+    stations: Counter[str] = Counter()
+    for lane in snapshot.lanes:
+        stations.update(lane["stations"])
+    total = sum(stations.values())
+    shares = [(name, seconds / total) for name, seconds in stations.most_common(rows) if seconds > 0]
+    lanes = len(snapshot.lanes)
+    remark = f"{lanes} lane{'' if lanes == 1 else 's'}" if shares else "none yet"
+    return Chart("where the time goes", remark, [(name, share, f"{share:.0%}") for name, share in shares])
+
+
+def preparing(update: Update) -> bool:
+    return update.progress.setup or update.elapsed_s <= 0 or update.phase == "starting"
+
+
+def note_of(update: Update) -> str:
+    """What is going on, when it is not the work itself."""
+    return "" if update.phase == "running" else update.phase
+
+
+def done_of(update: Update) -> str:
+    progress = update.progress
+    total = "" if progress.total is None else f" of {whole(progress.total)}"
+    return f"{whole(progress.done)}{total} {progress.unit}"
+
+
+def left_of(update: Update) -> str:
+    """The time left at the average pace; empty while nobody can tell."""
+    progress = update.progress
+    if not progress.total or not progress.done or update.elapsed_s <= 0:
+        return ""
+    return f"{duration((progress.total - progress.done) * update.elapsed_s / progress.done)} left"
+
+
+def rates_of(rates: Mapping[str, float]) -> list[str]:
+    """Such as `512 games/min`; rows only when there are some and nothing says more."""
+    named = {name: rate for name, rate in rates.items() if name != "rows" or (rate and "evaluations" not in rates)}
+    texts = [
+        f"{number(rate * 60)} {name}/min" if name in PER_MINUTE else f"{number(rate)} {name}/s"
+        for name, rate in named.items()
+    ]
+    return texts[:RATES]
+
+
+def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
+    """The queue, the device and how near the roofline is."""
+    parts = [f"{whole(update.snapshot.waiting)} rows waiting", *device_of(update.snapshot.device)]
+    if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
+        parts.append(f"{rates['rows'] / update.roofline.rows_per_s:.0%} of the roofline")
+    return parts
+
+
+def device_of(device: Mapping[str, Any]) -> Iterator[str]:
+    if name := device.get("name"):
+        busy = device.get("utilisation")
+        yield str(name) if busy is None else f"{name} {busy:.0%} busy"
+    if device.get("reserved_mb"):
+        yield f"{number(device['reserved_mb'] * 2**20)}B on the device"
+
+
+def errors_of(errors: Mapping[str, int] | None) -> str:
+    """Such as `3 failed, 1 expired`; empty when there were none."""
+    return ", ".join(f"{whole(count)} {name}" for name, count in (errors or {}).items() if count)
+
+
+def batch_of(snapshot: Snapshot) -> list[str]:
+    return [f"{whole(mean_batch(snapshot))} rows a batch"] if snapshot.batches else []
+
+
+def mean_batch(snapshot: Snapshot) -> float:
+    count = sum(snapshot.batches.values())
+    return sum(size * each for size, each in snapshot.batches.items()) / count if count else 0.0
