@@ -70,7 +70,7 @@ async def _serve(end: socket.socket, job: Job) -> None:
         pass  # the line has closed: nobody wants the rest
     except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
         with contextlib.suppress(EOFError):
-            await line.send({"error": describe(errors.unwrap(error))})
+            await line.send({"error": describe(error)})
     finally:
         line.close()
 
@@ -149,9 +149,10 @@ def find(target: str) -> Target:
 
 def describe(error: BaseException) -> dict[str, str]:
     """An error as plain values: the nearest of our own types when it is one of them, its message, its traceback."""
-    ours = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    first = errors.unwrap(error)
+    ours = (kind.__name__ for kind in type(first).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return {
-        "type": next(ours, type(error).__name__),
-        "message": str(error),
+        "type": next(ours, type(first).__name__),
+        "message": str(first),
         "traceback": "".join(traceback.format_exception(error)),
     }

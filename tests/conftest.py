@@ -1,0 +1,24 @@
+"""For all tests: one numeric thread in each process, `helpers` importable everywhere, and `async def` tests."""
+
+import asyncio
+import inspect
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+if (here := str(Path(__file__).parent)) not in sys.path:
+    sys.path.insert(0, here)  # multiprocessing hands sys.path down
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
+    return True

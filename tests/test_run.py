@@ -1,0 +1,199 @@
+"""A whole run: clock, signals, status, and the report that comes out however it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import jsonschema
+import pytest
+from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreachable
+
+from gpuinfer import report
+from gpuinfer.api import Roofline
+from gpuinfer.errors import UsageError
+from gpuinfer.run import execute, run
+
+HERE = str(Path(__file__).parent)
+
+
+def go(workload, backend=Doubler, **arguments):
+    return run(workload, backend(), AtOnce(), **{"update_s": 0.01, **arguments})
+
+
+def checked(made):
+    jsonschema.validate(made, report.schema())
+    json.dumps(made, allow_nan=False)
+    return made
+
+
+def test_a_run_that_is_done_reports_what_it_did():
+    made = checked(go(Counting(total=20), settings={"backend": "double", "out": Path("games")}))
+    assert made["status"] == "done"
+    assert made["progress"] == {"done": 20, "total": 20, "unit": "questions"}
+    assert (made["workload"], made["backend"], made["strategy"]) == ("counting", "double", "atonce")
+    assert made["settings"] == {"backend": "double", "out": "games"}
+    assert made["batches"]["count"] == 20
+    assert made["lanes"] == 2
+    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"])
+    assert made["time_s"]["search"] > 0
+    assert made["throughput"]["questions_per_s"] == pytest.approx(20 / made["wall_s"])
+    assert made["throughput"]["games_per_min"] == pytest.approx(10 * 60 / made["wall_s"])
+    assert made["roofline"] is None
+
+
+def test_worker_processes_count_in_the_report():
+    made = checked(go(Spread(workers=2, each=5)))
+    assert made["status"] == "done"
+    assert made["progress"]["done"] == 10
+    assert made["lanes"] == 4
+    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"])
+
+
+def test_what_is_asked_as_setup_counts_neither_in_the_clock_nor_in_the_rates():
+    updates = []
+    made = checked(go(Counting(total=5, prepare=7), on_update=updates.append, update_s=0.0001))
+    assert made["batches"]["count"] == 5
+    assert made["setup_s"] > 0
+    preparing = [update for update in updates if update.progress.setup]
+    assert all(update.elapsed_s == 0 and update.phase == "warming up" for update in preparing)
+
+
+def test_updates_show_the_run_while_it_goes_on():
+    updates = []
+    go(Counting(total=300), on_update=updates.append, update_s=0.001)
+    assert updates[0].phase == "starting"
+    assert {update.phase for update in updates} == {"starting", "running"}
+    seen = [update.snapshot.requests for update in updates]
+    assert seen == sorted(seen)
+    elapsed = [update.elapsed_s for update in updates]
+    assert elapsed == sorted(elapsed)
+
+
+def test_the_first_signal_lets_the_workload_keep_what_is_finished():
+    made = checked(go(Counting(total=10, stop_after=4)))
+    assert made["status"] == "partial"
+    assert made["progress"]["done"] == 4
+
+
+def test_a_stop_that_comes_when_all_is_done_changes_nothing():
+    made = go(Counting(total=10, stop_after=10))
+    assert made["status"] == "done"
+
+
+def test_a_workload_that_finishes_although_it_was_asked_to_stop_is_done():
+    made = go(Counting(total=10, stop_after=4, stubborn=True))
+    assert made["status"] == "done"
+
+
+def test_a_workload_that_does_not_stop_is_cancelled_after_the_grace():
+    made = checked(go(Endless(), grace_s=0.05))
+    assert made["status"] == "partial"
+
+
+def test_the_second_signal_cancels_at_once():
+    interrupted = []
+
+    def again(update):
+        if update.phase == "stopping" and not interrupted:
+            interrupted.append(signal.raise_signal(signal.SIGTERM))
+
+    made = go(Endless(), grace_s=3600, on_update=again)
+    assert made["status"] == "partial"
+    assert interrupted
+
+
+def test_the_handlers_of_signals_are_put_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    go(Counting(total=1))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(go(Counting(total=3))))
+    thread.start()
+    thread.join(30)
+    assert made[0]["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("workload", "backend", "message"),
+    [
+        pytest.param(Counting(total=10, fail_at=3), Doubler, "question 3 makes no sense", id="a workload that raises"),
+        pytest.param(Counting(total=10), Unreachable, "no such device", id="a backend that cannot start"),
+        pytest.param(Spread(target="helpers:nothing"), Doubler, "no worker function", id="a worker that cannot start"),
+    ],
+)
+def test_a_failure_is_raised_with_the_report_of_what_was_done(workload, backend, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        go(workload, backend)
+    assert checked(caught.value.report)["status"] == "failed"
+
+
+def test_a_failing_display_ends_the_run_instead_of_being_ignored():
+    def show(update):
+        raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="the terminal is gone") as caught:
+        go(Endless(), on_update=show)
+    assert caught.value.report["status"] == "failed"
+
+
+async def test_cancelling_the_run_ends_the_workload():
+    task = asyncio.create_task(execute(Spread(target="helpers:echo"), Doubler(), AtOnce()))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_given_roofline_is_compared_with_and_not_measured_again():
+    roofline = Roofline(1e9, 512, "1 forward × 1 thread")
+    made = checked(go(Counting(total=10), roofline=roofline))
+    assert made["roofline"]["at_rows"] == 512
+    assert made["roofline"]["efficiency"] == pytest.approx(made["throughput"]["rows_per_s"] / 1e9)
+
+
+def test_a_workload_with_a_model_has_its_roofline_measured_first():
+    pytest.importorskip("gpuinfer.models.roofline")
+    made = checked(go(Modelled(total=3)))
+    assert made["roofline"]["rows_per_s"] > 0
+
+
+def test_no_roofline_is_measured_when_none_is_wanted():
+    assert go(Modelled(total=3), roofline=False)["roofline"] is None
+
+
+STOPPED = """
+    import json, os, sys
+    sys.path.insert(0, sys.argv[1])
+    from helpers import AtOnce, Doubler, Spread
+    from gpuinfer.run import run
+
+    if __name__ == "__main__":
+        workload = Spread(workers=2, each=10, target="helpers:until_stopped")
+        print(json.dumps(run(workload, Doubler(), AtOnce(), on_update=lambda u: print(u.progress.done, flush=True))))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_to_the_whole_group_ends_workers_by_way_of_the_parent(number, tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(textwrap.dedent(STOPPED))
+    command = [sys.executable, script, HERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        while parent.stdout.readline() != "2\n":
+            assert parent.poll() is None
+        os.killpg(parent.pid, number)
+        out, _ = parent.communicate(timeout=30)
+    made = json.loads(out.splitlines()[-1])
+    assert parent.returncode == 0
+    assert made["status"] == "partial"
+    assert made["progress"]["done"] == 4
