@@ -1,0 +1,90 @@
+"""One half of a worker's games: the arrays, the block that travels, and the calls into the compiled search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from gpuinfer.workloads.selfplay import arrays
+from gpuinfer.workloads.selfplay.game import Game
+
+LOGGED_GAMES = 64  # at least; a full log makes slots wait until it is collected
+
+
+class Arena:
+    """Games in lockstep. `play` → a block of leaves; its answers go into the next `play`."""
+
+    def __init__(self, game: Game, kernels: ModuleType, search: arrays.Search, slots: int) -> None:
+        self.game = game
+        self.slots = slots
+        self.search = search
+        self._kernels = kernels
+        trees = slots * search.determinizations
+        self._games = arrays.allocate_games(game, slots, search.record)
+        self._trees = arrays.allocate_trees(game, trees, search.simulations)
+        self._log = arrays.allocate_log(game, max(LOGGED_GAMES, 2 * slots), search.record)
+        self._queue = np.zeros(0, np.int64)
+        self._scratch = (np.zeros(game.scratch[0], np.int64), np.zeros(game.scratch[1], np.float64))
+        self._work = (
+            np.zeros(game.words, np.int64),
+            np.zeros(game.max_legal, np.int16),
+            np.zeros(game.seats, np.float32),
+            np.zeros(game.max_legal, np.float32),
+        )
+        self._no_logits = np.zeros((0, game.actions), np.float32)
+        self._no_values = np.zeros((0, game.seats), np.float32)
+        self.counters = np.zeros(7, np.int64)
+        self.features = np.zeros((trees, game.features), game.feature_dtype)
+
+    def add_games(self, ids: Sequence[int]) -> None:
+        """Queue games; a slot that falls free takes the next."""
+        left = self._queue[self.counters[arrays.NEXT] :]
+        self._queue = np.concatenate([left, np.asarray(ids, np.int64)])
+        self.counters[arrays.NEXT], self.counters[arrays.END] = 0, len(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Games that no slot has taken yet."""
+        return int(self.counters[arrays.END] - self.counters[arrays.NEXT])
+
+    @property
+    def busy(self) -> int:
+        """Slots with a game."""
+        return int(np.count_nonzero(self._games.game != arrays.IDLE))
+
+    def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
+        """One round: how many rows of `features` now want an evaluation; 0 when no game goes on, or the log is full.
+
+        logits: float32 [rows, actions], values: float32 [rows, seats], for the rows of the round before. Evaluators
+        inside the kernel need neither and may take many rounds at once.
+        """
+        return int(
+            self._kernels.play(
+                self.game.config,
+                self.search,
+                self._games,
+                self._trees,
+                self._log,
+                self._queue,
+                self.counters,
+                self._scratch,
+                self._work,
+                self.features,
+                self._no_logits if logits is None else logits,
+                self._no_values if values is None else values,
+                rounds,
+            )
+        )
+
+    def collect(self) -> dict[str, np.ndarray] | None:
+        """Copies of what games that finished since the last call left behind; None when there were none."""
+        games, rows = int(self.counters[arrays.LOG_GAMES]), int(self.counters[arrays.LOG_ROWS])
+        if not games:
+            return None
+        self.counters[arrays.LOG_GAMES] = self.counters[arrays.LOG_ROWS] = 0
+        return {
+            name: array[: games if name in ("finished", "returns") else rows].copy()
+            for name, array in self._log._asdict().items()
+        }

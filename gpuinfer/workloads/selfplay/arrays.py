@@ -1,0 +1,134 @@
+"""The arrays that the compiled search works on: one slot a game in flight, `determinizations` trees a slot.
+
+Nodes and edges are small records, since a visit reads all fields of one edge: 16-byte edges beat separate arrays (see
+docs/decisions). Everything else is one array a field. None of them is allocated by the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuinfer.workloads.selfplay.game import Game
+
+NODE = np.dtype([("value", "f4"), ("visits", "i4"), ("mover", "i2"), ("count", "i2")], align=True)
+EDGE = np.dtype([("prior", "f4"), ("q", "f4"), ("visits", "i4"), ("child", "i2"), ("action", "i2")], align=True)
+UNEXPANDED, TERMINAL = -1, -2  # an edge's child
+IDLE = -1  # a slot's game, when there is none
+NETWORK, UNIFORM, ROLLOUT = 0, 1, 2  # who evaluates leaves
+
+# counters
+NEXT, END, LOG_ROWS, LOG_GAMES, SIMULATIONS, EVALUATIONS, FINISHED = range(7)
+
+
+class Search(NamedTuple):
+    """Parameters of the search and of the choice of moves."""
+
+    determinizations: int
+    simulations: int
+    seed: int
+    evaluator: int
+    exploration: float  # c in PUCT
+    noise: float  # share of Dirichlet noise in the root's priors
+    concentration: float  # the noise's alpha × legal actions
+    temperature: float
+    temperature_moves: int  # moves of a game, counted from its first, that are drawn; later ones take the most visited
+    record: bool
+
+
+class Games(NamedTuple):
+    """Per slot."""
+
+    state: np.ndarray  # int64 [slots, words]
+    stream: np.ndarray  # uint64 [slots, 2]
+    game: np.ndarray  # int64 [slots]
+    moves: np.ndarray  # int64 [slots]
+    noise: np.ndarray  # float32 [slots, max_legal]
+    records: np.ndarray  # int64 [slots]: how many of the arrays below are filled
+    observation: np.ndarray  # [slots, max_moves, features]
+    legal: np.ndarray  # bool [slots, max_moves, actions]
+    policy: np.ndarray  # float32 [slots, max_moves, actions]
+    player: np.ndarray  # int8 [slots, max_moves]
+    move: np.ndarray  # int16 [slots, max_moves]
+
+
+class Trees(NamedTuple):
+    """Per tree; tree = slot × determinizations + d."""
+
+    root: np.ndarray  # int64 [trees, words]: the full position it searches
+    nodes: np.ndarray  # NODE [trees, simulations + 1]
+    edges: np.ndarray  # EDGE [trees, (simulations + 1) × max_legal]
+    size: np.ndarray  # int32 [trees]: nodes in use
+    done: np.ndarray  # int32 [trees]: simulations done
+    path: np.ndarray  # int32 [trees, simulations + 1]: edges from the root to the leaf
+    depth: np.ndarray  # int32 [trees]
+    leaf: np.ndarray  # int32 [trees]: the node that waits for its evaluation
+    row: np.ndarray  # int32 [trees]: its row in the block, -1 when none waits
+    values: np.ndarray  # float32 [trees, seats]: a rollout's returns
+    inverse: np.ndarray  # float32 [simulations + 2]: 1 / n
+    root_of: np.ndarray  # float32 [simulations + 2]: sqrt(n)
+
+
+class Log(NamedTuple):
+    """What finished games leave behind until it is collected. Values count seats from the player to move."""
+
+    observation: np.ndarray
+    legal: np.ndarray
+    policy: np.ndarray
+    value: np.ndarray  # float32 [rows, seats]
+    player: np.ndarray
+    game: np.ndarray  # int64 [rows]
+    move: np.ndarray
+    finished: np.ndarray  # int64 [games]
+    returns: np.ndarray  # float32 [games, seats], absolute seats
+
+
+def allocate_games(game: Game, slots: int, record: bool) -> Games:
+    kept = slots if record else 0
+    return Games(
+        state=np.zeros((slots, game.words), np.int64),
+        stream=np.zeros((slots, 2), np.uint64),
+        game=np.full(slots, IDLE, np.int64),
+        moves=np.zeros(slots, np.int64),
+        noise=np.zeros((slots, game.max_legal), np.float32),
+        records=np.zeros(slots, np.int64),
+        observation=np.zeros((kept, game.max_moves, game.features), game.feature_dtype),
+        legal=np.zeros((kept, game.max_moves, game.actions), np.bool_),
+        policy=np.zeros((kept, game.max_moves, game.actions), np.float32),
+        player=np.zeros((kept, game.max_moves), np.int8),
+        move=np.zeros((kept, game.max_moves), np.int16),
+    )
+
+
+def allocate_trees(game: Game, trees: int, simulations: int) -> Trees:
+    counts = np.arange(simulations + 2, dtype=np.float32)
+    return Trees(
+        root=np.zeros((trees, game.words), np.int64),
+        nodes=np.zeros((trees, simulations + 1), NODE),
+        edges=np.zeros((trees, (simulations + 1) * game.max_legal), EDGE),
+        size=np.zeros(trees, np.int32),
+        done=np.zeros(trees, np.int32),
+        path=np.zeros((trees, simulations + 1), np.int32),
+        depth=np.zeros(trees, np.int32),
+        leaf=np.zeros(trees, np.int32),
+        row=np.full(trees, -1, np.int32),
+        values=np.zeros((trees, game.seats), np.float32),
+        inverse=1.0 / np.maximum(counts, 1.0),
+        root_of=np.sqrt(counts),
+    )
+
+
+def allocate_log(game: Game, games: int, record: bool) -> Log:
+    rows = games * game.max_moves if record else 0
+    return Log(
+        observation=np.zeros((rows, game.features), game.feature_dtype),
+        legal=np.zeros((rows, game.actions), np.bool_),
+        policy=np.zeros((rows, game.actions), np.float32),
+        value=np.zeros((rows, game.seats), np.float32),
+        player=np.zeros(rows, np.int8),
+        game=np.zeros(rows, np.int64),
+        move=np.zeros(rows, np.int16),
+        finished=np.zeros(games, np.int64),
+        returns=np.zeros((games, game.seats), np.float32),
+    )

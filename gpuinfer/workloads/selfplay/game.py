@@ -1,0 +1,43 @@
+"""The seam by which a game enters: a `Game` says how large things are, a module of compiled rules says how it is played.
+
+The rules module holds seven Numba functions. A position is `state`, int64 [words], laid out as the game likes; `config`
+is the game's own int64 vector; `stream` is a random stream for `bits.random_below` and its kin.
+
+    deal(config, state, stream)                         write the first position of a game
+    to_move(config, state) -> seat                      -1 when the game is over
+    legal(config, state, actions) -> count              write the legal actions, int16, in ascending order
+    apply(config, state, action)                        play it
+    returns(config, state, values)                      float32 [seats], of a finished game
+    observe(config, state, actions, count, row)         write the features [features] that the player to move may see;
+                                                        the first `Game.actions` of them are the mask of legal actions
+    determinize(config, state, samples, stream, integers, floats)
+                                                        write full positions, int64 [n, words], drawn from those that are
+                                                        consistent with what the player to move knows
+
+`integers` (int64) and `floats` (float64) are scratch of the sizes that the game asks for. Values and features are from
+the point of view of the player to move wherever a network sees them: column k of its values is the k-th seat after it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from gpuinfer.api import Plugin
+
+
+class Game(Plugin):
+    """How large a game is, given its options. A subclass sets these in `__init__` and raises UsageError where it must."""
+
+    rules: ClassVar[str]  # the module of compiled rules
+    feature_dtype: ClassVar[str] = "uint8"
+
+    seats: int
+    actions: int  # the width of the policy
+    max_legal: int  # at one position
+    max_moves: int  # in one game
+    features: int  # in one row
+    words: int  # in one position
+    config: np.ndarray  # int64
+    scratch: tuple[int, int] = (1, 1)  # integers, floats

@@ -1,0 +1,26 @@
+"""Connect Four: two players, perfect information."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from gpuinfer.api import Setup
+from gpuinfer.workloads.selfplay.game import Game
+
+
+class ConnectFour(Game):
+    """Seven columns of six; the first to connect four wins. Returns are 1, 0 (draw) and -1."""
+
+    rules: ClassVar[str] = "gpuinfer.workloads.selfplay.games.connect_four_rules"
+
+    def __init__(self, setup: Setup | None = None, /, **options: object) -> None:
+        super().__init__(setup, **options)
+        self.seats = 2
+        self.actions = 7
+        self.max_legal = 7
+        self.max_moves = 42
+        self.features = 7 + 2 * 42
+        self.words = 4
+        self.config = np.zeros(1, np.int64)

@@ -1,0 +1,97 @@
+"""The compiled search for one game: `search.py`, executed with that game's rules, in a disk cache of its own.
+
+Numba caches a function by the file it stands in and trusts that file's date alone. Two games would share one entry, and
+a change in a game's rules would go unnoticed; so each game has a folder named by a digest of all the source involved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import llvmlite
+import numba
+import numpy as np
+import platformdirs
+
+from gpuinfer.errors import UsageError
+
+FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
+SEARCH = Path(__file__).with_name("search.py")
+
+
+def load(rules_name: str) -> ModuleType:
+    """The search for the rules module of that name; compiled when first called, then read from the disk.
+
+    Raises UsageError when the module lacks one of the functions.
+    """
+    rules = importlib.import_module(rules_name)
+    for name in FUNCTIONS:
+        if not hasattr(getattr(rules, name, None), "py_func"):
+            raise UsageError(f"{rules_name} has no compiled function '{name}'. Decorate it with numba.njit.")
+    name = f"gpuinfer_search_{hashlib.sha256(rules_name.encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, SEARCH)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{SEARCH} cannot be read. Reinstall gpuinfer.")
+    module = importlib.util.module_from_spec(spec)
+    module.__dict__["rules"] = rules
+    sys.modules[name] = module  # where Numba looks for the globals of cached code
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_folder(rules))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        numba.config.CACHE_DIR = before
+    return module
+
+
+def is_cached(rules_name: str) -> bool:
+    """Whether a call would find compiled code, so that a first run can say what it is doing."""
+    return any(cache_folder(importlib.import_module(rules_name)).rglob("*.nbc"))
+
+
+def cache_folder(rules: ModuleType) -> Path:
+    """A folder named by the source of search and rules and by the compiler's versions; a temporary one if need be."""
+    digest = hashlib.sha256()
+    for part in (numba.__version__, llvmlite.__version__, np.__version__, rules.__name__):
+        digest.update(part.encode())
+    for file in sorted({str(SEARCH), *source_files(rules)}):
+        digest.update(Path(file).read_bytes())
+    for root in (Path(platformdirs.user_cache_dir("gpuinfer")), Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}"):
+        folder = root / "kernels" / digest.hexdigest()[:16]
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if is_ours(folder):
+            return folder
+    raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether nobody else can have put code there: cached code is run as it is found."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+
+
+def source_files(rules: ModuleType) -> set[str]:
+    """The files of all compiled functions that the rules reach."""
+    files: set[str] = {str(SEARCH.with_name("arrays.py"))}
+    pending: list[FunctionType] = [getattr(rules, name).py_func for name in FUNCTIONS]
+    seen: set[FunctionType] = set()
+    while pending:
+        function = pending.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        files.add(function.__code__.co_filename)
+        for name in function.__code__.co_names:
+            reached = getattr(function.__globals__.get(name), "py_func", None)
+            if reached is not None:
+                pending.append(reached)
+    return files
