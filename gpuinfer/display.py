@@ -31,6 +31,8 @@ STATUS = {"done": GOOD, "partial": "yellow", "failed": BAD}
 
 EXACT_BELOW_S = 10.0  # a short run is worth its decimals
 WIDE = 72  # columns inside the panel from which the two charts stand side by side
+WIDEST = 112  # a longer bar says nothing more
+ASIDE = 2  # columns left free: the terminal's echo of ^C must not wrap and tear the view
 
 
 class Display:
@@ -77,7 +79,8 @@ class Display:
 
 
 def frame(update: Update, rates: Mapping[str, float], title: str, width: int, height: int) -> RenderableType:
-    """The live view, `width` columns wide and less than `height` lines high."""
+    """The live view for a terminal of `width` columns and `height` lines."""
+    width = min(width - ASIDE, WIDEST)
     inside = width - 4
     body: list[RenderableType]
     if view.preparing(update):
@@ -86,16 +89,16 @@ def frame(update: Update, rates: Mapping[str, float], title: str, width: int, he
         body = [
             _progress_line(update),
             Text(),
-            _rates_line(rates),
+            _rates_line(rates, inside),
             Text(),
             _charts(update, inside, height),
             Text(),
             _footer(update, rates),
         ]
-    clock = Text(f" {duration(update.elapsed_s or update.setup_s)} ", style=FAINT)
+    clock = Text(duration(update.elapsed_s or update.setup_s), style=FAINT)
     return Panel(
         Group(*body),
-        title=Text.assemble(" ", ("gpuinfer", f"bold {ACCENT}"), f" {title} "),
+        title=Text.assemble(("gpuinfer", f"bold {ACCENT}"), f" {title}"),
         title_align="left",
         subtitle=clock,
         subtitle_align="right",
@@ -113,9 +116,9 @@ def result_panel(report: Mapping[str, Any]) -> RenderableType:
         table.add_row(Text(row.name), Text(row.text, style=TONES[row.tone]))
     status = str(report.get("status", ""))
     wall_s = report.get("wall_s") or 0.0
-    took = f" in {duration(wall_s) if wall_s >= EXACT_BELOW_S else short(wall_s)} "
+    took = f" in {duration(wall_s) if wall_s >= EXACT_BELOW_S else short(wall_s)}"
     name = f" {report.get('workload', '')} "
-    title = Text.assemble(" ", ("gpuinfer", f"bold {ACCENT}"), name, (status, STATUS.get(status, "")), took)
+    title = Text.assemble(("gpuinfer", f"bold {ACCENT}"), name, (status, STATUS.get(status, "")), took)
     return Panel(table, title=title, title_align="left", border_style=FAINT)
 
 
@@ -152,12 +155,13 @@ def _progress_line(update: Update) -> RenderableType:
     return line
 
 
-def _rates_line(rates: Mapping[str, float]) -> RenderableType:
+def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
     parts = []
     for text in view.rates_of(rates) or ["measuring …"]:
         value, _, unit = text.rpartition(" ")
         parts.append(Text.assemble((value, "bold"), " ", (unit, FAINT)))
-    return Text(" " * 6).join(parts)
+    gap = 6 if width >= WIDE else 2
+    return Text(" " * gap, no_wrap=True, overflow="ellipsis").join(parts)
 
 
 def _charts(update: Update, width: int, height: int) -> RenderableType:
@@ -177,7 +181,8 @@ def _chart(chart: view.Chart, width: int) -> RenderableType:
     room = max(4, width - label - len("  100%"))
     lines = [Text.assemble((chart.title, "bold"), "  ", (chart.remark, FAINT))]
     for name, share, value in chart.bars:
-        lines.append(Text.assemble((name.rjust(label), FAINT), " ", (bar(share, room), ACCENT), f" {value:>4}"))
+        colour = FAINT if name == "idle" else ACCENT
+        lines.append(Text.assemble((name.rjust(label), FAINT), " ", (bar(share, room), colour), f" {value:>4}"))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 

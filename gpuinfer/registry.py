@@ -173,8 +173,8 @@ def _load(record: Record) -> Any:
         raise
     except BaseException as error:  # a module may raise anything at all, SystemExit too
         raise PluginError(
-            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {_in_short(error)}. Repair it "
-            f"(pip install --force-reinstall {record.distribution}), or switch it off: "
+            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {_in_short(error)}. "
+            f"Repair it (pip install --force-reinstall {record.distribution}), or switch it off: "
             f'disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
         ) from error
     _check_class(record, plugin)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpuinfer.units import number, short, whole
-from gpuinfer.view import device_of, errors_of
+from gpuinfer.view import LEAST_SHARE, device_of, errors_of
 
 FIRST_RATES = ("games_per_min", "simulations_per_s", "evaluations_per_s")
-LEAST_SHARE = 0.005  # of the lanes' time: less is not worth a word
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ LINE_EVERY_S = 5.0
 FIRST_COUNTS = ("games", "simulations", "evaluations")
 PER_MINUTE = ("games",)
 RATES = 4  # at most, on one line
+LEAST_SHARE = 0.005  # of the lanes' time: less is not worth a line
 
 
 class Pace:
@@ -97,7 +98,9 @@ def time_chart(snapshot: Snapshot, rows: int) -> Chart:
     for lane in snapshot.lanes:
         stations.update(lane["stations"])
     total = sum(stations.values())
-    shares = [(name, seconds / total) for name, seconds in stations.most_common(rows) if seconds > 0]
+    shares = [
+        (name, seconds / total) for name, seconds in stations.most_common(rows) if seconds >= LEAST_SHARE * total > 0
+    ]
     lanes = len(snapshot.lanes)
     remark = f"{lanes} lane{'' if lanes == 1 else 's'}" if shares else "none yet"
     return Chart("where the time goes", remark, [(name, share, f"{share:.0%}") for name, share in shares])

@@ -12,7 +12,7 @@ import typer
 from gpuinfer import registry
 from gpuinfer.errors import PluginError
 
-app = typer.Typer(rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
 @app.command("config")

@@ -7,7 +7,7 @@ import typer
 from gpuinfer import examination
 from gpuinfer.cli.problems import FAILED
 
-app = typer.Typer(rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
 @app.command("doctor")

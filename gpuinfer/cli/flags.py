@@ -129,6 +129,7 @@ def _parameter(
 ) -> inspect.Parameter:
     """What is not given stays None (0 when counted), so that the environment and the file can speak."""
     default = 0 if more.get("count") else None
+    more.setdefault("metavar", "")
     option = typer.Option(default, *declarations, help=text, show_default=False, rich_help_panel=panel, **more)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 

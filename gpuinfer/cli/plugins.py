@@ -11,7 +11,9 @@ from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.errors import UnknownName
 
-app = typer.Typer(help="List, show and check plugins.", no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(
+    help="List, show and check plugins.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+)
 
 
 def _kinds(incomplete: str) -> list[str]:
