@@ -23,7 +23,7 @@ from gpuinfer import errors, machine
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
 from gpuinfer.line import Line
-from gpuinfer.stats import Snapshot
+from gpuinfer.stats import Snapshot, since
 
 GRACE_S = 10.0  # for workers to end by themselves when their line closes, before they are killed
 BURIAL_S = 5.0  # for the system to take a killed process away
@@ -109,8 +109,9 @@ class Workers:
             frame = await line.receive()
             if "message" in frame:
                 self._inbox.put_nowait((worker, frame["message"]))
-            elif "snapshot" in frame and frame["marks"] == self._marks:
-                self.snapshots[worker] = Snapshot.from_wire(frame["snapshot"])
+            elif "snapshot" in frame:
+                told = Snapshot.from_wire(frame["snapshot"])
+                self.snapshots[worker] = told if frame["marks"] == self._marks else since(told, told)
             elif "error" in frame:
                 return _as_error(worker, frame["error"])
             elif "end" in frame:
@@ -147,7 +148,7 @@ class Workers:
     async def mark(self) -> None:
         """Let every worker's counters begin anew; what it counted until now is forgotten."""
         self._marks += 1
-        self.snapshots.clear()
+        self.snapshots = {worker: since(told, told) for worker, told in self.snapshots.items()}
         await self._broadcast({"mark": True})
 
     async def _broadcast(self, frame: Mapping[str, Any]) -> None:

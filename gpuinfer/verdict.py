@@ -141,12 +141,12 @@ def search_bound(run: Evidence) -> Verdict | None:
         return None
     why = f"The search was busy {run.busy(run.work):.0%} of the time"
     why += f"; the forward lanes {run.busy(run.forwards):.0%}." if run.forwards else " and answers itself."
-    free = math.floor(run.cores - run.threads_busy + 0.2)
-    if free >= 1 and "workers" in run.facts:
-        workers = int(run.facts["workers"]) + free
-        command = f"{run.command} --workers {workers}"
-        gain = _between(_most(run, workers / run.facts["workers"]))
-        return Verdict("search-bound", "search", why, f"Search on the {free} idle cores too.", command, gain)
+    now = run.facts.get("workers", 0)
+    room = math.floor(now * run.cores / run.threads_busy + 0.1)  # as many as keep every core busy
+    if room > now:
+        gain = _between(_most(run, room / now))
+        advice = f"Only {run.threads_busy:.1f} of {run.cores} cores are busy: search with more workers."
+        return Verdict("search-bound", "search", why, advice, f"{run.command} --workers {room}", gain)
     advice = "All cores search already: only more cores, or fewer simulations, make this faster."
     return Verdict("search-bound", "search", why, advice)
 

@@ -94,6 +94,8 @@ class Counting(Workload):
                 await asyncio.wait_for(infer.stopping.wait(), 5)
             if infer.stopping.is_set() and not self.options.stubborn:
                 return
+            if done == self.options.total:
+                return
             lane.enter("search")
             assert await infer(done) == 2 * done
             lane.enter("idle")

@@ -1,0 +1,163 @@
+"""The report: its arithmetic, its schema, and that a ledger always adds up."""
+
+import json
+import math
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.report import Run, batches, build, schema, throughput, time_s
+from gpuinfer.stats import Histogram, Snapshot, merge, since
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+ledgers = st.lists(
+    st.dictionaries(st.sampled_from(["idle", "search", "forward", "transfer", "other"]), seconds), max_size=20
+)
+
+
+def lanes_of(ledger):
+    return tuple({"name": f"lane {number}", "stations": stations} for number, stations in enumerate(ledger))
+
+
+def histogram(*values):
+    filled = Histogram()
+    for value in values:
+        filled.add(value)
+    return filled.to_wire()
+
+
+def a_run(**changes):
+    plain = {
+        "workload": "selfplay",
+        "backend": "inprocess",
+        "strategy": "dynamic",
+        "started_at": "2025-01-01T00:00:00+00:00",
+        "setup_s": 1.5,
+        "wall_s": 10.0,
+        "status": "done",
+        "setup": Setup(),
+        "snapshot": Snapshot(),
+        "progress": Progress(0),
+    }
+    return Run(**{**plain, **changes})
+
+
+FULL = Snapshot(
+    requests=30,
+    rows=9000,
+    batches={100: 10, 400: 20},
+    reasons={"full": 20, "clients": 10},
+    latency=histogram(0.01, 0.02, 0.04),
+    queue_wait=histogram(0.001),
+    errors={"expired": 2},
+    lanes=lanes_of([{"search": 8.0, "idle": 1.0}, {"forward": 6.0, "idle": 4.0}]),
+    rss_peak_mb=123.0,
+    device={"name": "NVIDIA H200", "utilisation": 0.5, "allocated_mb": 10.0, "reserved_mb": 20.0},
+)
+
+
+@given(ledgers, st.floats(0, 1e6))
+def test_the_stations_sum_to_the_wall_clock_times_the_lanes(ledger, wall_s):
+    total = time_s(lanes_of(ledger), wall_s)
+    assert all(spent >= 0 for spent in total.values())
+    assert math.isclose(math.fsum(total.values()), wall_s * len(ledger), rel_tol=1e-9, abs_tol=1e-9)
+
+
+@given(ledgers)
+def test_a_ledger_that_fits_the_clock_keeps_every_station_as_it_was(ledger):
+    wall_s = max((math.fsum(stations.values()) for stations in ledger), default=0.0)
+    total = time_s(lanes_of(ledger), wall_s)
+    for station in {name for stations in ledger for name in stations} - {"idle"}:
+        assert math.isclose(total[station], math.fsum(s.get(station, 0) for s in ledger), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="nothing happened"),
+        pytest.param({"wall_s": 0.0, "status": "failed"}, id="it failed before the clock started"),
+        pytest.param({"snapshot": FULL, "progress": Progress(7, 9, "games", {"games": 7.0})}, id="a full run"),
+        pytest.param(
+            {"snapshot": FULL, "roofline": Roofline(1000.0, 512, "1 forward × 2 threads")}, id="with a roofline"
+        ),
+        pytest.param({"settings": {"out": None, "path": sys}}, id="settings that are not plain"),
+    ],
+)
+def test_every_report_fits_the_schema(changes):
+    report = build(a_run(**changes))
+    jsonschema.validate(report, schema())
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+@pytest.mark.parametrize("field", sorted(schema()["required"]))
+def test_the_schema_misses_every_field(field):
+    report = build(a_run())
+    del report[field]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(report, schema())
+
+
+def test_the_schema_knows_every_reason_and_is_itself_valid():
+    jsonschema.Draft202012Validator.check_schema(schema())
+    known = schema()["properties"]["batches"]["properties"]["reasons"]["properties"]
+    assert set(known) == {reason.value for reason in Reason}
+
+
+def test_rates_count_from_the_start_of_the_clock():
+    progress = Progress(40, counts={"games": 40, "simulations": 5000})
+    run = a_run(snapshot=FULL, progress=progress, counts_before={"games": 10, "simulations": 1000})
+    assert throughput(run) == {
+        "games_per_min": 180.0,
+        "simulations_per_s": 400.0,
+        "rows_per_s": 900.0,
+        "requests_per_s": 3.0,
+        "evaluations_per_s": 900.0,
+    }
+
+
+def test_a_workload_that_evaluates_by_itself_has_no_rows():
+    run = a_run(progress=Progress(1, counts={"evaluations": 50}))
+    assert throughput(run) == {"evaluations_per_s": 5.0}
+
+
+def test_batches_are_told_by_their_size():
+    told = batches(FULL)
+    assert (told["count"], told["rows_mean"], told["rows_p50"], told["rows_max"]) == (30, 300.0, 400, 400)
+    assert told["reasons"]["full"] == 20
+    assert told["reasons"]["drain"] == 0
+
+
+@given(st.dictionaries(st.integers(1, 50), st.integers(1, 9), min_size=1))
+def test_the_middle_batch_is_the_median(sizes):
+    every = sorted(size for size, times in sizes.items() for _ in range(times))
+    assert batches(Snapshot(batches=sizes))["rows_p50"] == every[(len(every) - 1) // 2]
+
+
+def test_efficiency_is_the_share_of_the_roofline():
+    report = build(a_run(snapshot=FULL, roofline=Roofline(1800.0, 512, "1 forward × 2 threads")))
+    assert report["roofline"]["efficiency"] == 0.5
+
+
+counters = st.dictionaries(st.integers(1, 5), st.integers(1, 9))
+times = st.lists(st.floats(1e-6, 1e3), max_size=5)
+
+
+@given(counters, counters, times, times)
+def test_what_was_counted_since_is_what_was_added(sizes, more, early, late):
+    then = Snapshot(requests=len(sizes), batches=sizes, latency=histogram(*early))
+    added = Snapshot(requests=len(more), batches=more, latency=histogram(*late))
+    difference = since(merge([then, added]), then)
+    assert difference.requests == len(more)
+    assert difference.batches == more
+    assert difference.latency["counts"] == added.latency["counts"]
+    assert math.isclose(difference.latency["total"], added.latency["total"], rel_tol=1e-6, abs_tol=1e-9)
+
+
+def test_a_report_needs_no_torch():
+    code = "import gpuinfer.run, gpuinfer.report, sys; gpuinfer.report.schema(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
