@@ -43,20 +43,21 @@ class CpuForward:
             room: Any = None
             done = 0
             while done < run.rows:
-                rows = min(self.step.rows, run.rows - done)
-                answers, failure = self._attempt(run, done, rows)
+                chunk = self.step.rows  # read once: another thread may shrink it
+                rows = min(chunk, run.rows - done)
+                answers, failure = self._attempt(run, done, rows, chunk)
                 if failure is not None:
-                    self.step.halve(rows, failure)
+                    self.step.halve(chunk if self.fixed_shape else rows, failure)
                     continue
                 room = room_for(answers, run.rows) if room is None else room
                 store(answers, room, done, rows)
                 done += rows
             return run.split(room)
 
-    def _attempt(self, run: Blocks, start: int, rows: int) -> tuple[Any, BaseException | None]:
+    def _attempt(self, run: Blocks, start: int, rows: int, chunk: int) -> tuple[Any, BaseException | None]:
         """Answers for the rows from `start` on, or why memory did not suffice for them."""
         try:
-            inputs = self._inputs(run, start, rows)
+            inputs = self._inputs(run, start, rows, chunk)
             enter_station("forward")
             answers = self.module(inputs)
             enter_station("transfer")
@@ -66,21 +67,20 @@ class CpuForward:
             return None, error.with_traceback(None)  # its frames hold on to the memory
         return answers, None
 
-    def _inputs(self, run: Blocks, start: int, rows: int) -> Tensor:
+    def _inputs(self, run: Blocks, start: int, rows: int, chunk: int) -> Tensor:
         if not self.fixed_shape:
             pieces = list(run.pieces(start, start + rows))
             if len(pieces) == 1 and pieces[0].dtype == self.dtype:
                 return pieces[0]
-        staging = self._staging(run.blocks[0].shape[1])
+        staging = self._staging(chunk, run.blocks[0].shape[1])
         run.copy(start, start + rows, staging)
         if not self.fixed_shape:
             return staging[:rows]
         staging[rows:].zero_()
         return staging
 
-    def _staging(self, width: int) -> Tensor:
-        """This thread's buffer of one chunk [chunk_rows, width] in the run's dtype."""
-        shape = (self.step.rows, width)
+    def _staging(self, *shape: int) -> Tensor:
+        """This thread's buffer of one chunk [rows, features] in the run's dtype."""
         staging: Tensor | None = getattr(self._own, "staging", None)
         if staging is None or staging.shape != shape:
             staging = self._own.staging = torch.empty(shape, dtype=self.dtype)

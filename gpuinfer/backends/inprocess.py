@@ -1,0 +1,94 @@
+"""The model in this very process: torch on the CPU or a CUDA device, the forward in threads beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Backend, Limits, ModelSpec, Request, Result, Setup
+from gpuinfer.errors import BackendDied, BackendError, UsageError
+
+if TYPE_CHECKING:
+    from gpuinfer.models.opening import Opened
+
+CPU_MAX_ROWS = 4096
+
+
+class InProcess(Backend):
+    """Runs the model in this process. With several worker processes each has its own copy of the model."""
+
+    class Options(api.Options):
+        max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
+        threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
+        in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
+        chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        compile: bool = Field(False, description="compile the model with torch.compile")
+        graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
+        self._opened: Opened | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def start(self) -> None:
+        """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
+        spec = self.setup.model
+        if spec is None:
+            raise UsageError(
+                "the backend 'inprocess' needs a model, and this work brings its own answers. "
+                "Use --model blobnet or --model module:factory, or leave --backend out."
+            )
+        self._opened = await asyncio.to_thread(self._open, spec)
+        self.limits = self._opened.limits
+        # Made only now: threads take their share of cores from torch when they first compute.
+        self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
+
+    def _open(self, spec: ModelSpec) -> Opened:
+        from gpuinfer.models.opening import open_model
+
+        return open_model(spec, self.setup, self.options)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers.
+
+        A payload that does not fit gets a `BackendError` as its result; its neighbours are answered.
+        """
+        if self._opened is None or self._threads is None:
+            raise BackendDied(
+                "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
+            )
+        spec = self._opened.spec
+        for request in batch:
+            check_payload(request, spec)
+        blocks = [request.payload for request in batch]
+        context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, context.run, self._opened.forward, blocks)
+
+    def device(self) -> Mapping[str, Any]:
+        return self._opened.device() if self._opened is not None else {}
+
+    async def close(self) -> None:
+        threads, self._threads, self._opened = self._threads, None, None
+        if threads is not None:
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+
+
+def check_payload(request: Request, spec: ModelSpec) -> None:
+    """Raises `BackendError` unless the payload is an array of the rows, features and dtype that were agreed."""
+    payload = request.payload
+    shape, dtype = getattr(payload, "shape", None), str(getattr(payload, "dtype", type(payload).__name__))
+    if shape == (request.rows, spec.inputs) and dtype == spec.input_dtype and request.rows > 0:
+        return
+    found = f"{dtype} {list(shape)}" if isinstance(shape, tuple) else dtype
+    raise BackendError(
+        f"model '{spec.name}' takes a NumPy array {spec.input_dtype} [{request.rows}, {spec.inputs}] for a request of "
+        f"{request.rows} rows, and got {found}. Send that, or name another input_dtype in the ModelSpec."
+    )

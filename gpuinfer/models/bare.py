@@ -1,0 +1,167 @@
+"""The bare model, measured: the best rows per second that this machine gets out of it with nothing else running.
+
+No engine, no queue, no copies: inputs already lie there in the run's dtype. Whatever a run reaches is compared with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpuinfer.api import ModelSpec, Roofline
+from gpuinfer.models.bare_cuda import cuda_rate
+from gpuinfer.models.load import build, resolve_device, resolve_dtype
+from gpuinfer.models.memory import is_out_of_memory
+
+CPU_SIZES = tuple(64 << doubling for doubling in range(7))  # 64 to 4,096 rows
+CUDA_SIZES = tuple(256 << doubling for doubling in range(9))  # 256 to 65,536 rows
+WORTH = 1.02  # a gain below this is noise
+STALE = 2  # doublings without a gain that end an arrangement
+COARSE_SHARE = 0.5  # of the budget, for finding the best; the rest measures the best two well
+FINAL_ROUNDS = 2
+THREADS_TOGETHER_S = 60.0  # for all forwards to have warmed up
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the device is shared: `forwards` at once, each with `threads` threads (CPU) or a stream of its own (CUDA)."""
+
+    forwards: int
+    threads: int = 0
+
+    def __str__(self) -> str:
+        if not self.threads:
+            return f"{counted(self.forwards, 'stream')}, CUDA graph"
+        return f"{counted(self.forwards, 'forward')} × {counted(self.threads, 'thread')}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    arrangement: Arrangement
+    rows: int
+    rate: float  # rows per second
+
+
+Rate = Callable[[Arrangement, int, float], float]
+"""Rows per second of an arrangement at a batch size, measured for about so many seconds; 0 when it does not fit."""
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def measure(
+    spec: ModelSpec,
+    *,
+    device: str,
+    dtype: str,
+    seed: int,
+    cores: int,
+    budget_s: float = 3.0,
+    deterministic: bool = False,
+) -> Roofline:
+    """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`.
+
+    It sets torch's thread count for the whole process: see `roofline.measure_in_child` for a process of its own.
+    Raises `UsageError` when the model cannot be built.
+    """
+    place, number_format = resolve_device(device), resolve_dtype(dtype)
+    module = build(spec, device=place, dtype=number_format, seed=seed)
+    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=number_format)
+    inputs = inputs.to(place)
+
+    def rate(arrangement: Arrangement, rows: int, seconds: float) -> float:
+        try:
+            if place.type == "cuda":
+                return cuda_rate(module, inputs[:rows], arrangement.forwards, seconds)
+            return cpu_rate(module, inputs[:rows], arrangement, seconds)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0.0
+
+    if place.type == "cuda":
+        best = search(rate, [Arrangement(1), Arrangement(2)], CUDA_SIZES, budget_s)
+    else:
+        best = search(rate, cpu_arrangements(cores, deterministic), CPU_SIZES, budget_s)
+    return Roofline(best.rate, best.rows, str(best.arrangement))
+
+
+def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
+    """One forward for each core, one forward on all cores, and on larger machines something in between."""
+    arrangements = [Arrangement(cores, 1)]
+    if cores > 1 and not single_threaded:
+        arrangements.append(Arrangement(1, cores))
+        if cores >= 8:
+            arrangements.append(Arrangement(cores // 4, 4))
+    return arrangements
+
+
+def search(rate: Rate, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Candidate:
+    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn."""
+    coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
+    found = [c for arrangement in arrangements for c in climb(rate, arrangement, sizes, coarse_s)]
+    finalists = sorted(found, key=lambda candidate: candidate.rate, reverse=True)[:2]
+    final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
+    rounds = [
+        Candidate(c.arrangement, c.rows, rate(c.arrangement, c.rows, final_s))
+        for _ in range(FINAL_ROUNDS)
+        for c in finalists
+    ]
+    return fastest(rounds)
+
+
+def climb(rate: Rate, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:
+    found: list[Candidate] = []
+    best, stale = 0.0, 0
+    for rows in sizes:
+        found.append(Candidate(arrangement, rows, rate(arrangement, rows, seconds)))
+        stale = 0 if found[-1].rate > WORTH * best else stale + 1
+        best = max(best, found[-1].rate)
+        if stale == STALE:
+            break
+    return found
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return max(candidates, key=lambda candidate: candidate.rate)
+
+
+def cpu_rate(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement, seconds: float) -> float:
+    """Rows per second of all forwards together."""
+    # OpenMP keeps a team size for each calling thread, taken over when the thread first computes: hence fresh threads.
+    torch.set_num_threads(arrangement.threads)
+    together = threading.Barrier(arrangement.forwards)
+
+    def forwards() -> float:
+        try:
+            return repeat(module, inputs.clone(), together, seconds)
+        except BaseException:
+            together.abort()  # nobody waits for one that will not come
+            raise
+
+    with ThreadPoolExecutor(arrangement.forwards) as pool:
+        futures = [pool.submit(forwards) for _ in range(arrangement.forwards)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return sum(future.result() for future in futures)
+
+
+def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> float:
+    with torch.inference_mode():
+        module(inputs)  # allocates, and lays weights out
+        together.wait(THREADS_TOGETHER_S)
+        started, done, elapsed = time.perf_counter(), 0, 0.0
+        while elapsed < seconds:
+            module(inputs)
+            done += len(inputs)
+            elapsed = time.perf_counter() - started
+    return done / elapsed

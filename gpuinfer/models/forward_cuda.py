@@ -1,0 +1,179 @@
+"""Runs a module on blocks of rows, on a CUDA device.
+
+Rows cross the bus as they arrived (one byte a feature in the usual case) from pinned memory and are cast over there.
+Each slot has buffers and a stream of its own, so that with two slots one batch's copies overlap the other's kernels.
+Launching a small network's kernels one by one would cost more than running them: a CUDA graph launches all at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.api import enter_station
+from gpuinfer.models.answers import like, tensors_of
+from gpuinfer.models.buckets import bucket_for, buckets_up_to
+from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
+from gpuinfer.models.staging import Block, Blocks, room_for, store
+
+logger = logging.getLogger("gpuinfer")
+
+DETERMINISTIC_CHUNK_ROWS = 2048
+
+
+class Slot:
+    """What one batch in flight needs for itself. One thread at a time uses it."""
+
+    def __init__(self, rows: int, features: int, input_dtype: torch.dtype, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the core has searching to do
+        self.staging = torch.empty(rows, features, dtype=input_dtype, pin_memory=True)
+        self.inputs = torch.zeros(rows, features, dtype=input_dtype, device=device)
+        # Its graphs never run at the same time, so that they may share their working memory.
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+
+class CudaForward:
+    """`module`, in evaluation mode and `dtype` on `device`, on batches of blocks. As many threads as `slots` share one.
+
+    With `fixed_shape` every batch is padded to exactly `chunk_rows`, see `CpuForward`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        features: int,
+        input_dtype: torch.dtype,
+        chunk_rows: int,
+        slots: int = 2,
+        graphs: bool = True,
+        fixed_shape: bool = False,
+    ) -> None:
+        self.module, self.device, self.dtype = module, device, dtype
+        self.fixed_shape, self.graphs = fixed_shape, graphs
+        self.step = StepSize(chunk_rows)
+        with torch.inference_mode(), torch.cuda.device(device):
+            slot_list = [Slot(chunk_rows, features, input_dtype, device) for _ in range(slots)]
+            torch.cuda.synchronize(device)  # weights and buffers were made on the default stream
+            self._shaped_like = self._warm_up(slot_list)
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in slot_list:
+            self._free.put(slot)
+
+    def __call__(self, blocks: Sequence[Block]) -> list[Any]:
+        """The same promise as `CpuForward.__call__`."""
+        slot = self._free.get()
+        try:
+            with torch.inference_mode(), torch.cuda.device(self.device):
+                enter_station("transfer")
+                run = Blocks(blocks)
+                room = room_for(self._shaped_like, run.rows, pinned=True)
+                self._fill(slot, run, room)
+                return run.split(room)
+        finally:
+            self._free.put(slot)
+
+    def _fill(self, slot: Slot, run: Blocks, room: Any) -> None:
+        done = 0
+        while done < run.rows:
+            chunk = self.step.rows
+            rows = min(chunk, run.rows - done)
+            if failure := self._attempt(slot, run, done, rows, chunk, room):
+                torch.cuda.empty_cache()
+                self.step.halve(chunk if self.fixed_shape else rows, failure)
+                continue
+            done += rows
+
+    def _attempt(self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, room: Any) -> BaseException | None:
+        """Answer the rows from `start` on in `room`, or say why memory did not suffice."""
+        try:
+            run.copy(start, start + rows, slot.staging)
+            enter_station("forward")
+            with torch.cuda.stream(slot.stream):
+                self._launch(slot, rows, self._buckets(chunk), room, start)
+                slot.done.record(slot.stream)
+            slot.done.synchronize()
+            enter_station("transfer")
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            slot.stream.synchronize()  # nothing may still read the buffers
+            return error.with_traceback(None)
+        return None
+
+    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int], room: Any, start: int) -> None:
+        """Queue everything for `rows` staged rows on the current stream: copy in, forward, copy out."""
+        padded = bucket_for(rows, buckets)
+        slot.inputs[:rows].copy_(slot.staging[:rows], non_blocking=True)
+        if padded > rows:
+            slot.inputs[rows:padded].zero_()
+        if padded in slot.graphs:
+            graph, answers = slot.graphs[padded]
+            graph.replay()
+        else:
+            answers = self._forward(slot.inputs[:padded])
+        store(answers, room, start, rows, non_blocking=True)
+
+    def _forward(self, inputs: Tensor) -> Any:
+        """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain."""
+        answers = self.module(inputs.to(self.dtype))
+        return like(answers, [tensor.float().contiguous() for tensor in tensors_of(answers)])
+
+    def _buckets(self, chunk: int) -> list[int]:
+        return [chunk] if self.fixed_shape else buckets_up_to(chunk)
+
+    def _warm_up(self, slots: Sequence[Slot]) -> Any:
+        """Run each bucket once in each slot and capture its graph, before any traffic; answers of the least bucket."""
+        while True:
+            chunk = self.step.rows
+            try:
+                return self._warm_up_to(chunk, slots)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error.with_traceback(None)
+            for slot in slots:
+                slot.graphs.clear()
+            torch.cuda.empty_cache()
+            self.step.halve(chunk, failure)
+
+    def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Any:
+        answers: Any = None
+        for bucket in reversed(self._buckets(chunk)):  # largest first: the others then find their memory in the pool
+            for slot in slots:
+                answers = self._ready(slot, bucket)
+        return answers
+
+    def _ready(self, slot: Slot, bucket: int) -> Any:
+        with torch.cuda.stream(slot.stream):
+            answers = self._forward(slot.inputs[:bucket])
+        slot.stream.synchronize()
+        if self.graphs:
+            self._capture(slot, bucket)
+        return answers
+
+    def _capture(self, slot: Slot, bucket: int) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=slot.pool, stream=slot.stream, capture_error_mode="thread_local"):
+                answers = self._forward(slot.inputs[:bucket])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self.graphs = False
+            logger.warning(
+                "this model cannot be captured in a CUDA graph (%s): each kernel is launched by itself. "
+                "-B graphs=false silences this.",
+                first_line(error),
+            )
+            return
+        slot.graphs[bucket] = graph, answers

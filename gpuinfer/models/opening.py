@@ -1,0 +1,138 @@
+"""From a run's setup to a model that answers blocks: built, tried out, and bound to its device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from gpuinfer.api import Limits, ModelSpec, Setup
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.machine import cores
+from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
+from gpuinfer.models.gauge import Gauge
+from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
+from gpuinfer.models.memory import first_line
+from gpuinfer.models.staging import Block
+
+INPUT_DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "float32": torch.float32}
+CPU_MAX_ROWS = 4096
+CUDA_MAX_ROWS = 65_536  # for the whole device
+CUDA_LEAST_ROWS = 8192  # for one of many processes
+
+
+class Tuning(Protocol):
+    """How the user wants it run; None and False leave it to us."""
+
+    @property
+    def max_rows(self) -> int | None: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def in_flight(self) -> int | None: ...
+    @property
+    def chunk_rows(self) -> int | None: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def graphs(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model at work. As many threads as `limits.in_flight` may call `forward` at once."""
+
+    spec: ModelSpec
+    limits: Limits
+    forward: Callable[[Sequence[Block]], list[Any]]
+    device: Callable[[], Mapping[str, Any]]
+
+
+def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning) -> Opened:
+    """Build the model, try it out, and divide the device. Sets torch's thread count for the whole process.
+
+    Raises `UsageError` when the model cannot be had on this device.
+    """
+    if spec.input_dtype not in INPUT_DTYPES:
+        raise UnknownName("input dtype", spec.input_dtype, INPUT_DTYPES, label="Choices")
+    device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    limits = limits_for(device, setup, tuning)
+    divide_cores(setup, tuning)
+    module = build(spec, device=device, dtype=dtype, seed=setup.seed)
+    probe(module, spec, device=device, dtype=dtype)
+    if tuning.compile:
+        module = compiled(module, spec, device, dtype)
+    forward: Callable[[Sequence[Block]], list[Any]]
+    if device.type == "cuda":
+        forward = cuda_forward(module, spec, device, dtype, limits, setup, tuning)
+    else:
+        # A compiled module is compiled again for each new batch size: give it one.
+        fixed_shape = setup.deterministic or tuning.compile
+        forward = CpuForward(module, dtype, tuning.chunk_rows, fixed_shape=fixed_shape)
+    return Opened(spec, limits, forward, Gauge(device).read)
+
+
+def limits_for(device: torch.device, setup: Setup, tuning: Tuning) -> Limits:
+    if device.type == "cuda":
+        rows = max(CUDA_LEAST_ROWS, CUDA_MAX_ROWS // setup.processes)
+        return Limits(tuning.max_rows or rows, tuning.in_flight or 2)  # one batch's copies behind the other's kernels
+    in_flight = cores_of(setup) // threads_for(setup, tuning) if setup.deterministic else 1
+    return Limits(tuning.max_rows or CPU_MAX_ROWS, tuning.in_flight or max(1, in_flight))
+
+
+def threads_for(setup: Setup, tuning: Tuning) -> int:
+    """For one forward. A row's answer must not depend on how many threads its matrix products are divided among."""
+    return tuning.threads or (1 if setup.deterministic else cores_of(setup))
+
+
+def divide_cores(setup: Setup, tuning: Tuning) -> None:
+    torch.set_num_threads(threads_for(setup, tuning))
+    with contextlib.suppress(RuntimeError):  # this one can be set only once in a process
+        torch.set_num_interop_threads(1)
+
+
+def cuda_forward(
+    module: nn.Module,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    limits: Limits,
+    setup: Setup,
+    tuning: Tuning,
+) -> CudaForward:
+    chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
+    return CudaForward(
+        module,
+        device=device,
+        dtype=dtype,
+        features=spec.inputs,
+        input_dtype=INPUT_DTYPES[spec.input_dtype],
+        chunk_rows=chunk_rows if setup.deterministic else min(chunk_rows, limits.max_rows),
+        slots=limits.in_flight,
+        graphs=tuning.graphs,
+        fixed_shape=setup.deterministic,
+    )
+
+
+def cores_of(setup: Setup) -> int:
+    """This process's share of the machine's cores."""
+    return max(1, cores() // setup.processes)
+
+
+def compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Through torch.compile, and tried out. Raises `UsageError` when that does not work here."""
+    fast: Any = torch.compile(module)
+    try:
+        with torch.inference_mode():
+            fast(torch.ones(2, spec.inputs, device=device, dtype=dtype))
+    except Exception as error:
+        raise UsageError(
+            f"torch.compile cannot compile model '{spec.name}' here: {type(error).__name__}: {first_line(error)}. "
+            "Leave -B compile=true out, or install a C++ compiler."
+        ) from error
+    return fast  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""The roofline in a process of its own, so that the caller neither imports torch nor is disturbed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+
+from gpuinfer.api import ModelSpec, Roofline
+from gpuinfer.errors import BackendError, GpuinferError, UsageError
+
+LONGEST_S = 180.0  # a child that has not answered by then never will
+CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
+
+
+def measure_in_child(
+    spec: ModelSpec,
+    *,
+    device: str,
+    dtype: str,
+    seed: int,
+    cores: int,
+    budget_s: float = 3.0,
+    deterministic: bool = False,
+    timeout_s: float = LONGEST_S,
+) -> Roofline:
+    """`bare.measure` in a spawned process. Blocks, at most `timeout_s`.
+
+    Raises `UsageError` when the model cannot be built, `BackendError` when the process dies or takes too long.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    arguments = {
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "cores": cores,
+        "budget_s": budget_s,
+        "deterministic": deterministic,
+    }
+    child = context.Process(target=answer, args=(theirs, spec, arguments), name="gpuinfer-roofline", daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        return unpacked(message_from(ours, child, timeout_s))
+    finally:
+        ours.close()
+        child.kill()
+        child.join()
+        child.close()
+
+
+def message_from(line: Connection, child: Any, timeout_s: float) -> dict[str, Any]:
+    if not line.poll(timeout_s):
+        raise BackendError(f"measuring the roofline took longer than {timeout_s:.0f} s. {CURE}")
+    try:
+        return dict(msgpack.unpackb(line.recv_bytes()))
+    except (EOFError, OSError):
+        child.join(1.0)
+        raise BackendError(
+            f"the process that measured the roofline ended with exit code {child.exitcode} before it answered. {CURE}"
+        ) from None
+
+
+def unpacked(message: dict[str, Any]) -> Roofline:
+    if "usage" in message:
+        raise UsageError(message["usage"])
+    if "failure" in message:
+        raise BackendError(message["failure"])
+    return Roofline(**message)
+
+
+def answer(line: Connection, spec: ModelSpec, arguments: dict[str, Any]) -> None:
+    """The child: one message, the roofline or what went wrong."""
+    line.send_bytes(msgpack.packb(outcome(spec, arguments)))
+
+
+def outcome(spec: ModelSpec, arguments: dict[str, Any]) -> dict[str, Any]:
+    from gpuinfer.models.bare import measure
+
+    try:
+        found = measure(spec, **arguments)
+    except UsageError as error:
+        return {"usage": str(error)}
+    except GpuinferError as error:
+        return {"failure": str(error)}
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent must hear of it)
+        return {"failure": f"the roofline raised {type(error).__name__}: {error}. {CURE}"}
+    return {"rows_per_s": found.rows_per_s, "at_rows": found.at_rows, "arrangement": found.arrangement}
