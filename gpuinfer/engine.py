@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 import time
@@ -107,9 +108,9 @@ class Engine:
             raise refusal
         now = self._clock()
         request = Request(payload, rows, now, priority, now + timeout, group, client)
+        self._queue.add(request)
         future = self._loop.create_future()
         self._unsettled.add(request, future)
-        self._queue.add(request)
         if timeout < math.inf:
             self._wake_at(request.deadline, now)
         if self._free and not self._woken:
@@ -203,12 +204,13 @@ class Engine:
         if cut.requests:
             self._tally.cut(cut, now)
             lane = self._free.pop()
-            self._running[lane] = self._loop.create_task(self._serve(cut, lane, now), name=lane.name)
+            task = self._running[lane] = self._loop.create_task(self._serve(cut, lane, now), name=lane.name)
+            task.add_done_callback(functools.partial(self._ended, cut, lane))
 
     # Serving
 
     async def _serve(self, cut: Cut, lane: Lane, cut_at: float) -> None:
-        """Run one batch in one lane. Whatever happens, each of its requests is settled and the lane is freed."""
+        """Run one batch in one lane. Whatever happens, each of its requests is settled."""
         forward_lane.set(lane)
         lane.enter("forward")
         started = self._clock()
@@ -223,9 +225,13 @@ class Engine:
                 raise
         finally:
             lane.enter("idle")
-            del self._running[lane]
-            self._free.append(lane)
-            self._wake()
+
+    def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step
+            self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
+        del self._running[lane]
+        self._free.append(lane)
+        self._wake()
 
     def _left(self, request: Request) -> None:
         if request.client is not None:

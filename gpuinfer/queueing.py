@@ -146,10 +146,10 @@ class Queue:
         line = self._lines.get(request.group)
         if line is None:
             line = self._new_line(request.group)
-        line.add(request)
-        self.rows += request.rows
         if request.client is not None:
             self.clients.asked(request.client)
+        line.add(request)
+        self.rows += request.rows
         if request.deadline < math.inf:
             self._add_deadline(request)
 

@@ -1,0 +1,183 @@
+"""What a backend promises, tried with real batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+
+from gpuinfer.api import Backend, Limits, Request, Result
+from gpuinfer.checks import find_fault
+from gpuinfer.engine import Engine
+from gpuinfer.stats import Snapshot
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.testing.answers import TOLERANCE, distance
+from gpuinfer.testing.findings import Finding, check_options, examine, examine_async, run_bounded
+
+MOST_ROWS = 4096  # the widest batch that is tried
+CROWD = 64  # requests asked at once
+
+MakePayload = Callable[[int, int], Any]
+"""From a number of rows and a seed to a payload; other seeds give other payloads."""
+
+
+def check_backend(
+    backend_factory: Callable[[], Backend], make_payload: MakePayload | None = None, timeout_s: float = 30.0
+) -> list[Finding]:
+    """Every promise of `api.Backend`; each step may take `timeout_s`.
+
+    Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8.
+    """
+
+    async def check(findings: list[Finding]) -> None:
+        backends: list[Backend] = []
+        findings.append(examine("builds", lambda: _fault_of_build(backend_factory, backends)))
+        if findings[0].ok:
+            await _Examination(backends[0], make_payload, timeout_s, findings).run()
+
+    return run_bounded(check, 12 * timeout_s)
+
+
+def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]) -> str | None:
+    backend = backend_factory()
+    built.append(backend)
+    return None if isinstance(backend, Backend) else f"{backend!r} is no gpuinfer.api.Backend. Derive it from that."
+
+
+class _Examination:
+    """One backend, from start to close."""
+
+    def __init__(
+        self, backend: Backend, make_payload: MakePayload | None, timeout_s: float, findings: list[Finding]
+    ) -> None:
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self.findings = findings
+        self._make_payload = make_payload or self._features
+
+    async def run(self) -> None:
+        self.findings += check_options(self.backend)
+        self.findings.append(examine("connects from another process", self._connects))
+        if await self._try("starts", self._starts):
+            for name, check in self._promises().items():
+                await self._try(name, check)
+        await self._try("closes", self.backend.close)
+
+    def _promises(self) -> dict[str, Callable[[], Awaitable[str | None]]]:
+        return {
+            "answers each request with its own rows": self._answers,
+            "answers in order": self._keeps_order,
+            "takes a batch as wide as its limits say": self._takes_the_widest,
+            "answers a crowd through the engine": self._serves_a_crowd,
+            "lets a request be cancelled": self._cancels,
+            "tells its measurements": self._measures,
+        }
+
+    async def _try(self, name: str, check: Callable[[], Awaitable[str | None]]) -> bool:
+        finding = await examine_async(name, check, self.timeout_s)
+        self.findings.append(finding)
+        return finding.ok
+
+    def _features(self, rows: int, seed: int) -> Any:
+        model = self.backend.setup.model
+        inputs = (model.inputs if model else 0) or 8
+        features = np.random.default_rng(seed).random((rows, inputs), dtype=np.float32)
+        return features.astype(model.input_dtype) if model else features
+
+    def _request(self, rows: int, seed: int) -> Request:
+        return Request(self._make_payload(rows, seed), rows)
+
+    def _connects(self) -> str | None:
+        connector = self.backend.connect()
+        ForkingPickler.dumps(connector)  # as a spawned process would be given it
+        other = connector.open()
+        return None if isinstance(other, Backend) else f"connect().open() gave {other!r}. Return a Backend."
+
+    async def _starts(self) -> str | None:
+        await self.backend.start()
+        limits = getattr(self.backend, "limits", None)
+        if not isinstance(limits, Limits):
+            return f"its limits are {limits!r}. Set `limits = Limits(max_rows=…)`, at the latest in start()."
+        counts = [limits.max_rows, limits.in_flight, 1 if limits.slots is None else limits.slots]
+        return None if min(counts) >= 1 else f"it takes nothing: {limits}. Make every limit at least 1."
+
+    async def _ask(self, requests: Sequence[Request]) -> list[Result]:
+        """One batch, as the engine asks it. Raises `ValueError` for what the engine would refuse."""
+        answered: dict[Request, list[Result]] = {request: [] for request in requests}
+        async for event in self.backend.stream(tuple(requests)):
+            if event.last and event.error is not None:
+                raise event.error
+            if event.last:
+                answered[event.request].append(event.value)
+        for request, results in answered.items():
+            if len(results) != 1:
+                raise ValueError(f"a request got {len(results)} results. Return one for each request")
+            if fault := find_fault(results[0], request.rows):
+                raise ValueError(fault)
+        return [results[0] for results in answered.values()]
+
+    def _batch(self) -> list[Request]:
+        """Several requests of different sizes, as many as fit."""
+        batch: list[Request] = []
+        for seed, rows in enumerate((1, 3, 2, 1, 2)):
+            if sum(request.rows for request in batch) + rows <= self.backend.limits.max_rows:
+                batch.append(self._request(rows, seed))
+        return batch
+
+    async def _answers(self) -> str | None:
+        await self._ask(self._batch())
+        return None
+
+    async def _keeps_order(self) -> str | None:
+        """Each answer must lie nearest to the one that its request gets alone. Random answers cannot be compared."""
+        fits = min(8, self.backend.limits.max_rows)
+        batch = [self._request(1, seed) for seed in range(fits)]
+        together = await self._ask(batch)
+        alone = [(await self._ask([request]))[0] for request in batch]
+        if distance((await self._ask(batch[:1]))[0], alone[0]) > TOLERANCE:
+            return None
+        for number, answer in enumerate(together):
+            own = distance(answer, alone[number])
+            if any(distance(answer, other) < own for other in alone):
+                return f"request {number} of a batch got another one's answer. Return the results in the batch's order."
+        return None
+
+    async def _takes_the_widest(self) -> str | None:
+        await self._ask([self._request(min(self.backend.limits.max_rows, MOST_ROWS), 0)])
+        return None
+
+    async def _serves_a_crowd(self) -> str | None:
+        engine = Engine(_Borrowed(self.backend), Dynamic())
+        await engine.start()
+        try:
+            await asyncio.gather(*(engine.submit(self._make_payload(1, seed)) for seed in range(CROWD)))
+        finally:
+            await engine.close(drain=False)
+        return None
+
+    async def _cancels(self) -> str | None:
+        self.backend.cancel(self._request(1, 0))  # it may have been answered a moment ago
+        return None
+
+    async def _measures(self) -> str | None:
+        self.backend.device()
+        wire = await self.backend.stats()
+        if wire is not None:
+            Snapshot.from_wire(dict(wire))
+        return None
+
+
+class _Borrowed(Backend):
+    """A backend that is already running, and that goes on when the engine closes."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend.setup)
+        self.limits = backend.limits
+        self._backend = backend
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event async for event in self._backend.stream(batch) if event.last}
+        return [answers[request].value for request in batch]

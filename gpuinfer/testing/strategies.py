@@ -1,0 +1,173 @@
+"""What a strategy promises, tried on queues of every kind and on a random load."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
+from gpuinfer.cutting import choose, due_at
+from gpuinfer.engine import Engine
+from gpuinfer.testing.findings import Finding, check_options, examine, run_bounded
+from gpuinfer.testing.queues import waiting
+from gpuinfer.testing.virtual import run_virtual
+
+PATIENCE_S = 3600.0  # of virtual time: a request that waits longer than this waits for ever
+SHIFT_S = 2.0**20  # exact in binary, so that shifted times differ by exactly this much
+LOAD_REQUESTS = 200
+
+
+def check_strategy(strategy_factory: Callable[[], Strategy], timeout_s: float = 30.0) -> list[Finding]:
+    """Every promise of `api.Strategy`; `strategy_factory` is called for a new one as often as needed."""
+
+    async def check(findings: list[Finding]) -> None:
+        await asyncio.to_thread(_check, strategy_factory, findings)
+
+    return run_bounded(check, timeout_s)
+
+
+def _check(strategy_factory: Callable[[], Strategy], findings: list[Finding]) -> None:
+    findings.append(examine("builds", lambda: _fault_of_build(strategy_factory)))
+    if not findings[0].ok:
+        return
+    findings += check_options(strategy_factory())
+    for name, fault_of in PROMISES.items():
+        findings.append(examine(name, lambda fault_of=fault_of: _first_fault(strategy_factory, fault_of)))  # type: ignore[misc]
+    findings.append(examine("observes", lambda: _fault_of_observing(strategy_factory())))
+    findings.append(examine("serves every request of a random load", lambda: run_virtual(_load(strategy_factory()))))
+
+
+def queues() -> Iterator[tuple[str, QueueView]]:
+    """Queues that a strategy must cope with."""
+    at = 1000.0
+    yield "a lone request", waiting([at])
+    yield "a lone request seen later", waiting([at], now=at + 0.5)
+    yield "a few requests", waiting([at, at + 0.01, at + 0.02], max_rows=8)
+    yield "a full batch", waiting([at] * 8, max_rows=8)
+    yield "more than a batch", waiting([at] * 20, max_rows=8)
+    yield "batches of one row", waiting([at] * 3, max_rows=1)
+    yield "blocks that do not fit together", waiting([at] * 3, rows=5, max_rows=8)
+    yield "blocks as wide as a batch", waiting([at] * 2, rows=8, max_rows=8)
+    yield "a block behind a row", waiting([at, at], rows=[1, 8], max_rows=8)
+    yield "all clients waiting", waiting([at, at], live=2, thinking=0)
+    yield "clients thinking", waiting([at, at], live=5, thinking=3, arrival_rate=100.0)
+    yield "every priority", waiting([at] * 3, priorities=[Priority.LOW, Priority.NORMAL, Priority.HIGH], max_rows=2)
+    yield "a deadline", waiting([at, at], deadlines=[math.inf, at + 0.001])
+
+
+def _first_fault(
+    strategy_factory: Callable[[], Strategy], fault_of: Callable[[Strategy, QueueView], str | None]
+) -> str | None:
+    for name, view in queues():
+        try:
+            fault = fault_of(strategy_factory(), view)
+        except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
+            fault = f"{error}"
+        if fault:
+            return f"with {name}: {fault}"
+    return None
+
+
+def _fault_of_build(strategy_factory: Callable[[], Strategy]) -> str | None:
+    strategy = strategy_factory()
+    return None if isinstance(strategy, Strategy) else f"{strategy!r} is no gpuinfer.api.Strategy. Derive it from that."
+
+
+def _fault_of_time(strategy: Strategy, view: QueueView) -> str | None:
+    due_at(strategy, view)
+    return None
+
+
+def _fault_of_choice(strategy: Strategy, view: QueueView) -> str | None:
+    choose(strategy, view, set(view.waiting))
+    return None
+
+
+def _fault_of_patience(strategy: Strategy, view: QueueView) -> str | None:
+    """Let time pass with no arrivals, as the engine would, until the strategy cuts."""
+    now = view.now
+    for _ in range(10_000):
+        due = due_at(strategy, _seen_at(view, now))
+        if due <= now:
+            return None
+        if due > view.now + PATIENCE_S:
+            break
+        now = due
+    return "it never cuts, so these requests wait for ever. Return a time that comes, whatever else arrives or not."
+
+
+def _fault_of_purity(strategy: Strategy, view: QueueView) -> str | None:
+    first, second = ((strategy.cut_at(view), strategy.reason(view), list(strategy.select(view))) for _ in range(2))
+    if first == second:
+        return None
+    return "the same queue got two different answers. Decide from the QueueView, and learn in observe alone."
+
+
+def _fault_of_clock(strategy: Strategy, view: QueueView) -> str | None:
+    """A strategy that reads a clock of its own gives itself away when all times of the queue are shifted."""
+    shifted = _shifted(view)
+    late = max(strategy.cut_at(shifted), shifted.now) - SHIFT_S
+    if math.isclose(max(strategy.cut_at(view), view.now), late, abs_tol=1e-6):
+        return None
+    return "the same queue at another time of day is cut differently. Read queue.now, never a clock."
+
+
+def _fault_of_observing(strategy: Strategy) -> str | None:
+    for reason in Reason:
+        strategy.observe(BatchRecord(4, 2, 1000.0, 0.01, 0.002, reason))
+    strategy.observe(BatchRecord(1, 1, 1000.0, 0.0, 0.0, Reason.FREE))
+    return next((fault for _, view in queues() if (fault := _fault_of_choice(strategy, view))), None)
+
+
+def _seen_at(view: QueueView, now: float) -> QueueView:
+    return replace(view, now=now)
+
+
+def _shifted(view: QueueView) -> QueueView:
+    requests = tuple(
+        replace(request, arrived=request.arrived + SHIFT_S, deadline=request.deadline + SHIFT_S)
+        for request in view.waiting
+    )
+    return replace(view, waiting=requests, now=view.now + SHIFT_S)
+
+
+async def _load(strategy: Strategy) -> str | None:
+    """A random load through the real engine on a virtual clock."""
+    engine = Engine(_Delay(), strategy, clock=asyncio.get_running_loop().time)
+    await engine.start()
+    dice = random.Random(1)
+
+    async def ask(number: int) -> object:
+        await asyncio.sleep(dice.expovariate(1.0))
+        return await engine.submit(number, rows=dice.randint(1, 8), group=dice.choice("ab"))
+
+    asked = [asyncio.create_task(ask(number)) for number in range(LOAD_REQUESTS)]
+    done, pending = await asyncio.wait(asked, timeout=PATIENCE_S)
+    await engine.close(drain=False)
+    await asyncio.wait(asked)
+    if pending:
+        return f"{len(pending)} of {LOAD_REQUESTS} requests were never served. Return a time that comes."
+    error = next((task.exception() for task in done if task.exception()), None)
+    return str(error) if error else None
+
+
+class _Delay(Backend):
+    """Takes 10 ms for a batch, and answers with the payloads."""
+
+    limits = Limits(max_rows=16, in_flight=2)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        await asyncio.sleep(0.01)
+        return [request.payload for request in batch]
+
+
+PROMISES: dict[str, Callable[[Strategy, QueueView], str | None]] = {
+    "answers cut_at with a time": _fault_of_time,
+    "selects waiting requests within the limits": _fault_of_choice,
+    "cuts in the end": _fault_of_patience,
+    "answers the same queue the same way": _fault_of_purity,
+    "reads no clock": _fault_of_clock,
+}
