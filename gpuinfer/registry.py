@@ -158,6 +158,7 @@ def _only_offer(kind: str, name: str) -> Record:
 
 
 def _clash(kind: str, name: str, offers: list[Record]) -> str:
+    offers = sorted(offers, key=lambda offer: (offer.distribution != "gpuinfer", offer.distribution))
     sources = " and ".join(f"{offer.package} ({offer.module})" for offer in offers)
     spare = offers[-1].distribution
     return (
