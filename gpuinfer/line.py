@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from typing import Any
@@ -13,6 +14,10 @@ from gpuinfer.errors import WorkError
 
 HEADER = struct.Struct(">I")
 LARGEST = 256 * 2**20  # bytes of one message: the receiver checks it before it takes the memory
+
+
+class LineClosed(EOFError):
+    """The other end is gone."""
 
 
 class Line:
@@ -26,7 +31,7 @@ class Line:
         return cls(*await asyncio.open_connection(sock=end))
 
     async def send(self, message: Any) -> None:
-        """Send plain values. Raises `EOFError` when the other end is gone, `WorkError` for a message over 256 MiB."""
+        """Send plain values. Raises `LineClosed` when the other end is gone, `WorkError` for a message over 256 MiB."""
         packed = msgpack.packb(message)
         if len(packed) > LARGEST:
             raise WorkError(f"a message of {len(packed):,} bytes is over the limit of {LARGEST:,}. Send it in parts.")
@@ -34,22 +39,29 @@ class Line:
             self._writer.writelines((HEADER.pack(len(packed)), packed))
             await self._writer.drain()
         except OSError as error:
-            raise EOFError("the other end is gone") from error
+            raise LineClosed("the other end is gone") from error
 
     async def receive(self) -> Any:
-        """The next message. Raises `EOFError` when the other end is gone, also in the middle of a message."""
+        """The next message. Raises `LineClosed` when the other end is gone, also in the middle of a message."""
         try:
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > LARGEST:
-                raise EOFError(f"the other end announced a message of {size:,} bytes")
+                raise LineClosed(f"the other end announced a message of {size:,} bytes")
             return msgpack.unpackb(await self._reader.readexactly(size), strict_map_key=False)
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise EOFError("the other end is gone") from error
+            raise LineClosed("the other end is gone") from error
 
     def finish(self) -> None:
         """Say that nothing more will be sent; what the other end still sends can be received."""
         if not self._writer.is_closing():
             self._writer.write_eof()
+
+    async def hang_up(self) -> None:
+        """Finish, and wait until the other end closes: closing on unread bytes would take the last sent ones away."""
+        self.finish()
+        with contextlib.suppress(OSError):
+            while await self._reader.read(2**16):
+                pass
 
     def close(self) -> None:
         """Hang up. What was sent before still arrives."""

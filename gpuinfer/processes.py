@@ -22,7 +22,7 @@ from typing import Any
 from gpuinfer import errors, machine
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
-from gpuinfer.line import Line
+from gpuinfer.line import Line, LineClosed
 from gpuinfer.stats import Snapshot, since
 
 GRACE_S = 10.0  # for workers to end by themselves when their line closes, before they are killed
@@ -95,7 +95,7 @@ class Workers:
         error: GpuinferError | None = None
         try:
             error = await self._hear(worker, line)
-        except EOFError:
+        except LineClosed:
             if await self._exitcode(worker) != -signal.SIGKILL:  # being killed is for the workload to judge
                 error = WorkerDied(await self._obituary(worker))
         finally:
@@ -104,7 +104,7 @@ class Workers:
             line.close()
 
     async def _hear(self, worker: int, line: Line) -> GpuinferError | None:
-        """Take in what a worker sends until it says that it ends. Raises `EOFError` when it never does."""
+        """Take in what a worker sends until it says that it ends. Raises `LineClosed` when it never does."""
         while True:
             frame = await line.receive()
             if "message" in frame:
@@ -121,9 +121,9 @@ class Workers:
         """Raises `WorkerDied` when that process is gone, or the error that it ended with."""
         try:
             if worker in self._ended:
-                raise EOFError
+                raise LineClosed
             await self._lines[worker].send({"message": message})
-        except EOFError:
+        except LineClosed:
             raise self._ended.get(worker) or WorkerDied(await self._obituary(worker)) from None
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Mapping[str, Any] | None]]:
@@ -153,7 +153,7 @@ class Workers:
 
     async def _broadcast(self, frame: Mapping[str, Any]) -> None:
         for line in self._lines:
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(LineClosed):
                 await line.send(frame)
 
     async def __aexit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError
-from gpuinfer.line import Line
+from gpuinfer.line import Line, LineClosed
 from gpuinfer.processes import Job
 from gpuinfer.session import Session
 
@@ -63,16 +63,18 @@ def _leave_with_parent() -> None:
 
 async def _serve(end: socket.socket, job: Job) -> None:
     line = await Line.open(end)
+    last: dict[str, Any] = {"end": True}
     try:
         await _work(line, job)
-        await line.send({"end": True})
-    except (asyncio.CancelledError, EOFError):
-        pass  # the line has closed: nobody wants the rest
+    except (asyncio.CancelledError, LineClosed):
+        pass  # the parent has hung up: nobody wants the rest
     except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
-        with contextlib.suppress(EOFError):
-            await line.send({"error": describe(error)})
-    finally:
-        line.close()
+        last = {"error": describe(error)}
+    _leave_in(FAREWELL_S)
+    with contextlib.suppress(LineClosed):
+        await line.send(last)
+        await line.hang_up()
+    line.close()
 
 
 async def _work(line: Line, job: Job) -> None:
@@ -89,7 +91,7 @@ async def _work(line: Line, job: Job) -> None:
         finally:
             for task in tasks:
                 task.cancel()
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(LineClosed):
                 await reporter.send()
 
 
@@ -108,7 +110,7 @@ class _Reporter:
         await self._line.send({"snapshot": self.session.snapshot().to_wire(), "marks": self._marks})
 
     async def run(self) -> None:
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(LineClosed):
             while True:
                 await asyncio.sleep(REPORT_S)
                 await self.send()
@@ -117,7 +119,7 @@ class _Reporter:
 async def _listen(
     line: Line, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
 ) -> None:
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(LineClosed):
         while True:
             frame = await line.receive()
             if "message" in frame:
