@@ -38,7 +38,7 @@ ASIDE = 2  # columns left free: the terminal's echo of ^C must not wrap and tear
 class Display:
     """What people see of a run: progress on standard error, the result on standard output unless a report goes there.
 
-    `live` None means: live on a terminal. `quiet` leaves the result alone.
+    Only a terminal gets a live view, unless `live` is False. `quiet` leaves the result alone.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Display:
         self._progress = Console(stderr=True)
         self._result = Console(stderr=report_on_stdout)
         self._quiet = quiet
-        wanted = self._progress.is_terminal if live is None else live
+        wanted = self._progress.is_terminal and live is not False
         screen = Live(console=self._progress, refresh_per_second=8, transient=True, redirect_stdout=False)
         self._live = screen if wanted and not quiet else None
         self._pace = view.Pace()

@@ -63,7 +63,11 @@ def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"the process ended with {child.returncode}"])[-1]
         return {"error": f"{last}. Reinstall torch (pip install --force-reinstall torch)."}
-    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    answer = (child.stdout.splitlines() or ["no answer"])[-1]
+    try:
+        found: dict[str, Any] = json.loads(answer)
+    except json.JSONDecodeError:
+        return {"error": f"it was asked for its devices and said: {answer}. Reinstall torch."}
     return found
 
 

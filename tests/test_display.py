@@ -1,0 +1,304 @@
+"""What people see: words and numbers, the live view at every size, the final panel."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gpuinfer import summary, units, view
+from gpuinfer.api import Progress, Roofline
+from gpuinfer.display import Display, frame, result_panel, svg
+from gpuinfer.run import Update
+from gpuinfer.stats import Snapshot
+
+LANES = (
+    {"name": "worker 0", "stations": {"search": 3.0, "idle": 1.0}},
+    {"name": "forward 0", "stations": {"forward": 3.5, "reply": 0.001, "idle": 0.5}},
+)
+
+
+def update(at: float = 4.0, **parts: Any) -> Update:
+    """Half way through 200 games, `at` seconds into the run."""
+    values = {
+        "progress": Progress(100, 200, "games", {"evaluations": 9e4, "games": 100, "simulations": 2.7e5}),
+        "snapshot": Snapshot(rows=90_000, requests=200, batches={300: 100, 600: 100}, waiting=384, lanes=LANES),
+        "elapsed_s": at,
+        "setup_s": 1.0,
+        "phase": "running",
+        "roofline": Roofline(25_000.0, 512, "2 forwards × 1 thread"),
+    }
+    return Update(**{**values, **parts})
+
+
+EMPTY = update(0.0, progress=Progress(0), snapshot=Snapshot(), setup_s=0.0, phase="", roofline=None)
+
+
+def drawn(renderable: Any, width: int = 80, **console: Any) -> str:
+    screen = Console(width=width, file=io.StringIO(), **console)
+    screen.print(renderable)
+    return screen.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(0, "0"), (7, "7"), (1.5, "1.50"), (512, "512"), (999.4, "999"), (999.6, "1.00 k"), (45_210, "45.2 k")],
+        *[(1.234e6, "1.23 M"), (9.99e11, "999 G"), (5e15, "5000 T"), (-1500, "-1.50 k"), (float("nan"), "–")],
+    ],
+)
+def test_numbers_have_three_digits_and_a_magnitude(value, text):
+    assert units.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (250, "4 min 10 s"), (7500, "2 h 05 min"), (-1, "0 s")],
+)
+def test_durations_read_as_people_say_them(seconds, text):
+    assert units.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (3.5e-4, "350 µs"), (1.2e-3, "1.20 ms"), (3.4, "3.40 s")])
+def test_short_times_keep_their_magnitude(seconds, text):
+    assert units.short(seconds) == text
+
+
+@given(st.floats(-1, 2), st.integers(1, 60))
+def test_a_bar_fills_its_columns_exactly(share, width):
+    assert len(units.bar(share, width)) == width
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_a_longer_bar_means_more(low, high):
+    low, high = sorted((low, high))
+    assert units.bar(low, 20).count("█") <= units.bar(high, 20).count("█")
+
+
+def test_rates_are_those_of_the_last_seconds_not_of_the_whole_run():
+    pace = view.Pace()
+    for second in range(20):
+        games = second if second < 10 else 10 + (second - 10) * 5
+        pace.add(update(second + 1.0, progress=Progress(games, 100, "games", {"games": games})))
+    assert pace.rates()["games"] == pytest.approx(5.0)
+
+
+def test_rates_forget_what_was_before_the_clock_started_anew():
+    pace = view.Pace()
+    pace.add(update(9.0, progress=Progress(50, 100, "games", {"games": 50})))
+    for second, games in ((1.0, 2), (2.0, 4)):
+        pace.add(update(second, progress=Progress(games, 100, "games", {"games": games})))
+    assert pace.rates()["games"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "texts"),
+    [
+        pytest.param(
+            {"games": 8.0, "evaluations": 2e4, "rows": 2e4}, ["480 games/min", "20.0 k evaluations/s"], id="both"
+        ),
+        pytest.param({"rows": 50.0}, ["50 rows/s"], id="only rows"),
+        pytest.param({"games": 1.0, "rows": 0.0}, ["60 games/min"], id="no model was asked"),
+        pytest.param({}, [], id="nothing yet"),
+    ],
+)
+def test_rates_say_what_there_is_to_say(rates, texts):
+    assert view.rates_of(rates) == texts
+
+
+@pytest.mark.parametrize(
+    ("progress", "left"),
+    [
+        pytest.param(Progress(50, 200), "12 s left", id="at the average pace"),
+        pytest.param(Progress(0, 200), "", id="nothing done"),
+        pytest.param(Progress(50, None), "", id="no end known"),
+        pytest.param(Progress(200, 200), "0 s left", id="all done"),
+    ],
+)
+def test_the_time_left_is_told_once_it_can_be(progress, left):
+    assert view.left_of(update(4.0, progress=progress)) == left
+
+
+def test_batches_fall_into_powers_of_two():
+    chart = view.batch_chart(Snapshot(batches={1: 1, 2: 1, 256: 4, 257: 2}), rows=10)
+    assert [(label, value) for label, _, value in chart.bars] == [
+        ("≤ 1", "12%"),
+        ("≤ 2", "12%"),
+        ("≤ 256", "50%"),
+        ("≤ 512", "25%"),
+    ]
+    assert max(share for _, share, _ in chart.bars) == 1.0
+
+
+def test_stations_are_shares_of_all_lanes_largest_first_and_trifles_are_left_out():
+    chart = view.time_chart(Snapshot(lanes=LANES), rows=10)
+    assert [label for label, _, _ in chart.bars] == ["forward", "search", "idle"]
+
+
+def test_plain_lines_come_every_few_seconds_and_at_each_new_phase():
+    lines = view.Lines()
+    setup = Progress(0, 200, "games", note="compiling", setup=True)
+    moments = [EMPTY, *[update(0.0, progress=setup, phase="compiling the search kernels (first run)")] * 3]
+    moments += [update(second / 2) for second in range(1, 20)]
+    said = [line for moment in moments if (line := lines.due(moment, {"games": 8.0}))]
+    assert said[0] == "compiling the search kernels (first run) …"
+    assert [line.partition(" · ")[0] for line in said[1:]] == ["0 s", "6 s"]
+    assert "100 of 200 games · 480 games/min · 450 rows a batch" in said[1]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110, 200])
+@pytest.mark.parametrize("height", [16, 24, 50])
+@pytest.mark.parametrize(
+    "moment", [update(), EMPTY, update(snapshot=Snapshot())], ids=["busy", "nothing", "no rows yet"]
+)
+def test_the_live_view_fits_any_terminal(width, height, moment):
+    lines = drawn(
+        frame(moment, {"games": 8.0, "rows": 2e4}, "selfplay · inprocess · dynamic", width, height), width
+    ).splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) < max(height, 18)
+
+
+def test_the_live_view_shows_what_matters():
+    shown = drawn(frame(update(), {"games": 8.0, "rows": 2e4, "evaluations": 2e4}, "selfplay", 100, 30), 100)
+    for words in (
+        "100 of 200 games",
+        "50%",
+        "480 games/min",
+        "≤ 512",
+        "forward",
+        "384 rows waiting",
+        "80% of the roofline",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [
+        pytest.param(update(snapshot=Snapshot(errors={"failed": 3})), "3 failed", id="errors"),
+        pytest.param(update(phase="stopping"), "stopping", id="stopping"),
+        pytest.param(update(0.0, phase="measuring the roofline"), "measuring the roofline …", id="before the start"),
+        pytest.param(
+            update(snapshot=Snapshot(device={"name": "H200", "utilisation": 0.97})), "H200 97% busy", id="the device"
+        ),
+    ],
+)
+def test_the_live_view_tells(moment, words):
+    assert words in drawn(frame(moment, {}, "selfplay", 100, 30), 100)
+
+
+def test_colours_are_left_out_when_nobody_wants_them(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = drawn(frame(update(), {}, "selfplay", 80, 24), force_terminal=True)
+    assert "\x1b[36m" not in shown
+
+
+REPORT: Mapping[str, Any] = {
+    "workload": "selfplay",
+    "status": "done",
+    "wall_s": 250.0,
+    "progress": {"done": 200, "total": 200, "unit": "games"},
+    "throughput": {"rows_per_s": 5.0, "evaluations_per_s": 45_210.0, "games_per_min": 512.0},
+    "batches": {
+        "count": 12_345,
+        "rows_mean": 401.2,
+        "rows_p50": 384,
+        "rows_max": 512,
+        "reasons": {"full": 3, "free": 1},
+    },
+    "latency_s": {"mean": 0.012, "max": 0.1},
+    "time_s": {"forward": 70.0, "search": 29.9, "reply": 0.1},
+    "roofline": {"rows_per_s": 48_000.0, "at_rows": 512, "arrangement": "2 forwards × 1 thread", "efficiency": 0.94},
+    "bottleneck": {
+        "class": "device-saturated",
+        "why": "forward is busy 98% of the time",
+        "advice": "Use bfloat16.",
+        "command": "gpuinfer selfplay --dtype bfloat16",
+    },
+    "errors": {"failed": 2, "retried": 0},
+    "memory": {"rss_peak_mb": 812.0, "device_peak_mb": None},
+    "device": {"name": "AMD EPYC", "utilisation": None},
+    "settings": {"selfplay": {"out": "games[1]"}},
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *["done in 4 min 10 s", "200 of 200 games", "512 games/min", "45.2 k evaluations/s", "12,345, rows: mean 401"],
+        *["full 75%, free 25%", "mean 12 ms", "forward 70%, search 30%", "94% of 48.0 k rows/s at 512 rows"],
+        *[
+            "device-saturated: forward is busy 98%",
+            "gpuinfer selfplay --dtype bfloat16",
+            "2 failed",
+            "851 MB",
+            "games[1]",
+        ],
+    ],
+)
+def test_the_final_panel_says(words):
+    assert words in drawn(result_panel(REPORT), 100)
+
+
+def test_the_final_panel_says_how_to_go_on():
+    assert "--resume goes on" in drawn(result_panel({**REPORT, "status": "partial"}), 100)
+
+
+@pytest.mark.parametrize("missing", sorted(REPORT))
+def test_the_final_panel_does_without_any_part(missing):
+    assert "gpuinfer" in drawn(result_panel({key: value for key, value in REPORT.items() if key != missing}))
+
+
+def test_a_report_of_nothing_makes_a_panel():
+    assert [row.text for row in summary.rows({})] == ["nothing was finished"]
+
+
+def test_progress_goes_to_standard_error_and_the_result_to_standard_output(capsys):
+    with Display("selfplay", live=False) as display:
+        display.update(update())
+    display.final(REPORT)
+    captured = capsys.readouterr()
+    assert "100 of 200 games" in captured.err
+    assert "100 of 200 games" not in captured.out
+    assert "device-saturated" in captured.out
+
+
+def test_a_report_on_standard_output_stands_there_alone(capsys):
+    with Display("selfplay", live=False, report_on_stdout=True) as display:
+        display.update(update())
+    display.final(REPORT)
+    assert capsys.readouterr().out == ""
+
+
+def test_quiet_shows_the_result_alone(capsys):
+    with Display("selfplay", live=True, quiet=True) as display:
+        display.update(update())
+    display.final(REPORT)
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "device-saturated" in captured.out
+
+
+def test_the_live_view_is_drawn_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes that for a terminal
+    with Display("selfplay") as display:
+        display.update(update())
+    assert "╭─" in capsys.readouterr().err
+
+
+def test_where_there_is_no_terminal_a_live_view_becomes_lines(capsys):
+    with Display("selfplay", live=True) as display:
+        display.update(update())
+    assert capsys.readouterr().err.startswith("4 s · 100 of 200 games")
+
+
+def test_a_frame_can_be_a_picture():
+    picture = svg(frame(update(), {}, "selfplay", 80, 24), "gpuinfer selfplay")
+    assert picture.startswith("<svg")
+    assert "games" in picture

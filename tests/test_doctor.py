@@ -1,0 +1,111 @@
+"""The doctor finds what is there, and survives what is broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packages import install
+
+from gpuinfer import examination, registry
+
+WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}
+GPU = {"cuda": "13.0", "gpus": ["H200"], "cpu": "AVX2"}
+BROKEN = {"error": "ImportError: libfoo. Reinstall torch (pip install --force-reinstall torch)."}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    monkeypatch.setenv(registry.DISABLED, "")
+    monkeypatch.setenv("GPUINFER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def examined(monkeypatch, torch=WORKS) -> dict[str, examination.Finding]:
+    monkeypatch.setattr(examination, "probe_torch", lambda: torch)
+    return {finding.name: finding for _, findings in examination.examine() for finding in findings}
+
+
+def test_machine_versions_and_places_are_found(monkeypatch):
+    found = examined(monkeypatch)
+    assert int(found["cores to use"].value) >= 1
+    assert "free of" in found["memory"].value
+    assert all(found[name].ok for name in ("python", "gpuinfer", "torch", "numba", "numpy", "cache", "cpu"))
+
+
+def test_torch_is_asked_in_a_child_that_answers():
+    assert examination.probe_torch("print('{\"gpus\": []}')") == {"gpus": []}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param("raise ImportError('no libfoo')", "no libfoo", id="raises"),
+        pytest.param("import os; os.kill(os.getpid(), 11)", "ended with -11", id="crashes"),
+        pytest.param("print('garbage')", "garbage", id="answers nonsense"),
+        pytest.param("pass", "no answer", id="says nothing"),
+    ],
+)
+def test_a_torch_that_breaks_its_process_breaks_only_that(code, said):
+    assert said in examination.probe_torch(code)["error"]
+
+
+def test_a_torch_that_hangs_is_given_up():
+    assert "took over" in examination.probe_torch("import time; time.sleep(60)", limit_s=0.5)["error"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "name", "ok", "remark"),
+    [
+        pytest.param(WORKS, "selfplay --device cuda", False, "the NVIDIA driver reports no GPU", id="no GPU"),
+        pytest.param(GPU, "cuda:0", True, "", id="a GPU"),
+        pytest.param(BROKEN, "torch", False, "libfoo", id="torch is broken"),
+        pytest.param(BROKEN, "selfplay --device cpu", False, "torch does not work", id="nothing runs without torch"),
+    ],
+)
+def test_what_would_run_is_said_with_its_reason(monkeypatch, torch, name, ok, remark):
+    monkeypatch.setattr(examination, "nvidia_smi", lambda: "")
+    monkeypatch.setattr(registry, "inspect", lambda record: replace(record, ok=True))
+    finding = examined(monkeypatch, torch)[name]
+    assert finding.ok is ok
+    assert remark in finding.remark
+
+
+def test_a_gpu_that_this_torch_cannot_use_is_explained(monkeypatch):
+    monkeypatch.setattr(examination, "nvidia_smi", lambda: "H200")
+    assert "built without CUDA" in examined(monkeypatch)["cuda"].remark
+
+
+def test_no_gpu_is_a_fact_and_no_fault(monkeypatch):
+    assert not examined(monkeypatch)["cuda"].serious
+
+
+def test_a_cache_that_cannot_be_written_is_found(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPUINFER_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    finding = examined(monkeypatch)["cache"]
+    assert not finding.ok
+    assert "set GPUINFER_CACHE_DIR" in finding.remark
+
+
+def test_broken_settings_are_found_and_the_rest_still_examined(monkeypatch, tmp_path):
+    (tmp_path / "gpuinfer.toml").write_text("devise = 1")
+    found = examined(monkeypatch)
+    assert "Did you mean 'device'" in found["settings"].remark
+    assert "strategy dynamic" in found
+
+
+def test_a_broken_plugin_is_named_with_its_reason(monkeypatch, tmp_path):
+    install(tmp_path, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no such luck')"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finding = examined(monkeypatch)["backend bad"]
+    assert (finding.ok, finding.serious, finding.remark) == (False, True, "OSError: no such luck")
+
+
+def test_a_plugin_that_is_switched_off_is_no_fault(monkeypatch, tmp_path):
+    install(tmp_path, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no such luck')"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "gpuinfer.toml").write_text('disabled_plugins = ["bad", "absent"]')
+    found = examined(monkeypatch)
+    assert not found["backend bad"].serious
+    assert "names absent, which is not installed" in found["settings"].remark
