@@ -97,6 +97,7 @@ class _Execution:
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock_from: float | None = None  # None while the run prepares
         self._clock_to: float | None = None
+        self._at_work = False  # past its setup
         self._counts_before: Mapping[str, float] = {}
         self._give_up_at = float("inf")
         self._interrupted = 0
@@ -131,7 +132,8 @@ class _Execution:
                 deterministic=setup.deterministic,
             )
         except WorkError as error:
-            log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
+            if not self.session.stopping.is_set():  # a Ctrl-C reaches the measuring process too
+                log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
             return None
 
     async def work(self) -> None:
@@ -168,12 +170,13 @@ class _Execution:
             await _close(stream)
 
     async def _take(self, progress: Progress) -> None:
-        """The clock starts with the workload, or anew at the first progress that is no longer setup."""
-        if progress.setup:
+        """The clock starts with the workload, or, when that prepares first, at its first progress without setup."""
+        if progress.setup and not self._at_work:
             self._clock_from = None
         elif self._clock_from is None:
             await self.session.mark()
             self._clock_from, self._counts_before = time.monotonic(), dict(progress.counts)
+        self._at_work |= not progress.setup
         self.progress = progress
         self.phase = progress.note or ("preparing" if progress.setup else "running")
 

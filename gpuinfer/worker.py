@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -53,6 +54,9 @@ def main(end: socket.socket, job: Job) -> None:
     os.dup2(2, 1)  # standard output belongs to the parent's report
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     asyncio.run(_serve(end, job))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
 
 
 def _leave_with_parent() -> None:

@@ -76,6 +76,7 @@ class Counting(Workload):
         stop_after: int = -1  # sends this process SIGINT
         stubborn: bool = False  # does not look at `stopping`
         fail_at: int = -1
+        pause_at: int = -1  # says that it prepares, in the middle of the work
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         for _ in range(self.options.prepare):
@@ -83,9 +84,10 @@ class Counting(Workload):
             yield Progress(0, note="warming up", setup=True)
         lane = infer.lane("counter")
         for done in range(self.options.total + 1):
-            yield Progress(
-                done, self.options.total, "questions", {"questions": done, "games": done / 2}, {"workers": 1}
-            )
+            if done == self.options.pause_at:
+                yield Progress(done, self.options.total, note="compiling once more", setup=True)
+            counts = {"questions": done, "games": done / 2}
+            yield Progress(done, self.options.total, "questions", counts, {"workers": 1})
             if done == self.options.fail_at:
                 raise UsageError("question 3 makes no sense. Ask another.")
             if done == self.options.stop_after:

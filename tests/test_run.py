@@ -64,6 +64,12 @@ def test_what_is_asked_as_setup_counts_neither_in_the_clock_nor_in_the_rates():
     assert all(update.elapsed_s == 0 and update.phase == "warming up" for update in preparing)
 
 
+def test_preparing_again_in_the_middle_of_the_work_does_not_stop_the_clock():
+    made = go(Counting(total=5, prepare=1, pause_at=3))
+    assert made["batches"]["count"] == 5
+    assert made["throughput"]["questions_per_s"] == pytest.approx(5 / made["wall_s"])
+
+
 def test_updates_show_the_run_while_it_goes_on():
     updates = []
     go(Counting(total=300), on_update=updates.append, update_s=0.001)
