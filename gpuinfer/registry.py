@@ -102,6 +102,11 @@ def switched_off() -> list[str]:
     return [entry.strip() for entry in os.environ.get(DISABLED, "").split(",") if entry.strip()]
 
 
+def refresh() -> None:
+    """Look for packages anew, after one was installed into a folder that has been searched before."""
+    _discover.cache_clear()
+
+
 def plural(kind: str) -> str:
     """`backends` for `backend` or `backends`. Raises `UnknownName`."""
     for many, one in KINDS.items():

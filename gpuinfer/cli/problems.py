@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from difflib import get_close_matches
@@ -44,13 +45,9 @@ def message(error: BaseException) -> str:
 
 def verbosity(words: list[str]) -> int:
     """How often -v was given, read from the raw words: the error may be that they could not be parsed."""
-    flags = [word for word in words if word == "--verbose" or (word.startswith("-v") and not word.strip("-v"))]
-    given = sum(1 if flag == "--verbose" else flag.count("v") for flag in flags)
-    return max(given, int(os.environ.get("GPUINFER_VERBOSE") or 0) if _is_number("GPUINFER_VERBOSE") else 0)
-
-
-def _is_number(variable: str) -> bool:
-    return os.environ.get(variable, "").isdigit()
+    given = sum(word.count("v") for word in words if re.fullmatch("-v+", word)) + words.count("--verbose")
+    named = os.environ.get("GPUINFER_VERBOSE", "")
+    return max(given, int(named) if named.isdecimal() else 0)
 
 
 def _usage(error: Any) -> str:

@@ -1,0 +1,428 @@
+"""The command as people and scripts meet it: exit codes, messages, streams, completion."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packages import install, install_count
+
+from gpuinfer import registry
+from gpuinfer.cli import main
+from gpuinfer.cli.commands import first_sentence
+from gpuinfer.cli.output import Destination, replace_file
+from gpuinfer.cli.problems import verbosity
+from gpuinfer.cli.workload import build, merge, spelled
+
+RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path, monkeypatch):
+    """An empty working folder, no GPUINFER_ variables, and the `count` package installed."""
+    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(registry.DISABLED, "")
+    folder = tmp_path / "site"
+    folder.mkdir()
+    install_count(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield folder
+    for module in ("count_package", "bad_module"):
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def gpuinfer(capsys):
+    """Run the command here and return its exit code, output and errors."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def process(*words: str, code: str = "from gpuinfer.cli import main; main()", **environment: str):
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+# Listing costs nothing
+
+
+def test_help_imports_nothing_heavy_and_no_plugin():
+    code = """if True:
+        import sys
+        from gpuinfer.cli.app import run
+        run(sys.argv[1:])
+        heavy = ("torch", "numba", "numpy", "pydantic", "count_package")
+        print("LOADED", *(name for name in heavy if name in sys.modules))
+    """
+    child = process("--help", code=code)
+    assert child.stdout.splitlines()[-1].split() == ["LOADED"], child.stderr
+
+
+def test_help_lists_our_commands_and_a_third_partys_workload(gpuinfer):
+    _, out, _ = gpuinfer("--help")
+    for words in ("plugins", "doctor", "config", "selfplay", "Counts to a number and asks for each."):
+        assert words in out
+
+
+def test_a_workloads_help_shows_its_options_and_the_common_flags(gpuinfer):
+    code, out, _ = gpuinfer("count", "--help")
+    assert code == 0
+    for words in ("--games", "how many [at most]", "[default: 3]", "up|down", "--no-resume", "--backend", "--roofline"):
+        assert words in out
+
+
+def test_version(gpuinfer):
+    code, out, _ = gpuinfer("--version")
+    assert (code, out.split()[0]) == (0, "gpuinfer")
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        pytest.param("count_package:Count", "Counts to a number and asks for each.", id="of the class"),
+        pytest.param(
+            "count_package:Elsewhere",
+            "A workload, a backend and a strategy that a third party could have written.",
+            id="of the module, when the class is not there",
+        ),
+        pytest.param("absent.package:Class", "", id="nothing, when there is no such package"),
+    ],
+)
+def test_one_line_about_a_plugin_is_known_without_importing_it(target, sentence):
+    assert first_sentence(target) == sentence
+    assert "count_package" not in sys.modules
+
+
+# Bad usage: one to three lines, the nearest name, exit code 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(["cuont"], "no command named 'cuont'. Did you mean 'count'?", id="unknown command"),
+        pytest.param(["count", "--gamse", "3"], "no flag '--gamse'. Did you mean '--games'?", id="unknown flag"),
+        pytest.param(["--vresion"], "no flag '--vresion'. Did you mean '--version'?", id="unknown flag of no command"),
+        pytest.param(["count", "more"], "See gpuinfer count --help.", id="a word too many"),
+        pytest.param(["count", "--games"], "'--games' requires an argument", id="a flag without its value"),
+        pytest.param([*RUN, "--games", "x"], "--games: 'x' is not a whole number", id="ill-typed option"),
+        pytest.param([*RUN, "--games", "0"], "--games: '0' is less than 1. Give 1 or more.", id="out of range"),
+        pytest.param([*RUN, "--order", "upp"], "Did you mean 'up'? Choose from up, down.", id="no choice"),
+        pytest.param([*RUN, "--dtype", "float17"], "Did you mean 'float16'?", id="no common choice"),
+        pytest.param([*RUN, "--device", "gpu"], "--device: 'gpu' is not of the right form", id="no device"),
+        pytest.param(["count", "--backend", "parot"], "Did you mean 'parrot'? Installed:", id="unknown backend"),
+        pytest.param([*RUN, "--strategy", "atonce"], "Did you mean 'at-once'?", id="unknown strategy"),
+        pytest.param([*RUN, "-B", "secnds=1"], "-B secnds: backend 'parrot' has no option", id="unknown -B key"),
+        pytest.param([*RUN, "-B", "seconds=-1"], "-B seconds: '-1' is less than 0.", id="ill-valued -B key"),
+        pytest.param([*RUN, "-B", "seconds"], "Write -B seconds=VALUE.", id="-B without a value"),
+        pytest.param([*RUN, "-S", "x=1"], "strategy 'at-once' has no option 'x'. Options: none.", id="unknown -S key"),
+        pytest.param([*RUN, "--games", "13"], "13 brings bad luck. Try --games 12.", id="the workload refuses"),
+        pytest.param([*RUN, "--json", "no/where.json"], "Create it (mkdir -p no).", id="no folder for the report"),
+        pytest.param([*RUN, "--json", "."], "this is a folder", id="a folder for the report"),
+        pytest.param([*RUN, "--config", "absent.toml"], "no settings file absent.toml", id="no settings file"),
+        pytest.param(["plugins", "show", "bakend", "x"], "Did you mean 'backends'?", id="unknown kind"),
+        pytest.param(["plugins", "show", "backend", "parot"], "Did you mean 'parrot'?", id="unknown plugin"),
+        pytest.param(["plugins", "check", "gpuinfer-cuont"], "Did you mean 'gpuinfer-count'?", id="unknown package"),
+        pytest.param(["plugins", "lsit"], "lsit", id="unknown subcommand"),
+    ],
+)
+def test_bad_usage_is_explained_in_three_lines_at_most(gpuinfer, words, said):
+    code, out, err = gpuinfer(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("gpuinfer: ")
+    assert len(err.splitlines()) <= 3
+    assert "Traceback" not in err
+
+
+def test_a_wrong_variable_or_file_is_explained_alike(gpuinfer, monkeypatch):
+    Path("gpuinfer.toml").write_text("[count]\ngamse = 3")
+    code, _, err = gpuinfer(*RUN)
+    assert code == 2
+    assert "gpuinfer.toml [count] gamse: workload 'count' has no option 'gamse'. Did you mean 'games'?" in err
+    monkeypatch.setenv("GPUINFER_SEDE", "1")
+    assert "Did you mean 'GPUINFER_SEED'?" in gpuinfer(*RUN)[2]
+
+
+def test_a_traceback_comes_only_with_two_vs(gpuinfer):
+    assert "Traceback" in gpuinfer(*RUN, "--games", "13", "-vv")[2]
+    assert "Traceback" not in gpuinfer(*RUN, "--games", "13", "-v")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [("", 0), ("-v", 1), ("-vv", 2), ("-v -v", 2), ("--verbose --verbose", 2), ("--version -virtual", 0)],
+)
+def test_verbosity_is_read_from_the_raw_words(words, count):
+    assert verbosity(words.split()) == count
+
+
+def test_a_workload_with_an_option_that_is_a_common_flag_is_refused_and_harms_no_other(gpuinfer, site):
+    source = """
+        from gpuinfer.api import Workload, Options
+        class Bad(Workload):
+            class Options(Options):
+                seed: int = 1
+    """
+    install(site, "bad", {"workloads": {"bad": "bad_module:Bad"}}, {"bad_module": source})
+    registry.refresh()
+    assert "Rename the option." in gpuinfer("bad", "--help")[2]
+    assert gpuinfer("count", "--help")[0] == 0
+
+
+# A run
+
+
+def test_a_run_shows_its_result_and_exits_0(gpuinfer):
+    code, out, err = gpuinfer(*RUN)
+    assert code == 0
+    assert "3 of 3 games" in out
+    assert err.startswith("starting …")
+
+
+def test_the_report_on_standard_output_stands_there_alone(gpuinfer):
+    code, out, err = gpuinfer(*RUN, "--json", "-", "--games", "5")
+    report = json.loads(out)
+    assert (code, report["schema"], report["progress"]["done"]) == (0, "gpuinfer.report/1", 5)
+    assert "5 of 5 games" in err
+
+
+def test_the_report_tells_the_settings_in_force(gpuinfer):
+    _, out, _ = gpuinfer(*RUN, "--json", "-", "--seed", "7", "-B", "max_rows=1k")
+    settings = json.loads(out)["settings"]
+    assert settings["seed"] == 7
+    assert settings["backends"] == {"parrot": {"seconds": 0.0, "max_rows": 1000}}
+    assert settings["count"]["games"] == 3
+
+
+def test_quiet_leaves_the_result_alone(gpuinfer):
+    code, out, err = gpuinfer(*RUN, "--quiet")
+    assert (code, err) == (0, "")
+    assert "3 of 3 games" in out
+
+
+def test_a_terminal_gets_a_live_view():
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from gpuinfer.cli import main; main()", *RUN, "--games", "20", "-B", "seconds=30ms"],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end, once the child is gone
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert child.wait(timeout=60) == 0
+    assert b"of 20 games" in shown
+    assert "╰─".encode() in shown
+
+
+def test_a_run_that_is_stopped_exits_3_and_reports_what_is_done(gpuinfer):
+    code, _, _ = gpuinfer(*RUN, "--games", "9", "--signal-at", "2", "--json", "r.json")
+    report = json.loads(Path("r.json").read_text())
+    assert (code, report["status"]) == (3, "partial")
+    assert 2 <= report["progress"]["done"] < 9
+
+
+def test_a_run_that_fails_exits_1_and_leaves_its_report(gpuinfer):
+    code, _, err = gpuinfer(*RUN, "--fail-at", "2", "--json", "r.json")
+    assert (code, json.loads(Path("r.json").read_text())["status"]) == (1, "failed")
+    assert "gpuinfer: the work broke. Try fewer games." in err
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from gpuinfer.cli import main; main()", *RUN, "--json", "-", "--quiet"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 1
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+
+
+def test_a_full_disk_is_an_error_of_the_work(gpuinfer, monkeypatch):
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("gpuinfer.cli.output.replace_file", full)
+    code, _, err = gpuinfer(*RUN, "--json", "r.json")
+    assert code == 1
+    assert "No space left on device" in err
+
+
+def test_ctrl_c_before_the_start_exits_3(gpuinfer, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpuinfer.cli.workload.build", interrupted)
+    code, _, err = gpuinfer(*RUN)
+    assert (code, err) == (3, "")
+
+
+# Settings → build
+
+
+def test_flags_reach_the_plugins_as_typed_options():
+    values = {"games": "2k", "resume": True, "backend": "parrot", "strategy": "at-once", "dtype": "bfloat16"}
+    plan = build("count", merge("count", {**values, "backend_options": ["seconds=5ms"]}))
+    assert plan.workload.options.games == 2000
+    assert plan.workload.options.resume is True
+    assert plan.backend.options.seconds == 0.005
+    assert (plan.backend.setup.dtype, plan.backend.setup.processes) == ("bfloat16", 1)
+
+
+def test_the_environment_speaks_where_flags_are_silent(monkeypatch):
+    monkeypatch.setenv("GPUINFER_BACKEND", "parrot")
+    monkeypatch.setenv("GPUINFER_STRATEGY", "at-once")
+    monkeypatch.setenv("GPUINFER_COUNT__GAMES", "8")
+    assert build("count", merge("count", {"games": None})).workload.options.games == 8
+    assert build("count", merge("count", {"games": "9"})).workload.options.games == 9
+
+
+def test_the_command_line_is_spelled_again_without_what_is_about_output():
+    values = {"games": "5", "games_in_flight": "2", "resume": False, "live": True, "json": "-", "verbose": 1}
+    again = spelled("count", {**values, "backend_options": ["a=b c"], "seed": None})
+    assert again == "gpuinfer count --games 5 --games-in-flight 2 --no-resume -B 'a=b c'"
+
+
+# The report's file
+
+
+def test_a_report_replaces_the_old_one_whole(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    Destination(str(path)).write({"a": "é"})
+    assert json.loads(path.read_text("utf-8")) == {"a": "é"}
+    assert list(tmp_path.glob(".r.json*")) == []
+
+
+def test_a_report_that_cannot_be_finished_leaves_the_old_one_whole(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(path, "half \ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.glob(".r.json*")) == []
+
+
+# The other commands
+
+
+def test_plugins_list_shows_origin_and_reason(gpuinfer, site):
+    install(site, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no luck')"})
+    registry.refresh()
+    code, out, _ = gpuinfer("plugins", "list")
+    assert code == 0
+    for words in ("✓ parrot", "gpuinfer-count 1.2", "Answers each row with itself.", "✗ bad", "OSError: no luck"):
+        assert words in out
+
+
+def test_plugins_show_tells_options_and_origin(gpuinfer):
+    _, out, _ = gpuinfer("plugins", "show", "backend", "parrot")
+    for words in ("gpuinfer-count 1.2", "count_package:Parrot", "-B seconds=", "that one batch takes"):
+        assert words in out
+
+
+def test_plugins_check_runs_the_kit_and_exits_4_for_a_plugin_that_does_not_hold(gpuinfer, site):
+    source = """
+        from gpuinfer.api import Backend, Limits
+        class Forgetful(Backend):
+            '''Answers nothing.'''
+            limits = Limits(8)
+            async def infer(self, batch):
+                return []
+    """
+    install(site, "bad", {"backends": {"bad": "bad_module:Forgetful"}}, {"bad_module": source})
+    registry.refresh()
+    code, out, _ = gpuinfer("plugins", "check", "bad")
+    assert code == 4
+    assert "✗" in out
+
+
+def test_config_tells_each_value_and_its_origin(gpuinfer, monkeypatch):
+    Path("gpuinfer.toml").write_text("seed = 4\n[count]\ngames = 5")
+    monkeypatch.setenv("GPUINFER_DEVICE", "cpu")
+    code, out, _ = gpuinfer("config", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["seed"] == {"value": 4, "origin": "gpuinfer.toml seed"}
+    assert shown["device"] == {"value": "cpu", "origin": "GPUINFER_DEVICE"}
+    assert shown["count.games"] == {"value": 5, "origin": "gpuinfer.toml [count] games"}
+    assert shown["count.order"] == {"value": "up", "origin": "default"}
+    assert "GPUINFER_DEVICE" in gpuinfer("config")[1]
+
+
+def test_doctor_exits_1_when_a_plugin_is_broken(gpuinfer, site):
+    install(site, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no luck')"})
+    registry.refresh()
+    code, out, _ = gpuinfer("doctor")
+    assert code == 1
+    assert "OSError: no luck" in out
+
+
+# Completion
+
+
+def completed(*words: str) -> list[str]:
+    child = process(
+        code="from gpuinfer.cli import main; main()",
+        _GPUINFER_COMPLETE="complete_bash",
+        COMP_WORDS=" ".join(["gpuinfer", *words]),
+        COMP_CWORD=str(len(words)),
+    )
+    return child.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        pytest.param(["co"], {"config", "count"}, id="commands"),
+        pytest.param(["count", "--ga"], {"--games"}, id="flags"),
+        pytest.param(["count", "--backend", "par"], {"parrot"}, id="plugin names"),
+        pytest.param(["count", "--order", ""], {"up", "down"}, id="choices"),
+        pytest.param(["count", "--backend", "parrot", "-B", ""], {"seconds=", "max_rows="}, id="options of a plugin"),
+        pytest.param(["plugins", "show", "backend", "par"], {"parrot"}, id="plugins to show"),
+    ],
+)
+def test_bash_completes(words, offered):
+    assert set(completed(*words)) == offered
+
+
+def test_bash_takes_the_completion_script():
+    script = process("--show-completion", "bash").stdout
+    check = subprocess.run(
+        ["bash", "-c", f"{script}\ncomplete -p gpuinfer"], capture_output=True, text=True, timeout=60
+    )
+    assert check.returncode == 0, check.stderr
+    assert "gpuinfer" in check.stdout
