@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
 from gpuinfer.models.memory import StepSize, is_out_of_memory
-from gpuinfer.models.staging import Block, Blocks, room_for, store
+from gpuinfer.models.staging import Block, Blocks, joined, taken
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
 DETERMINISTIC_CHUNK_ROWS = 256  # every batch is padded to it: the price of a small batch against that of small steps
@@ -40,7 +40,7 @@ class CpuForward:
         with torch.inference_mode():
             enter_station("transfer")
             run = Blocks(blocks)
-            room: Any = None
+            chunks: list[Any] = []
             done = 0
             while done < run.rows:
                 chunk = self.step.rows  # read once: another thread may shrink it
@@ -49,10 +49,9 @@ class CpuForward:
                 if failure is not None:
                     self.step.halve(chunk if self.fixed_shape else rows, failure)
                     continue
-                room = room_for(answers, run.rows) if room is None else room
-                store(answers, room, done, rows)
+                chunks.append(answers)
                 done += rows
-            return run.split(room)
+            return run.split(joined(chunks))
 
     def _attempt(self, run: Blocks, start: int, rows: int, chunk: int) -> tuple[Any, BaseException | None]:
         """Answers for the rows from `start` on, or why memory did not suffice for them."""
@@ -61,11 +60,11 @@ class CpuForward:
             enter_station("forward")
             answers = self.module(inputs)
             enter_station("transfer")
+            return taken(answers, rows, inputs), None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return None, error.with_traceback(None)  # its frames hold on to the memory
-        return answers, None
 
     def _inputs(self, run: Blocks, start: int, rows: int, chunk: int) -> Tensor:
         if not self.fixed_shape:

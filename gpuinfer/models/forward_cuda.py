@@ -19,7 +19,7 @@ from gpuinfer.api import enter_station
 from gpuinfer.models.answers import like, tensors_of
 from gpuinfer.models.buckets import bucket_for, buckets_up_to
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
-from gpuinfer.models.staging import Block, Blocks, room_for, store
+from gpuinfer.models.staging import Block, Blocks
 
 logger = logging.getLogger("gpuinfer")
 
@@ -76,7 +76,7 @@ class CudaForward:
             with torch.inference_mode(), torch.cuda.device(self.device):
                 enter_station("transfer")
                 run = Blocks(blocks)
-                room = room_for(self._shaped_like, run.rows, pinned=True)
+                room = room_for(self._shaped_like, run.rows)
                 self._fill(slot, run, room)
                 return run.split(room)
         finally:
@@ -121,7 +121,7 @@ class CudaForward:
             graph.replay()
         else:
             answers = self._forward(slot.inputs[:padded])
-        store(answers, room, start, rows, non_blocking=True)
+        store(answers, room, start, rows)
 
     def _forward(self, inputs: Tensor) -> Any:
         """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain."""
@@ -177,3 +177,15 @@ class CudaForward:
             )
             return
         slot.graphs[bucket] = graph, answers
+
+
+def room_for(answers: Any, rows: int) -> Any:
+    """Uninitialised pinned float32 tensors for `rows` rows of answers shaped like `answers`."""
+    shapes = [(rows, *tensor.shape[1:]) for tensor in tensors_of(answers)]
+    return like(answers, [torch.empty(shape, dtype=torch.float32, pin_memory=True) for shape in shapes])
+
+
+def store(answers: Any, room: Any, start: int, rows: int) -> None:
+    """Queue the copy of the first `rows` rows of `answers` to place `start` of `room`."""
+    for source, target in zip(tensors_of(answers), tensors_of(room), strict=True):
+        target[start : start + rows].copy_(source[:rows], non_blocking=True)

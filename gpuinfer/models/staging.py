@@ -21,8 +21,7 @@ class Blocks:
     """Several blocks of the same width and dtype, as one long run of rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        # torch cannot look at read-only or oddly strided arrays; the copies that this takes are rare and small.
-        self.blocks = [torch.from_numpy(np.require(block, requirements=["C", "W"])) for block in blocks]
+        self.blocks = [as_tensor(block) for block in blocks]
         self.starts = [0, *accumulate(len(block) for block in blocks)]
         self.rows = self.starts[-1]
 
@@ -47,13 +46,25 @@ class Blocks:
         return [like(answers, [array[start:stop] for array in arrays]) for start, stop in bounds]
 
 
-def room_for(answers: Any, rows: int, *, pinned: bool = False) -> Any:
-    """Uninitialised float32 host tensors for `rows` rows of answers shaped like `answers`."""
-    shapes = [(rows, *tensor.shape[1:]) for tensor in tensors_of(answers)]
-    return like(answers, [torch.empty(shape, dtype=torch.float32, pin_memory=pinned) for shape in shapes])
+def as_tensor(block: Block) -> Tensor:
+    """A view where torch can have one: it wants neither read-only arrays nor negative strides."""
+    usable = block.flags.c_contiguous and block.flags.writeable
+    return torch.from_numpy(block if usable else np.array(block, order="C"))
 
 
-def store(answers: Any, room: Any, start: int, rows: int, *, non_blocking: bool = False) -> None:
-    """Copy the first `rows` rows of `answers` to place `start` of `room`."""
-    for source, target in zip(tensors_of(answers), tensors_of(room), strict=True):
-        target[start : start + rows].copy_(source[:rows], non_blocking=non_blocking)
+def taken(answers: Any, rows: int, inputs: Tensor) -> Any:
+    """The first `rows` rows of a module's answers: contiguous float32 tensors that share no memory with `inputs`."""
+    return like(answers, [own(tensor[:rows].float().contiguous(), inputs) for tensor in tensors_of(answers)])
+
+
+def own(tensor: Tensor, inputs: Tensor) -> Tensor:
+    """`tensor`, copied if the module handed its inputs back: the next chunk overwrites them."""
+    shared = tensor.untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()
+    return tensor.clone() if shared else tensor
+
+
+def joined(chunks: Sequence[Any]) -> Any:
+    """The answers to consecutive chunks as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return like(chunks[0], [torch.cat(parts) for parts in zip(*map(tensors_of, chunks), strict=True)])

@@ -1,0 +1,302 @@
+"""How blocks of rows go through a module on the CPU, and the parts of the CUDA way that need no GPU."""
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import BackendError
+from gpuinfer.models.buckets import bucket_for, buckets_up_to
+from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.load import build
+from gpuinfer.models.memory import is_out_of_memory
+from gpuinfer.models.staging import Blocks
+
+FEATURES, ACTIONS, SEATS = 40, 12, 3
+DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
+NETWORKS = ["blobnet", "blobnet-small"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def network(name, dtype=torch.float32):
+    spec = ModelSpec(name, inputs=FEATURES, arguments={"actions": ACTIONS, "seats": SEATS})
+    return build(spec, device=torch.device("cpu"), dtype=dtype, seed=3)
+
+
+def positions(rows, seed=0, dtype=np.uint8):
+    return np.random.default_rng(seed).integers(0, 2, (rows, FEATURES)).astype(dtype)
+
+
+class Sums(nn.Module):
+    """Adds each row up, in as many ways as a module may answer, and remembers the batches that it saw."""
+
+    def __init__(self, shape="alone", most=10**9):
+        super().__init__()
+        self.shape, self.most, self.batches = shape, most, []
+
+    def forward(self, x):
+        self.batches.append(len(x))
+        if len(x) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        total = x.float().sum(1, keepdim=True)
+        return {"alone": total, "a tuple": (total, -total), "a dict": {"sum": total, "minus": -total}}[self.shape]
+
+
+def sums(blocks):
+    return [block.astype(np.float32).sum(1, keepdims=True) for block in blocks]
+
+
+# What comes back
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    chunk=st.integers(1, 12),
+    dtype=st.sampled_from([np.uint8, np.int8, np.float32]),
+    fixed_shape=st.booleans(),
+)
+def test_every_block_gets_its_own_rows_back_in_order(sizes, chunk, dtype, fixed_shape):
+    blocks = [positions(rows, seed, dtype) for seed, rows in enumerate(sizes)]
+    found = CpuForward(Sums(), torch.float32, chunk, fixed_shape)(blocks)
+    for ours, theirs in zip(found, sums(blocks), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(64, id="one chunk"), pytest.param(2, id="several chunks")])
+@pytest.mark.parametrize("shape", ["alone", "a tuple", "a dict"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_have_the_modules_structure_as_float32_arrays(shape, chunk, dtype):
+    block = positions(5)
+    (found,) = CpuForward(Sums(shape), dtype, chunk)([block])
+    (total,) = sums([block])
+    expected = {"alone": [total], "a tuple": [total, -total], "a dict": [total, -total]}[shape]
+    parts = [found] if shape == "alone" else list(found.values()) if shape == "a dict" else list(found)
+    assert isinstance(found, {"alone": np.ndarray, "a tuple": tuple, "a dict": dict}[shape])
+    for part, wanted in zip(parts, expected, strict=True):
+        assert part.dtype == np.float32
+        assert part.flags.c_contiguous
+        np.testing.assert_array_equal(part, wanted)
+
+
+def test_negative_features_stay_negative():
+    block = -positions(4, dtype=np.int8)
+    (found,) = CpuForward(Sums(), torch.bfloat16)([block])
+    np.testing.assert_array_equal(found, sums([block])[0])
+
+
+def reversed_rows(block):
+    return block[::-1]
+
+
+def read_only(block):
+    block = block.copy()
+    block.flags.writeable = False
+    return block
+
+
+def every_other_row(block):
+    return np.repeat(block, 2, axis=0)[::2]
+
+
+@pytest.mark.parametrize("view", [reversed_rows, read_only, every_other_row])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_any_view_of_an_array_is_taken_as_it_is_and_left_as_it_was(view, dtype):
+    block = view(positions(6, dtype=dtype))
+    before = block.copy()
+    (found,) = CpuForward(Sums(), torch.float32)([block])
+    np.testing.assert_array_equal(found, sums([before])[0])
+    np.testing.assert_array_equal(block, before)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_result_is_not_changed_by_the_next_batch(dtype):
+    forward = CpuForward(nn.Identity(), torch.float32, 4)
+    first, second = positions(4, 1, dtype), positions(4, 2, dtype)
+    (kept,) = forward([first])
+    forward([second])
+    np.testing.assert_array_equal(kept, first)
+
+
+def test_a_block_of_the_right_dtype_is_not_copied():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(x.data_ptr())
+            return x.sum(1, keepdim=True)
+
+    block = positions(6, dtype=np.float32)
+    CpuForward(Look(), torch.float32, 4)([block])
+    assert seen == [block.ctypes.data, block[4:].ctypes.data]
+
+
+# The same answer whatever the company
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_batched_answers_are_those_of_rows_asked_one_by_one(name):
+    forward, block = CpuForward(network(name), torch.float32), positions(70)
+    (policy, values), alone = forward([block])[0], forward([block[row : row + 1] for row in range(70)])
+    apart = [forward([block[row : row + 1]])[0] for row in range(70)]
+    for singly in (alone, apart):
+        np.testing.assert_allclose(policy, np.concatenate([p for p, _ in singly]), atol=1e-5)
+        np.testing.assert_allclose(values, np.concatenate([v for _, v in singly]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, dtype):
+    """`plain` is a module of ordinary linear layers, as a user writes them."""
+    layers = nn.Linear(FEATURES, 96), nn.ReLU(), nn.Linear(96, 17)
+    module = nn.Sequential(*layers).to(dtype) if name == "plain" else network(name, dtype)
+    forward, everything = CpuForward(module, dtype, 64, fixed_shape=True), positions(150)
+    reference = flat(forward([everything]))
+
+    @settings(max_examples=25, deadline=None)
+    @given(rows=st.lists(st.integers(0, 149), min_size=1, max_size=150), cuts=st.lists(st.integers(0, 150), max_size=4))
+    def check(rows, cuts):
+        blocks = [part for part in np.split(everything[rows], sorted(min(cut, len(rows)) for cut in cuts)) if len(part)]
+        assert flat(forward(blocks)).tobytes() == reference[rows].tobytes()
+
+    check()
+
+
+def flat(results):
+    """All results as one array [rows, outputs]."""
+    return np.concatenate([np.concatenate(r, axis=1) if isinstance(r, tuple) else r for r in results])
+
+
+def test_with_a_fixed_shape_the_module_sees_only_that_shape():
+    module = Sums()
+    CpuForward(module, torch.float32, 8, fixed_shape=True)([positions(3), positions(18)])
+    assert module.batches == [8, 8, 8]
+
+
+def test_threads_may_share_one():
+    forward, blocks = (
+        CpuForward(network("blobnet-small"), torch.float32, 16),
+        [positions(40, seed) for seed in range(4)],
+    )
+    expected = [forward([block])[0] for block in blocks]
+    found = [None] * 4
+
+    def ask(number):
+        for _ in range(20):
+            found[number] = forward([blocks[number]])[0]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+
+
+# Stations
+
+
+def test_the_ledger_hears_of_transfer_and_forward():
+    stations = []
+
+    class Lane:
+        def enter(self, station):
+            stations.append(station)
+
+    token = api.forward_lane.set(Lane())
+    try:
+        CpuForward(Sums(), torch.float32, 4)([positions(6)])
+    finally:
+        api.forward_lane.reset(token)
+    assert stations == ["transfer", "forward", "transfer", "forward", "transfer"]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_out_of_memory_halves_the_step_says_so_once_and_goes_on(fixed_shape, caplog):
+    module, blocks = Sums(most=5), [positions(13), positions(20, 1)]
+    forward = CpuForward(module, torch.float32, 16, fixed_shape)
+    with caplog.at_level(logging.WARNING, "gpuinfer"):
+        for _ in range(2):
+            for ours, theirs in zip(forward(blocks), sums(blocks), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    assert module.batches[:3] == [16, 8, 4]
+    assert max(module.batches[3:]) == 4
+    assert [record.message for record in caplog.records] == [
+        "out of memory at 16 rows: going on with at most 8 at a time. Set -B chunk_rows=8 to start there."
+    ]
+
+
+def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
+    with pytest.raises(BackendError, match=r"single row: .*can't allocate memory.*--dtype bfloat16"):
+        CpuForward(Sums(most=0), torch.float32, 4)([positions(3)])
+
+
+def test_another_error_of_the_module_is_passed_on():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        CpuForward(nn.Linear(3, 3), torch.float32)([positions(2)])
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory."), True, id="CUDA"),
+        pytest.param(MemoryError(), True, id="Python"),
+        pytest.param(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True, id="the CPU"),
+        pytest.param(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, id="a wrong shape"),
+        pytest.param(ValueError("out of memory"), False, id="not torch's"),
+    ],
+)
+def test_which_errors_mean_out_of_memory(error, answer):
+    assert is_out_of_memory(error) is answer
+
+
+def test_torchs_own_allocation_failure_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+# Staging and buckets
+
+
+@given(sizes=st.lists(st.integers(0, 7), min_size=1, max_size=5), data=st.data())
+def test_pieces_are_the_rows_asked_for(sizes, data):
+    blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
+    start = data.draw(st.integers(0, sum(sizes)))
+    stop = data.draw(st.integers(start, sum(sizes)))
+    pieces = [piece.numpy() for piece in Blocks(blocks).pieces(start, stop)]
+    np.testing.assert_array_equal(np.concatenate([positions(0), *pieces]), np.concatenate(blocks)[start:stop])
+
+
+@given(most=st.integers(1, 70_000), data=st.data())
+def test_a_batch_goes_in_the_least_bucket_that_holds_it(most, data):
+    buckets, rows = buckets_up_to(most), data.draw(st.integers(1, most))
+    found = bucket_for(rows, buckets)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == most
+    assert found >= rows
+    assert all(bucket < rows for bucket in buckets if bucket < found)
+    assert rows <= 16 or rows > found / 2
+
+
+def test_a_batch_beyond_the_last_bucket_is_refused():
+    with pytest.raises(ValueError, match="17 rows"):
+        bucket_for(17, buckets_up_to(16))
+
+
+def test_few_buckets_cover_a_whole_gpu():
+    assert len(buckets_up_to(65_536)) <= 20
