@@ -34,3 +34,8 @@ def rss_peak_mb() -> float:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**20 if sys.platform == "darwin" else peak / 1024
+
+
+def has_cuda() -> bool:
+    """Whether an NVIDIA driver is at work here, without asking torch, which takes a second to import."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))

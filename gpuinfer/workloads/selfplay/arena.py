@@ -10,7 +10,7 @@ import numpy as np
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.game import Game
 
-LOGGED_GAMES = 64  # at least; a full log makes slots wait until it is collected
+LOGGED_GAMES = 256  # at least; a full log makes slots wait until it is collected
 
 
 class Arena:
@@ -48,6 +48,11 @@ class Arena:
     def queued(self) -> int:
         """Games that no slot has taken yet."""
         return int(self.counters[arrays.END] - self.counters[arrays.NEXT])
+
+    def spare(self, busy: int) -> int:
+        """How many more games to queue: for each free slot one, and a few so that none waits for the next round."""
+        ahead = max(1, self.slots // 16) if self.search.evaluator == arrays.NETWORK else 4 * self.slots
+        return max(0, self.slots - busy + ahead - self.queued)
 
     @property
     def busy(self) -> int:

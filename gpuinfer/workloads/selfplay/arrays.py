@@ -14,7 +14,7 @@ from gpuinfer.workloads.selfplay.game import Game
 
 NODE = np.dtype([("value", "f4"), ("visits", "i4"), ("mover", "i2"), ("count", "i2")], align=True)
 EDGE = np.dtype([("prior", "f4"), ("q", "f4"), ("visits", "i4"), ("child", "i2"), ("action", "i2")], align=True)
-UNEXPANDED, TERMINAL = -1, -2  # an edge's child
+UNEXPANDED = -1  # an edge's child, when there is none
 IDLE = -1  # a slot's game, when there is none
 NETWORK, UNIFORM, ROLLOUT = 0, 1, 2  # who evaluates leaves
 

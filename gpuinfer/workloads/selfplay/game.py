@@ -1,4 +1,4 @@
-"""The seam by which a game enters: a `Game` says how large things are, a module of compiled rules says how it is played.
+"""The seam by which a game enters: a `Game` says how large things are, a module of compiled rules how it is played.
 
 The rules module holds seven Numba functions. A position is `state`, int64 [words], laid out as the game likes; `config`
 is the game's own int64 vector; `stream` is a random stream for `bits.random_below` and its kin.
@@ -11,8 +11,8 @@ is the game's own int64 vector; `stream` is a random stream for `bits.random_bel
     observe(config, state, actions, count, row)         write the features [features] that the player to move may see;
                                                         the first `Game.actions` of them are the mask of legal actions
     determinize(config, state, samples, stream, integers, floats)
-                                                        write full positions, int64 [n, words], drawn from those that are
-                                                        consistent with what the player to move knows
+                                                        write full positions, int64 [n, words], drawn from those
+                                                        that are consistent with what the player to move knows
 
 `integers` (int64) and `floats` (float64) are scratch of the sizes that the game asks for. Values and features are from
 the point of view of the player to move wherever a network sees them: column k of its values is the k-th seat after it.
@@ -28,10 +28,11 @@ from gpuinfer.api import Plugin
 
 
 class Game(Plugin):
-    """How large a game is, given its options. A subclass sets these in `__init__` and raises UsageError where it must."""
+    """How large a game is, given its options. A subclass sets these in `__init__`, or raises UsageError."""
 
     rules: ClassVar[str]  # the module of compiled rules
     feature_dtype: ClassVar[str] = "uint8"
+    hidden: ClassVar[bool] = True  # whether players know less than the whole position
 
     seats: int
     actions: int  # the width of the policy

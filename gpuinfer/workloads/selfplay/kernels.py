@@ -62,7 +62,10 @@ def cache_folder(rules: ModuleType) -> Path:
         digest.update(part.encode())
     for file in sorted({str(SEARCH), *source_files(rules)}):
         digest.update(Path(file).read_bytes())
-    for root in (Path(platformdirs.user_cache_dir("gpuinfer")), Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}"):
+    for root in (
+        Path(platformdirs.user_cache_dir("gpuinfer")),
+        Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}",
+    ):
         folder = root / "kernels" / digest.hexdigest()[:16]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

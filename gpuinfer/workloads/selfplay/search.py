@@ -10,8 +10,6 @@ Sources: PUCT with a prior (Silver et al. 2017, Mastering the game of Go without
 This file is executed once for each game, with `rules` bound to that game's compiled rules: see kernels.py.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
@@ -26,12 +24,11 @@ from gpuinfer.workloads.selfplay.arrays import (
     NEXT,
     ROLLOUT,
     SIMULATIONS,
-    TERMINAL,
     UNEXPANDED,
 )
 from gpuinfer.workloads.selfplay.bits import compiled, inlined, random_below, random_gamma, random_unit, seed_stream
 
-rules: Any  # bound before this file is executed
+rules = globals()["rules"]  # bound before this file is executed
 
 
 @njit(nogil=True, cache=True, error_model="numpy", _nrt=False)

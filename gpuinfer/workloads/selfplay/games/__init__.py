@@ -1,1 +1,36 @@
-"""The built-in games, registered like anyone's."""
+"""The built-in games, registered like anyone's, and the way to any game by its name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from gpuinfer import registry
+from gpuinfer.errors import UsageError
+from gpuinfer.options import Given, check
+from gpuinfer.workloads.selfplay.game import Game
+
+
+def build(name: str, options: Mapping[str, Any]) -> Game:
+    """The game of that name, or `module:Class`, with these options; None stands for an option that was not given.
+
+    Raises UsageError for an unknown game, and for options that it does not have or cannot play with.
+    """
+    kind = _imported(name) if ":" in name else registry.load("games", name)
+    given = {key: Given(value, f"--{key.replace('_', '-')}") for key, value in options.items() if value is not None}
+    game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
+    return game
+
+
+def _imported(name: str) -> type[Game]:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"game '{name}': {error}. Name it as module:Class, where the module can be imported."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Game)):
+        raise UsageError(f"game '{name}' is not a gpuinfer.workloads.selfplay.game.Game. Derive it from that class.")
+    return found

@@ -144,7 +144,7 @@ def observe(config, state, actions, count, row):
     | 0    | legal actions        | bid + 1 of each of 7 seats, trump suit (one of 4, or none)                    |
     | 64   | own hand             | tricks of each of 7 seats, playing?, cards dealt, tricks left, players, place |
     | 128  | seen by all          | who is winning the trick (one of 7), suit led (one of 4), sum of the bids     |
-    | 192  | in the present trick | who dealt (one of 7), five unused                                                    |
+    | 192  | in the present trick | who dealt (one of 7), five unused                                               |
     """
     players, seat = config[PLAYERS], state[TURN]
     legal_mask = np.int64(0)

@@ -14,6 +14,7 @@ class ConnectFour(Game):
     """Seven columns of six; the first to connect four wins. Returns are 1, 0 (draw) and -1."""
 
     rules: ClassVar[str] = "gpuinfer.workloads.selfplay.games.connect_four_rules"
+    hidden: ClassVar[bool] = False
 
     def __init__(self, setup: Setup | None = None, /, **options: object) -> None:
         super().__init__(setup, **options)

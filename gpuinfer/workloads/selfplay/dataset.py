@@ -1,0 +1,62 @@
+"""The records of self-play as a torch Dataset."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from gpuinfer.errors import UsageError
+from gpuinfer.workloads.selfplay.records import Folder
+
+FIELDS = ("observation", "legal", "policy", "value", "player", "game", "move")
+OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them again and again
+
+
+class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
+    """One searched move an item: a dict of the arrays that `records.py` describes, without their first dimension.
+
+    `torch.utils.data.DataLoader` batches it as it is. Raises UsageError when the folder holds no records.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._shards = sorted(Folder(Path(path)).shards())
+        if not self._shards:
+            raise UsageError(f"{path} holds no records. Write some with `gpuinfer selfplay --out {path}`.")
+        self._ends = list(accumulate(_rows(shard) for shard in self._shards))
+        self._open = lru_cache(OPEN_SHARDS)(_load)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        shard = bisect_right(self._ends, index)
+        row = index - (self._ends[shard - 1] if shard else 0)
+        return {name: torch.as_tensor(array[row]) for name, array in self._open(self._shards[shard]).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loader processes open the shards for themselves."""
+        return {"_shards": self._shards, "_ends": self._ends}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open = lru_cache(OPEN_SHARDS)(_load)
+
+
+def _rows(shard: Path) -> int:
+    with np.load(shard, allow_pickle=False) as arrays:
+        return len(arrays["game"])
+
+
+def _load(shard: Path) -> dict[str, np.ndarray]:
+    with np.load(shard, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in FIELDS}

@@ -1,0 +1,154 @@
+"""What self-play leaves on disk: a manifest and shards of finished games, each whole or not there at all.
+
+A shard is an npz file without objects. One row a searched move:
+
+    observation  [rows, features]  as the network saw it       player  int8 [rows]   seat that moved
+    legal        bool [rows, actions]                          game    int64 [rows]  the game's number
+    policy       float32 [rows, actions], visits, sum 1        move    int16 [rows]  moves made before, forced ones too
+    value        float32 [rows, seats]: the game's returns, column k of the k-th seat after the one that moved
+
+and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat. A game is in
+exactly one shard, with all its rows; moves without a choice have no row.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpuinfer.errors import UsageError, WorkError
+
+SCHEMA = "gpuinfer.records/1"
+MANIFEST = "manifest.json"
+
+log = logging.getLogger(__name__)
+
+
+class Folder:
+    """The folder that `--out` names. Raises UsageError when it cannot serve."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
+        """Claim the folder for these settings; the games that it holds already.
+
+        `settings` are those that decide how a game goes. Raises UsageError when there are records and `resume` is not
+        set, or when they were made with other settings.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            found = self._manifest()
+            if found is None:
+                if any(self.shards()):
+                    raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
+                self._write_manifest({"schema": SCHEMA, "settings": dict(settings)})
+                return set()
+            if not resume:
+                raise UsageError(
+                    f"{self.path} holds records already. Add --resume to go on with them, or give another --out."
+                )
+            refuse_difference(self.path, found["settings"], json.loads(json.dumps(dict(settings))))
+            self._remove_torn()
+            return self.finished()
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} cannot be written: {error.strerror}. Give another folder with --out."
+            ) from error
+
+    def close(self, games: int) -> None:
+        """Note in the manifest what there is."""
+        manifest = self._manifest() or {}
+        shards = [shard.name for shard in sorted(self.shards())]
+        self._write_manifest({**manifest, "games": games, "shards": shards})
+
+    def shards(self) -> Iterator[Path]:
+        return self.path.glob("shard-*.npz")
+
+    def finished(self) -> set[int]:
+        """The numbers of all games in whole shards; a shard that cannot be read is set aside."""
+        games: set[int] = set()
+        for shard in self.shards():
+            try:
+                with np.load(shard, allow_pickle=False) as arrays:
+                    games.update(arrays["finished"].tolist())
+            except (OSError, ValueError, KeyError, EOFError) as error:
+                log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
+                shard.rename(shard.with_suffix(".broken"))
+        return games
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> Path:
+        """Add one shard: on disk, under its final name, when this returns. Raises WorkError when it cannot be."""
+        path = self.path / f"shard-{uuid.uuid4().hex}.npz"
+        torn = path.with_suffix(".tmp")
+        try:
+            with torn.open("xb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            torn.rename(path)
+            _sync_folder(self.path)
+        except OSError as error:
+            torn.unlink(missing_ok=True)
+            cure = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+            raise WorkError(
+                f"records cannot be written to {self.path}: {error.strerror}. What was finished before is kept. "
+                f"{cure}, then run again with --resume."
+            ) from error
+        return path
+
+    def _manifest(self) -> dict[str, Any] | None:
+        try:
+            manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UsageError(
+                f"{self.path / MANIFEST} is not JSON ({error}). Give another folder with --out."
+            ) from error
+        if manifest.get("schema") != SCHEMA or not isinstance(manifest.get("settings"), dict):
+            raise UsageError(f"{self.path / MANIFEST} is not of schema {SCHEMA}. Give another folder with --out.")
+        return manifest
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        torn = self.path / f"{MANIFEST}.tmp"
+        with torn.open("w") as file:
+            json.dump(manifest, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        torn.rename(self.path / MANIFEST)
+        _sync_folder(self.path)
+
+    def _remove_torn(self) -> None:
+        for torn in self.path.glob("shard-*.tmp"):
+            torn.unlink()
+
+
+def refuse_difference(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises UsageError that shows what differs."""
+    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    if not different:
+        return
+    shown = "; ".join(f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} here" for name in different)
+    raise UsageError(f"{path} was made with other settings ({shown}). Use those, or give another folder with --out.")
+
+
+def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Several collections of finished games as one."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
