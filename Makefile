@@ -1,0 +1,35 @@
+# make demo   a real search plays a real card game on this machine, with a live view
+# make test   the tests with small counts: minutes
+# make soak   the same with the full counts: hours
+# make lint   formatting, lint, types
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test soak lint clean
+
+demo: $(READY)
+	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak and not gpu" tests plugins
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml plugins/gpuinfer-echo/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gpuinfer needs Python 3.11 or newer. Name one: make PYTHON=python3.12 demo"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Install the venv module first (Debian: python3-venv)."; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -e plugins/gpuinfer-echo
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
