@@ -126,7 +126,8 @@ def _from_environment() -> dict[str, Given]:
             known = [_variable((key,)) for key in _common_keys()]
             known += [_variable((name, "…")) for name in (*TABLES, *_names("workloads"))]
             raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
-    return {".".join(path): Given(value, _variable(path)) for path, value in read.items()}
+    texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
+    return {".".join(path): Given(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()}
 
 
 def _read_environment() -> dict[str, Any]:
