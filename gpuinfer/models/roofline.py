@@ -54,7 +54,7 @@ def measure_in_child(
 
 def message_from(line: Connection, child: Any, timeout_s: float) -> dict[str, Any]:
     if not line.poll(timeout_s):
-        raise BackendError(f"measuring the roofline took longer than {timeout_s:.0f} s. {CURE}")
+        raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
     try:
         return dict(msgpack.unpackb(line.recv_bytes()))
     except (EOFError, OSError):

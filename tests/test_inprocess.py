@@ -1,0 +1,191 @@
+"""The backend that runs the model in this process."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendDied, BackendError, UnknownName, UsageError
+from gpuinfer.machine import cores
+
+FEATURES, ACTIONS, SEATS = 32, 9, 4
+
+
+def setup(**changes):
+    model = ModelSpec("blobnet-small", None, FEATURES, "uint8", {"actions": ACTIONS, "seats": SEATS})
+    return Setup(**{"model": model, "device": "cpu", "processes": cores(), **changes})
+
+
+def request(rows, seed=0):
+    block = np.random.default_rng(seed).integers(0, 2, (rows, FEATURES), dtype=np.uint8)
+    return Request(block, rows)
+
+
+async def answers(batch, a_setup=None, **options):
+    backend = InProcess(a_setup or setup(), **options)
+    await backend.start()
+    try:
+        return await backend.infer(batch)
+    finally:
+        await backend.close()
+
+
+async def test_each_request_gets_policy_and_values():
+    batch = [request(3, 1), request(1, 2), request(7, 3)]
+    for (policy, values), asked in zip(await answers(batch), batch, strict=True):
+        assert (policy.shape, policy.dtype) == ((asked.rows, ACTIONS), np.float32)
+        assert (values.shape, values.dtype) == ((asked.rows, SEATS), np.float32)
+        np.testing.assert_array_equal(np.isneginf(policy), (asked.payload[:, :ACTIONS] == 0) & has_legal(asked))
+
+
+def has_legal(asked):
+    return asked.payload[:, :ACTIONS].any(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("chunk_rows", [pytest.param(None, id="one chunk"), pytest.param(5, id="several chunks")])
+async def test_batched_answers_are_those_of_rows_asked_one_at_a_time(chunk_rows):
+    block = request(40).payload
+    backend = InProcess(setup(), chunk_rows=chunk_rows)
+    await backend.start()
+    (batched,) = await backend.infer([Request(block, 40)])
+    singly = [(await backend.infer([Request(block[row : row + 1], 1)]))[0] for row in range(40)]
+    await backend.close()
+    for output in (0, 1):
+        np.testing.assert_allclose(batched[output], np.concatenate([one[output] for one in singly]), atol=1e-5)
+
+
+async def test_two_copies_with_one_seed_answer_alike():
+    batch = [request(6)]
+    first, again, other = [await answers(batch, setup(seed=seed)) for seed in (4, 4, 5)]
+    np.testing.assert_array_equal(first[0][1], again[0][1])
+    assert not np.array_equal(first[0][1], other[0][1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_when_deterministic_the_number_of_processes_changes_no_bit(dtype):
+    whole, parts = [request(300)], [Request(request(300).payload[at : at + 60], 60) for at in range(0, 300, 60)]
+    alone, among_many = setup(dtype=dtype, deterministic=True, processes=1), setup(dtype=dtype, deterministic=True)
+    (expected,), found = await answers(whole, alone), await answers(parts, among_many)
+    for output in (0, 1):
+        np.testing.assert_array_equal(expected[output], np.concatenate([part[output] for part in found]))
+
+
+@pytest.mark.parametrize(
+    ("a_setup", "options", "max_rows", "in_flight", "threads"),
+    [
+        pytest.param({}, {}, 4096, 1, 1, id="one process for each core"),
+        pytest.param({"processes": 1}, {}, 4096, 1, cores(), id="a process that has the machine for itself"),
+        pytest.param({"processes": 1, "deterministic": True}, {}, 4096, cores(), 1, id="deterministic"),
+        pytest.param({}, {"max_rows": 9, "in_flight": 3, "threads": 2}, 9, 3, 2, id="as the user wants it"),
+    ],
+)
+async def test_the_cores_are_shared_out(a_setup, options, max_rows, in_flight, threads):
+    backend = InProcess(setup(**a_setup), **options)
+    await backend.start()
+    seen = []
+
+    class Lane:
+        def enter(self, station):
+            seen.append(torch.get_num_threads())  # torch keeps the number for each thread
+
+    api.forward_lane.set(Lane())
+    await backend.infer([request(4)])
+    await backend.close()
+    torch.set_num_threads(1)
+    assert (backend.limits.max_rows, backend.limits.in_flight) == (max_rows, in_flight)
+    assert set(seen) == {threads}
+
+
+async def test_batches_in_flight_are_answered_each_for_itself():
+    backend = InProcess(setup(), in_flight=3)
+    await backend.start()
+    batches = [[request(20, seed)] for seed in range(12)]
+    together = await asyncio.gather(*(backend.infer(batch) for batch in batches))
+    for batch, found in zip(batches, together, strict=True):
+        np.testing.assert_array_equal(found[0][1], (await backend.infer(batch))[0][1])
+    await backend.close()
+
+
+async def test_the_event_loop_runs_on_while_the_model_does():
+    backend = InProcess(setup())
+    await backend.start()
+    names = []
+
+    class Lane:
+        def enter(self, station):
+            names.append((station, threading.current_thread().name))
+
+    api.forward_lane.set(Lane())
+    await backend.infer([request(4)])
+    await backend.close()
+    assert [station for station, _ in names] == ["transfer", "forward", "transfer"]
+    assert all(thread.startswith("gpuinfer-forward") for _, thread in names)
+
+
+@pytest.mark.parametrize(
+    ("payload", "rows", "said"),
+    [
+        pytest.param(np.zeros((2, FEATURES), np.float64), 2, "got float64", id="another dtype"),
+        pytest.param(np.zeros((2, FEATURES + 1), np.uint8), 2, r"got uint8 \[2, 33\]", id="too many features"),
+        pytest.param(np.zeros(FEATURES, np.uint8), 1, r"got uint8 \[32\]", id="no row axis"),
+        pytest.param(np.zeros((2, FEATURES), np.uint8), 3, r"uint8 \[3, 32\] for a request of 3", id="other rows"),
+        pytest.param(np.zeros((0, FEATURES), np.uint8), 0, "request of 0 rows", id="no rows"),
+        pytest.param(np.zeros((2, FEATURES), object), 2, "got object", id="objects"),
+        pytest.param("a prompt", 1, "got str", id="text"),
+    ],
+)
+async def test_a_payload_that_does_not_fit_is_refused(payload, rows, said):
+    with pytest.raises(BackendError, match=said):
+        await answers([request(2), Request(payload, rows)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        pytest.param({"model": None}, UsageError, "needs a model", id="no model"),
+        pytest.param({"device": "tpu"}, UnknownName, "no device named 'tpu'", id="no such device"),
+        pytest.param({"dtype": "float8"}, UnknownName, "no number format", id="no such number format"),
+        pytest.param({"model": ModelSpec("blobnet", input_dtype="int64")}, UnknownName, "int64", id="input dtype"),
+    ],
+)
+async def test_a_setup_that_cannot_work_says_so_at_the_start(changes, error, said):
+    backend = InProcess(setup(**changes))
+    with pytest.raises(error, match=said):
+        await backend.start()
+    await backend.close()
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ValidationError, match="batch"):
+        InProcess(setup(), batch=3)
+
+
+async def test_it_can_be_closed_at_any_time_and_answers_nothing_afterwards():
+    backend = InProcess(setup())
+    await backend.close()
+    await backend.start()
+    await backend.close()
+    with pytest.raises(BackendDied, match="start"):
+        await backend.infer([request(1)])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuinfer-forward")]
+
+
+async def test_the_device_is_named():
+    backend = InProcess(setup())
+    assert backend.device() == {}
+    await backend.start()
+    assert backend.device()["name"]
+    await backend.close()
+
+
+async def test_its_connector_opens_a_copy():
+    first = InProcess(setup(), chunk_rows=7)
+    second = first.connect().open()
+    assert isinstance(second, InProcess)
+    assert (second.setup, second.options) == (first.setup, first.options)
