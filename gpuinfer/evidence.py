@@ -25,6 +25,7 @@ class Evidence:
     queue_wait_s: float = 0.0  # mean
     roofline: Roofline | None = None
     facts: Mapping[str, float] = field(default_factory=dict)  # what the workload says of itself: `Progress.facts`
+    total: int | None = None  # of the work: `Progress.total`
     cores: int = 1
     on_cpu: bool = True
     dtype: str = "float32"

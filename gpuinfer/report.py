@@ -178,6 +178,7 @@ def evidence(run: Run) -> Evidence:
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
         roofline=run.roofline,
         facts=run.progress.facts,
+        total=run.progress.total,
         cores=machine.cores(),
         on_cpu="reserved_mb" not in snapshot.device,
         dtype=run.setup.dtype,

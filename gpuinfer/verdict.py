@@ -95,9 +95,8 @@ def too_few_rows(run: Evidence) -> Verdict | None:
     if len(run.forwards) > 1:
         need += f", {needed:,} for {len(run.forwards)} forwards at once"
     why = f"{_product(run.facts, outstanding)} rows outstanding; {need}."
-    flag = _more(run, "games_in_flight", needed / outstanding)
-    advice = "Keep more rows outstanding" + (": more games in flight." if flag else ".")
-    return Verdict("too few rows outstanding", "idle", why, advice, flag, _between(_most(run, needed / outstanding)))
+    gain = _between(_most(run, needed / outstanding))
+    return _outstanding(run, why, "Keep more rows outstanding", needed / outstanding, gain)
 
 
 def cap_too_small(run: Evidence) -> Verdict | None:
@@ -160,10 +159,10 @@ def in_turns(run: Evidence) -> Verdict | None:
         f"The workers were idle {1 - run.busy(run.work):.0%} of the time and the forward lanes "
         f"{1 - run.busy(run.forwards):.0%}: each waited for the other."
     )
-    flag = _more(run, "games_in_flight", 2.0)
-    advice = "Keep more blocks outstanding, so that one is searched while another is in the model."
-    high = _most(run, 1 / max(run.busy(run.work), run.busy(run.forwards)))
-    return Verdict("too few rows outstanding", "idle", why, advice, flag, _between(high))
+    gain = _between(_most(run, 1 / max(run.busy(run.work), run.busy(run.forwards))))
+    return _outstanding(
+        run, why, "Keep more outstanding, so that one block is searched while another is served", 2, gain
+    )
 
 
 def model_busy(run: Evidence) -> Verdict | None:
@@ -178,7 +177,7 @@ def model_busy(run: Evidence) -> Verdict | None:
 
 def no_rule_fits(run: Evidence) -> Verdict:
     why = f"The lanes were idle {run.share('idle'):.0%} of the time, and nothing here says what they waited for."
-    return Verdict("inconclusive", "idle", why, "Run for longer, or with --roofline, so that there is more to compare.")
+    return Verdict("inconclusive", "idle", why, "Let it run for longer, so that there is more to go by.")
 
 
 RULES: Sequence[Callable[[Evidence], Verdict | None]] = (
@@ -218,11 +217,13 @@ def _between(high: float) -> tuple[float, float]:
     return 1 + (high - 1) / 4, high
 
 
-def _more(run: Evidence, fact: str, factor: float) -> str | None:
-    """The command with this fact of the workload, which is an option of it too, made larger."""
-    if fact not in run.facts:
-        return None
-    return f"{run.command} --{fact.replace('_', '-')} {math.ceil(run.facts[fact] * factor)}"
+def _outstanding(run: Evidence, why: str, advice: str, factor: float, gain: tuple[float, float]) -> Verdict:
+    """Too few rows: more games in flight, unless the workload plays all of them at once already."""
+    games, kind = run.facts.get("games_in_flight", 0), "too few rows outstanding"
+    if run.total is not None and 0 < run.total <= games:
+        return Verdict(kind, "idle", why, f"All {run.total} games are in flight at once: play more of them in one run.")
+    flag = f"{run.command} --games-in-flight {math.ceil(games * factor)}" if games else None
+    return Verdict(kind, "idle", why, advice + (": more games in flight." if games else "."), flag, gain)
 
 
 def _product(facts: Mapping[str, float], outstanding: float) -> str:

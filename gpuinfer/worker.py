@@ -95,6 +95,7 @@ async def _work(line: Line, job: Job) -> None:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.wait(tasks)
             with contextlib.suppress(LineClosed):
                 await reporter.send()
 

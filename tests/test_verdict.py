@@ -77,6 +77,13 @@ CASES = [
         id="too few rows can be outstanding, with the arithmetic",
     ),
     pytest.param(
+        a_run(*TWO_WORKERS, rows_mean=96.0, roofline=ROOFLINE, facts=FACTS, total=64),
+        "too few rows outstanding",
+        "= 384 rows outstanding",
+        None,
+        id="too few rows, and no more games to play",
+    ),
+    pytest.param(
         a_run(*HALF_BUSY, facts={"games_in_flight": 64}),
         "too few rows outstanding",
         "each waited for the other",
