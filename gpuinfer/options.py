@@ -111,13 +111,13 @@ def accepts(annotation: Any, kind: type) -> bool:
 
 
 def default_text(field: FieldInfo) -> str | None:
-    """The default as a person would type it; None when the field has none or it is None."""
+    """The default as a person would type it; None when there is none, or nothing to type."""
     default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
     if default is None:
         return None
     if isinstance(default, bool):
         return "true" if default else "false"
-    return ",".join(map(str, default)) if isinstance(default, (list, tuple, set)) else str(default)
+    return (",".join(map(str, default)) if isinstance(default, (list, tuple, set)) else str(default)) or None
 
 
 def _members(annotation: Any) -> Iterator[Any]:
