@@ -271,6 +271,25 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "BrokenPipe" not in err
 
 
+def test_warnings_reach_people_and_more_with_v(gpuinfer, site):
+    source = """
+        import logging
+        from gpuinfer.api import Workload
+        class Loud(Workload):
+            async def run(self, infer):
+                log = logging.getLogger("gpuinfer.loud")
+                log.warning("mind the gap")
+                log.info("all is well")
+                return
+                yield
+    """
+    install(site, "bad", {"workloads": {"loud": "bad_module:Loud"}}, {"bad_module": source})
+    registry.refresh()
+    words = ["loud", *RUN[1:], "--quiet"]
+    assert gpuinfer(*words)[2] == "gpuinfer: mind the gap\n"
+    assert gpuinfer(*words, "-v")[2] == "gpuinfer: mind the gap\ngpuinfer: all is well\n"
+
+
 def test_a_full_disk_is_an_error_of_the_work(gpuinfer, monkeypatch):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -278,7 +297,7 @@ def test_a_full_disk_is_an_error_of_the_work(gpuinfer, monkeypatch):
     monkeypatch.setattr("gpuinfer.cli.output.replace_file", full)
     code, _, err = gpuinfer(*RUN, "--json", "r.json")
     assert code == 1
-    assert "No space left on device" in err
+    assert "No space left on device. Make room there" in err
 
 
 def test_ctrl_c_before_the_start_exits_3(gpuinfer, monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, WorkError
 
 
 class Destination:
@@ -22,13 +22,17 @@ class Destination:
             _check(self.path)
 
     def write(self, report: Mapping[str, Any]) -> None:
-        """Write the report; nothing happens when nobody asked for one."""
+        """Write the report; nothing happens when nobody asked for one. Raises `WorkError` when there is no room."""
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
         if self.stdout:
             sys.stdout.write(text)
             sys.stdout.flush()
         elif self.path is not None:
-            replace_file(self.path, text)
+            try:
+                replace_file(self.path, text)
+            except OSError as error:
+                cure = "Make room there, or give --json another place."
+                raise WorkError(f"the report could not be written to {self.path}: {error.strerror}. {cure}") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -108,10 +109,17 @@ def spelled(name: str, values: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
+class _ToPeople(logging.Handler):
+    """Looks standard error up anew for each message: the live view puts itself in its place to stay whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"gpuinfer: {record.getMessage()}", file=sys.stderr)
+
+
 def _log(verbose: int) -> None:
-    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
-    logging.basicConfig(format="gpuinfer: %(message)s")
-    logging.getLogger("gpuinfer").setLevel(level)
+    log = logging.getLogger("gpuinfer")
+    log.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
+    log.handlers = [_ToPeople()]
 
 
 def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
@@ -126,23 +134,18 @@ def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
         for key, value in values.items()
         if value is not None and not (key == "verbose" and value == 0)
     }
-    first = settings.load(given, config)  # says which backend and strategy -B and -S are about
-    given |= flags.pairs(backend_options, "-B", settings.table_name("backends", first.common.backend))
-    given |= flags.pairs(strategy_options, "-S", settings.table_name("strategies", first.common.strategy))
-    return settings.load(given, config)
+    merged = settings.load(given, config)  # says which backend and strategy -B and -S are about
+    pairs = flags.pairs(backend_options, "-B", settings.table_name("backends", merged.common.backend))
+    pairs |= flags.pairs(strategy_options, "-S", settings.table_name("strategies", merged.common.strategy))
+    return replace(merged, given={**merged.given, **pairs})
 
 
 def build(name: str, merged: settings.Settings) -> Plan:
     """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
     common = merged.common
-    classes = {
-        kind: registry.load(kind, chosen)
-        for kind, chosen in (("workloads", name), ("backends", common.backend), ("strategies", common.strategy))
-    }
-    given = {
-        kind: merged.options(kind, chosen, classes[kind])
-        for kind, chosen in (("workloads", name), ("backends", common.backend), ("strategies", common.strategy))
-    }
+    chosen = {"workloads": name, "backends": common.backend, "strategies": common.strategy}
+    classes = {kind: registry.load(kind, one) for kind, one in chosen.items()}
+    given = {kind: merged.options(kind, one, classes[kind]) for kind, one in chosen.items()}
     setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed)
     workload = classes["workloads"](setup, **given["workloads"])
     setup = replace(
