@@ -32,6 +32,7 @@ STATUS = {"done": GOOD, "partial": "yellow", "failed": BAD}
 EXACT_BELOW_S = 10.0  # a short run is worth its decimals
 WIDE = 72  # columns inside the panel from which the two charts stand side by side
 WIDEST = 112  # a longer bar says nothing more
+GAP = 4  # columns between the two
 ASIDE = 2  # columns left free: the terminal's echo of ^C must not wrap and tear the view
 
 
@@ -167,11 +168,14 @@ def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
 def _charts(update: Update, width: int, height: int) -> RenderableType:
     side_by_side = width >= WIDE
     rows = max(1, min(10, height - 10 if side_by_side else (height - 11) // 2))
-    batches, time = view.batch_chart(update.snapshot, rows), view.time_chart(update.snapshot, rows)
+    time = view.time_chart(update.snapshot, rows)
+    if not update.snapshot.batches:  # the workload brings its own answers, or nothing was asked yet
+        return _chart(time, width)
+    batches = view.batch_chart(update.snapshot, rows)
     if not side_by_side:
         return Group(_chart(batches, width), _chart(time, width))
-    half = (width - 4) // 2
-    grid = Table.grid(padding=(0, 4, 0, 0))
+    half = (width - GAP) // 2
+    grid = Table.grid(padding=(0, GAP, 0, 0))
     grid.add_row(_chart(batches, half), _chart(time, half))
     return grid
 

@@ -144,14 +144,14 @@ def nvidia_smi() -> str:
 
 def _cache_folder() -> Finding:
     """Where compiled kernels are kept."""
-    folder = Path(os.environ.get("GPUINFER_CACHE_DIR") or platformdirs.user_cache_dir("gpuinfer"))
+    folder = Path(platformdirs.user_cache_dir("gpuinfer"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return Finding("cache", str(folder), "writable")
     except OSError as error:
-        cure = "set GPUINFER_CACHE_DIR to a folder of yours"
-        return Finding("cache", str(folder), f"{error.strerror}: every start compiles anew; {cure}", ok=False)
+        cure = "Set XDG_CACHE_HOME to a folder of yours."
+        return Finding("cache", str(folder), f"{error.strerror}: compiled kernels will not last. {cure}", ok=False)
 
 
 def _settings() -> Finding:

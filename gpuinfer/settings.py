@@ -23,7 +23,7 @@ from gpuinfer.options import Given, check, fields_of
 
 FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
-RESERVED = {"GPUINFER_CONFIG", "GPUINFER_CACHE_DIR"}  # variables that are no settings
+RESERVED = {"GPUINFER_CONFIG"}  # says where the file is, and is no setting itself
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
 
 Place = Callable[[tuple[str, ...]], str]  # where a path stands, for people

@@ -178,6 +178,12 @@ def test_the_live_view_shows_what_matters():
         assert words in shown
 
 
+def test_a_run_without_batches_shows_no_empty_chart_of_them():
+    shown = drawn(frame(update(snapshot=Snapshot(lanes=LANES)), {}, "selfplay", 100, 30), 100)
+    assert "where the time goes" in shown
+    assert "rows in a batch" not in shown
+
+
 @pytest.mark.parametrize(
     ("moment", "words"),
     [

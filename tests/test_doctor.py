@@ -17,7 +17,7 @@ BROKEN = {"error": "ImportError: libfoo. Reinstall torch (pip install --force-re
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     monkeypatch.setenv(registry.DISABLED, "")
-    monkeypatch.setenv("GPUINFER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -82,10 +82,10 @@ def test_no_gpu_is_a_fact_and_no_fault(monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_found(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GPUINFER_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
     finding = examined(monkeypatch)["cache"]
     assert not finding.ok
-    assert "set GPUINFER_CACHE_DIR" in finding.remark
+    assert "Set XDG_CACHE_HOME" in finding.remark
 
 
 def test_broken_settings_are_found_and_the_rest_still_examined(monkeypatch, tmp_path):
