@@ -1,6 +1,7 @@
 """The backend that runs the model in this process."""
 
 import asyncio
+import shutil
 import threading
 
 import numpy as np
@@ -126,6 +127,16 @@ async def test_the_event_loop_runs_on_while_the_model_does():
     await backend.close()
     assert [station for station, _ in names] == ["transfer", "forward", "transfer"]
     assert all(thread.startswith("gpuinfer-forward") for _, thread in names)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from inside torch.compile
+async def test_a_compiled_model_answers_the_same():
+    batch = [request(5, 1), request(20, 2)]
+    plain, compiled = await answers(batch), await answers(batch, compile=True)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
+        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
 
 
 @pytest.mark.parametrize(

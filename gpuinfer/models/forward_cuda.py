@@ -65,6 +65,7 @@ class CudaForward:
             slot_list = [Slot(chunk_rows, features, input_dtype, device) for _ in range(slots)]
             torch.cuda.synchronize(device)  # weights and buffers were made on the default stream
             self._shaped_like = self._warm_up(slot_list)
+            torch.cuda.empty_cache()  # the graphs have memory of their own; that of the first runs is free again
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in slot_list:
             self._free.put(slot)

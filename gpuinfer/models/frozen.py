@@ -82,6 +82,14 @@ class PackedAffine(Affine):
         return self._multiply_add(inputs, residual, self._packed, self.bias, "add")  # type: ignore[no-any-return]
 
 
+def unpack(module: nn.Module) -> None:
+    """Put plain products in the place of packed ones, which torch.compile cannot see into: it packs by itself."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, PackedAffine):
+                setattr(parent, name, Affine(child.weight, child.bias))
+
+
 class FrozenLayer(nn.Module):
     """A post-norm encoder layer over one token: attention is one matrix, feed-forward two."""
 

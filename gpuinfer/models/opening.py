@@ -15,6 +15,7 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.machine import cores
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
+from gpuinfer.models.frozen import unpack
 from gpuinfer.models.gauge import Gauge
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.memory import first_line
@@ -126,6 +127,7 @@ def cores_of(setup: Setup) -> int:
 
 def compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Through torch.compile, and tried out. Raises `UsageError` when that does not work here."""
+    unpack(module)
     fast: Any = torch.compile(module)
     try:
         with torch.inference_mode():

@@ -1,0 +1,201 @@
+"""On a CUDA device: the same promises as on the CPU, and what only a CUDA device has."""
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.models.bare import measure
+from gpuinfer.models.device import resolve_device
+from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.forward_cuda import CudaForward
+from gpuinfer.models.load import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FEATURES, ACTIONS, SEATS = 64, 20, 4
+NETWORKS = ["blobnet", "blobnet-small"]
+CUDA = torch.device("cuda", 0)
+
+
+def spec(name):
+    return ModelSpec(name, None, FEATURES, "uint8", {"actions": ACTIONS, "seats": SEATS})
+
+
+def on_cuda(module, dtype=torch.float32, chunk_rows=512, **changes):
+    known = {"device": CUDA, "dtype": dtype, "features": FEATURES, "input_dtype": torch.uint8}
+    return CudaForward(module, **known, chunk_rows=chunk_rows, **changes)
+
+
+def network(name, dtype=torch.float32, device=CUDA):
+    return build(spec(name), device=device, dtype=dtype, seed=3)
+
+
+def positions(rows, seed=0):
+    return np.random.default_rng(seed).integers(0, 2, (rows, FEATURES), dtype=np.uint8)
+
+
+def assert_alike(found, expected, tolerance):
+    for ours, theirs in zip(found, expected, strict=True):
+        for output, wanted in zip(ours, theirs, strict=True):
+            assert output.dtype == np.float32
+            np.testing.assert_allclose(output, wanted, atol=tolerance, rtol=0)
+
+
+BATCHES = [
+    pytest.param([1], id="one row"),
+    pytest.param([16], id="exactly a bucket"),
+    pytest.param([17], id="just over a bucket"),
+    pytest.param([5, 0, 100, 3], id="several blocks"),
+    pytest.param([512], id="the largest bucket"),
+    pytest.param([700, 900], id="more than the largest bucket"),
+]
+
+
+@pytest.mark.parametrize("sizes", BATCHES)
+@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_answers_are_those_of_the_cpu(name, graphs, sizes):
+    blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
+    expected = CpuForward(network(name, device=torch.device("cpu")), torch.float32)(blocks)
+    assert_alike(on_cuda(network(name), graphs=graphs)(blocks), expected, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_half_precision_answers_are_near_those_of_full_precision(name, dtype):
+    blocks = [positions(200)]
+    assert_alike(on_cuda(network(name, dtype), dtype)(blocks), on_cuda(network(name))(blocks), 0.1)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_graphs_answer_what_single_launches_do(name):
+    captured, launched = on_cuda(network(name)), on_cuda(network(name), graphs=False)
+    assert captured.graphs, "nothing was captured"
+    for rows in (1, 16, 40, 512):
+        assert_alike(captured([positions(rows)]), launched([positions(rows)]), 1e-5)
+
+
+def test_results_are_not_changed_by_later_batches():
+    forward = on_cuda(network("blobnet-small"))
+    kept = forward([positions(100, 1)])
+    copies = [tuple(output.copy() for output in result) for result in kept]
+    for seed in range(10):
+        forward([positions(100, seed)])
+    assert_alike(kept, copies, 0)
+
+
+def test_batches_in_flight_do_not_mix():
+    forward = on_cuda(network("blobnet-small"), slots=2)
+    expected = [forward([positions(300, seed)]) for seed in range(4)]
+    wrong = []
+
+    def ask(number):
+        for _ in range(50):
+            found = forward([positions(300, number)])
+            if not np.allclose(found[0][1], expected[number][0][1], atol=1e-5):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, dtype):
+    forward, everything = on_cuda(network(name, dtype), dtype, 128, fixed_shape=True), positions(300)
+    reference = np.concatenate(forward([everything])[0], axis=1)
+    numbers = np.random.default_rng(7)
+    for _ in range(20):
+        rows = numbers.integers(0, 300, numbers.integers(1, 300))
+        assert np.concatenate(forward([everything[rows]])[0], axis=1).tobytes() == reference[rows].tobytes()
+
+
+class Greedy(nn.Module):
+    """Wants more memory than there is for more than `most` rows."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def forward(self, x):
+        if len(x) > self.most:
+            torch.empty(1 << 46, dtype=torch.uint8, device=x.device)
+        return (x.sum(1, keepdim=True),)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+def test_out_of_memory_at_the_start_halves_the_step_once_and_goes_on(graphs, caplog):
+    with caplog.at_level(logging.WARNING, "gpuinfer"):
+        forward = on_cuda(Greedy(most=100), chunk_rows=400, graphs=graphs)
+    blocks = [positions(250), positions(33)]
+    assert_alike(forward(blocks), [(block.sum(1, keepdims=True, dtype=np.float32),) for block in blocks], 0)
+    assert forward.step.rows == 100
+    assert len([record for record in caplog.records if "out of memory" in record.message]) == 1
+
+
+def test_out_of_memory_later_halves_the_step_and_goes_on():
+    module = Greedy(most=400)
+    forward = on_cuda(module, chunk_rows=400, graphs=False)
+    module.most = 60
+    block = positions(390)
+    assert_alike(forward([block]), [(block.sum(1, keepdims=True, dtype=np.float32),)], 0)
+    assert forward.step.rows <= 60
+
+
+def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
+    with pytest.raises(BackendError, match="single row"):
+        on_cuda(Greedy(most=0), chunk_rows=4)
+
+
+class Asks(nn.Module):
+    """Looks at a number on the host, which no graph can."""
+
+    def forward(self, x):
+        return (x.sum(1, keepdim=True) if x.sum().item() >= 0 else x,)
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING, "gpuinfer"):
+        forward = on_cuda(Asks(), chunk_rows=32)
+    block = positions(20)
+    assert_alike(forward([block]), [(block.sum(1, keepdims=True, dtype=np.float32),)], 0)
+    assert "cannot be captured" in caplog.text
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_the_backend_serves_from_the_device(deterministic):
+    setup = Setup(spec("blobnet"), device="cuda", dtype="bfloat16", deterministic=deterministic)
+    backend = InProcess(setup, max_rows=1024)
+    await backend.start()
+    ((policy, values),) = await backend.infer([Request(positions(77), 77)])
+    device = backend.device()
+    await backend.close()
+    assert (policy.shape, values.shape) == ((77, ACTIONS), (77, SEATS))
+    assert device["name"] == torch.cuda.get_device_name(0)
+    assert device["allocated_mb"] > 0
+
+
+def test_the_roofline_is_measured_on_the_device():
+    found = measure(spec("blobnet-small"), device="cuda", dtype="float32", seed=0, cores=2, budget_s=0.5)
+    assert found.rows_per_s > 0
+    assert "CUDA graph" in found.arrangement
+
+
+def test_a_device_beyond_the_last_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match=r"this machine has cuda:0 \("):
+        resolve_device(f"cuda:{torch.cuda.device_count()}")
