@@ -115,6 +115,14 @@ class Snapshot:
         return cls(**{**wire, "lanes": tuple(wire["lanes"])})
 
 
+def merge_devices(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The processes share one device: its name and utilisation are the same for all, what each has taken adds up."""
+    known = [part for part in parts if part]
+    taken = {name for part in known for name in part if name.endswith("_mb")}
+    added = {name: sum(part.get(name, 0.0) for part in known) for name in taken}
+    return {**known[0], **added} if known else {}
+
+
 def merge(parts: Iterable[Snapshot]) -> Snapshot:
     """Add snapshots of several processes up."""
     parts = list(parts)
@@ -136,7 +144,7 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         waiting=sum(p.waiting for p in parts),
         lanes=tuple(lane for p in parts for lane in p.lanes),
         rss_peak_mb=sum(p.rss_peak_mb for p in parts),
-        device=next((p.device for p in parts if p.device), {}),
+        device=merge_devices(p.device for p in parts),
     )
 
 

@@ -158,6 +158,12 @@ def test_what_was_counted_since_is_what_was_added(sizes, more, early, late):
     assert math.isclose(difference.latency["total"], added.latency["total"], rel_tol=1e-6, abs_tol=1e-9)
 
 
+def test_processes_on_one_device_add_up_what_they_hold_of_it():
+    parts = [Snapshot(device={"name": "H200", "utilisation": 0.9, "reserved_mb": mb}) for mb in (10.0, 30.0)]
+    assert merge([Snapshot(), *parts]).device == {"name": "H200", "utilisation": 0.9, "reserved_mb": 40.0}
+    assert merge([Snapshot()]).device == {}
+
+
 def test_a_report_needs_no_torch():
     code = "import gpuinfer.run, gpuinfer.report, sys; gpuinfer.report.schema(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
