@@ -32,11 +32,11 @@ def check_backend(
     Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8.
     """
 
-    async def check(findings: list[Finding]) -> None:
+    def check(findings: list[Finding]) -> None:
         backends: list[Backend] = []
         findings.append(examine("builds", lambda: _fault_of_build(backend_factory, backends)))
         if findings[0].ok:
-            await _Examination(backends[0], make_payload, timeout_s, findings).run()
+            asyncio.run(_Examination(backends[0], make_payload, timeout_s, findings).run())
 
     return run_bounded(check, 12 * timeout_s)
 

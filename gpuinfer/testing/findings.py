@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,22 +52,16 @@ async def examine_async(name: str, check: Callable[[], Awaitable[str | None]], t
     return Finding(name, fault is None, fault or "")
 
 
-def run_bounded(check: Callable[[list[Finding]], Coroutine[Any, Any, None]], timeout_s: float) -> list[Finding]:
-    """Run `check` on an event loop of its own. Code that blocks the loop, so that no timeout can end it, is found."""
+def run_bounded(check: Callable[[list[Finding]], None], timeout_s: float) -> list[Finding]:
+    """What `check` finds within `timeout_s`, on a thread that is left behind if it hangs: no timeout ends such code."""
     findings: list[Finding] = []
-    thread = threading.Thread(target=lambda: asyncio.run(check(findings)), daemon=True, name="gpuinfer.testing")
+    thread = threading.Thread(target=check, args=(findings,), daemon=True, name="gpuinfer.testing")
     thread.start()
     thread.join(timeout_s)
-    known = list(findings)
-    if thread.is_alive():
-        known.append(
-            Finding(
-                "leaves the event loop free",
-                False,
-                f"blocked it for {timeout_s:g} s. Await instead of blocking, or use asyncio.to_thread.",
-            )
-        )
-    return known
+    if not thread.is_alive():
+        return findings
+    fault = f"did not come back within {timeout_s:g} s. Await instead of blocking, or use asyncio.to_thread."
+    return [*findings, Finding("never blocks", False, fault)]
 
 
 def check_options(plugin: Plugin) -> list[Finding]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable
 
 from gpuinfer.api import ModelSpec, Progress, Request, Result, Workload
 from gpuinfer.testing.fakes import FakeInfer
@@ -17,7 +18,7 @@ def check_workload(
 ) -> list[Finding]:
     """Every promise of `api.Workload`. It is only run when `answer` is given, which stands in for the model."""
 
-    async def check(findings: list[Finding]) -> None:
+    def check(findings: list[Finding]) -> None:
         workloads: list[Workload] = []
         findings.append(examine("builds", lambda: _fault_of_build(workload_factory, workloads)))
         if not findings[0].ok:
@@ -25,14 +26,21 @@ def check_workload(
         findings.extend(check_options(workloads[0]))
         findings.append(examine("names its model and processes", lambda: _fault_of_needs(workloads[0])))
         if answer is not None:
-            runs: dict[str, Callable[[], Awaitable[str | None]]] = {
-                "runs and tells how far it is": lambda: _fault_of_run(workload_factory(), answer, stop=False),
-                "ends soon when asked to stop": lambda: _fault_of_run(workload_factory(), answer, stop=True),
-            }
-            for name, run in runs.items():
-                findings.append(await examine_async(name, run, timeout_s))
+            asyncio.run(_run(workload_factory, answer, timeout_s, findings))
 
     return run_bounded(check, 3 * timeout_s)
+
+
+async def _run(
+    workload_factory: Callable[[], Workload],
+    answer: Callable[[Request], Result],
+    timeout_s: float,
+    findings: list[Finding],
+) -> None:
+    runs = {"runs and tells how far it is": False, "ends soon when asked to stop": True}
+    for name, stop in runs.items():
+        run = functools.partial(_fault_of_run, workload_factory, answer, stop=stop)
+        findings.append(await examine_async(name, run, timeout_s))
 
 
 def _fault_of_build(workload_factory: Callable[[], Workload], built: list[Workload]) -> str | None:
@@ -50,10 +58,12 @@ def _fault_of_needs(workload: Workload) -> str | None:
     return None
 
 
-async def _fault_of_run(workload: Workload, answer: Callable[[Request], Result], *, stop: bool) -> str | None:
+async def _fault_of_run(
+    workload_factory: Callable[[], Workload], answer: Callable[[Request], Result], *, stop: bool
+) -> str | None:
     infer = FakeInfer(answer)
     last: Progress | None = None
-    async for progress in workload.run(infer):
+    async for progress in workload_factory().run(infer):
         await asyncio.sleep(0)
         if fault := _fault_of_progress(last, progress):
             return fault

@@ -1,0 +1,387 @@
+"""Each promise, broken on purpose by a plugin that is otherwise in order: the kit must name that promise."""
+
+import asyncio
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from gpuinfer import api
+from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
+from gpuinfer.errors import UsageError
+from gpuinfer.testing import (
+    FakeInfer,
+    assert_ok,
+    check_backend,
+    check_package,
+    check_strategy,
+    check_workload,
+    run_virtual,
+)
+
+
+class Double(Backend):
+    """A backend in order: twice its input."""
+
+    limits = Limits(max_rows=16)
+
+    async def infer(self, batch):
+        return [2 * request.payload for request in batch]
+
+
+class Streaming(Double):
+    """In order too, though its answers come last request first."""
+
+    async def stream(self, batch):
+        for request in reversed(batch):
+            yield Event(request, "a part", last=False)
+            yield Event(request, 2 * request.payload)
+
+
+class Words(Double):
+    async def infer(self, batch):
+        return [request.payload.upper() for request in batch]
+
+
+class LoseOne(Double):
+    async def infer(self, batch):
+        return (await super().infer(batch))[: max(1, len(batch) - 1)]
+
+
+class Reverse(Double):
+    async def infer(self, batch):
+        return (await super().infer(batch))[::-1]
+
+
+class Narrow(Double):
+    async def infer(self, batch):
+        return [2 * request.payload[:1] for request in batch]
+
+
+class NotANumber(Double):
+    async def infer(self, batch):
+        return [np.full_like(request.payload, math.nan) for request in batch]
+
+
+class Overstated(Double):
+    async def infer(self, batch):
+        if sum(request.rows for request in batch) > 12:
+            raise MemoryError
+        return await super().infer(batch)
+
+
+class Hanging(Double):
+    async def infer(self, batch):
+        await asyncio.Event().wait()
+
+
+class Blocking(Double):
+    async def infer(self, batch):
+        time.sleep(1.0)  # noqa: ASYNC251 (the fault itself)
+        return await super().infer(batch)
+
+
+class NeverStarts(Double):
+    async def start(self):
+        raise OSError("no device")
+
+
+class NoLimits(Double):
+    limits = None
+
+
+class Unpicklable(Double):
+    def connect(self):
+        return lambda: self
+
+
+class CannotClose(Double):
+    async def close(self):
+        raise RuntimeError("still busy")
+
+
+class CannotCancel(Double):
+    def cancel(self, request):
+        raise KeyError(request)
+
+
+class SilentOptions(Double):
+    class Options(BaseModel):
+        speed: float = 1.0
+
+
+class StreamStops(Streaming):
+    async def stream(self, batch):
+        yield Event(batch[0], 2 * batch[0].payload)
+
+
+class OddStats(Double):
+    async def stats(self):
+        return {"requets": 1}
+
+
+@pytest.mark.parametrize("backend", [pytest.param(Double, id="plain"), pytest.param(Streaming, id="streaming")])
+def test_a_backend_in_order_passes(backend):
+    assert_ok(check_backend(backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "promise"),
+    [
+        pytest.param(LoseOne, "answers each request with its own rows", id="one result too few"),
+        pytest.param(Reverse, "answers in order", id="changed order"),
+        pytest.param(Narrow, "answers each request with its own rows", id="rows missing"),
+        pytest.param(NotANumber, "answers each request with its own rows", id="NaN"),
+        pytest.param(Overstated, "takes a batch as wide as its limits say", id="limits overstated"),
+        pytest.param(Hanging, "answers each request with its own rows", id="hangs"),
+        pytest.param(NeverStarts, "starts", id="does not start"),
+        pytest.param(NoLimits, "starts", id="no limits"),
+        pytest.param(Unpicklable, "connects from another process", id="connector that cannot be pickled"),
+        pytest.param(CannotClose, "closes", id="close raises"),
+        pytest.param(CannotCancel, "lets a request be cancelled", id="cancel raises"),
+        pytest.param(SilentOptions, "refuses unknown options", id="options dropped in silence"),
+        pytest.param(StreamStops, "answers each request with its own rows", id="stream ends early"),
+        pytest.param(OddStats, "tells its measurements", id="stats that are no snapshot"),
+        pytest.param(lambda: object(), "builds", id="no backend at all"),
+    ],
+)
+def test_a_broken_backend_is_caught(backend, promise):
+    assert promise in broken(check_backend(backend, timeout_s=0.2))
+
+
+def test_a_backend_that_blocks_the_event_loop_is_caught():
+    assert broken(check_backend(Blocking, timeout_s=0.01)) == {"never blocks"}
+
+
+def test_payloads_can_be_the_backends_own():
+    assert_ok(check_backend(Words, make_payload=lambda rows, seed: f"word {seed}"))
+
+
+class Eager(Strategy):
+    """A strategy in order: never waits."""
+
+    def cut_at(self, queue):
+        return queue.now
+
+
+class OutOfRange(Eager):
+    def cut_at(self, queue):
+        return queue.waiting[1].arrived
+
+
+class Greedy(Eager):
+    def select(self, queue):
+        return list(queue.waiting)
+
+
+class Empty(Eager):
+    def select(self, queue):
+        return []
+
+
+class Twice(Eager):
+    def select(self, queue):
+        return [queue.waiting[0], queue.waiting[0]]
+
+
+class Foreign(Eager):
+    def select(self, queue):
+        return [api.Request("mine")]
+
+
+class Never(Eager):
+    def cut_at(self, queue):
+        return queue.now if queue.rows >= queue.limits.max_rows else math.inf
+
+
+class Receding(Eager):
+    def cut_at(self, queue):
+        return queue.now + 1.0
+
+
+class Dice(Eager):
+    def cut_at(self, queue):
+        return queue.now + random.random()
+
+
+class WallClock(Eager):
+    def cut_at(self, queue):
+        return time.monotonic()
+
+
+class NoTime(Eager):
+    def cut_at(self, queue):
+        return math.nan
+
+
+class NoReason(Eager):
+    def reason(self, queue):
+        return "because"
+
+
+class Deaf(Eager):
+    def observe(self, batch):
+        raise ZeroDivisionError
+
+
+class Spoiled(Eager):
+    """In order until it has learned from a batch that took no time."""
+
+    rows = 1
+
+    def observe(self, batch):
+        self.rows = 0 if batch.seconds == 0.0 else 1
+
+    def select(self, queue):
+        return queue.waiting[: self.rows]
+
+
+def test_a_strategy_in_order_passes():
+    assert_ok(check_strategy(Eager))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "promise"),
+    [
+        pytest.param(OutOfRange, "answers cut_at with a time", id="reads beyond the last request"),
+        pytest.param(NoTime, "answers cut_at with a time", id="NaN for a time"),
+        pytest.param(Greedy, "selects waiting requests within the limits", id="too much"),
+        pytest.param(Empty, "selects waiting requests within the limits", id="nothing"),
+        pytest.param(Twice, "selects waiting requests within the limits", id="one request twice"),
+        pytest.param(Foreign, "selects waiting requests within the limits", id="a request of its own"),
+        pytest.param(NoReason, "selects waiting requests within the limits", id="a reason that is none"),
+        pytest.param(Never, "cuts in the end", id="waits for arrivals that may not come"),
+        pytest.param(Receding, "cuts in the end", id="always a little later"),
+        pytest.param(Dice, "answers the same queue the same way", id="rolls dice"),
+        pytest.param(WallClock, "reads no clock", id="reads a clock"),
+        pytest.param(Deaf, "observes", id="observe raises"),
+        pytest.param(Spoiled, "observes", id="breaks by what it learns"),
+        pytest.param(lambda: object(), "builds", id="no strategy at all"),
+    ],
+)
+def test_a_broken_strategy_is_caught(strategy, promise):
+    assert promise in broken(check_strategy(strategy))
+
+
+class Shunning(Eager):
+    """Good with any queue but those of the load: it cannot stand narrow backends that take two batches at once."""
+
+    def cut_at(self, queue):
+        return math.inf if queue.limits.in_flight == 2 else queue.now
+
+
+def test_a_strategy_that_starves_requests_is_caught_under_load():
+    assert broken(check_strategy(Shunning)) == {"serves every request of a random load"}
+
+
+class Looping(Eager):
+    def cut_at(self, queue):
+        time.sleep(1.0)
+        return queue.now
+
+
+def test_a_strategy_that_never_answers_is_caught():
+    assert broken(check_strategy(Looping, timeout_s=0.1)) == {"never blocks"}
+
+
+class Sums(Workload):
+    """A workload in order."""
+
+    async def run(self, infer):
+        with infer.client() as me:
+            for done in range(1, 6):
+                await infer(done, client=me)
+                yield Progress(done, total=5)
+                if infer.stopping.is_set():
+                    return
+
+
+class Endless(Sums):
+    async def run(self, infer):
+        done = 0
+        while True:
+            await infer(done)
+            done += 1
+            yield Progress(done)
+
+
+class Backwards(Sums):
+    async def run(self, infer):
+        for done in (3, 2):
+            await infer(done)
+            yield Progress(done)
+
+
+class Mute(Sums):
+    async def run(self, infer):
+        await infer(1)
+        for nothing in ():
+            yield nothing
+
+
+class OddModel(Sums):
+    def model(self):
+        return "blobnet"
+
+
+def test_a_workload_in_order_passes():
+    assert_ok(check_workload(Sums, answer=lambda request: request.payload))
+
+
+@pytest.mark.parametrize(
+    ("workload", "promise"),
+    [
+        pytest.param(Endless, "ends soon when asked to stop", id="deaf to stopping"),
+        pytest.param(Backwards, "runs and tells how far it is", id="progress that shrinks"),
+        pytest.param(Mute, "runs and tells how far it is", id="no progress at all"),
+        pytest.param(OddModel, "names its model and processes", id="a model that is no spec"),
+        pytest.param(lambda: object(), "builds", id="no workload at all"),
+    ],
+)
+def test_a_broken_workload_is_caught(workload, promise):
+    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=0.2))
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(UsageError, match="no installed package 'no-such-package'"):
+        check_package("no-such-package")
+
+
+def test_virtual_time_passes_without_waiting():
+    async def nap():
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.sleep(86_400.0)
+        return loop.time() - began
+
+    began = time.monotonic()
+    assert run_virtual(nap()) == 86_400.0
+    assert time.monotonic() - began < 3600.0
+
+
+def test_virtual_time_lets_threads_finish():
+    assert run_virtual(asyncio.to_thread(sum, [1, 2])) == 3
+
+
+def test_the_fake_infer_remembers_who_asked():
+    async def ask():
+        infer = FakeInfer(lambda request: request.payload + 1)
+        with infer.client() as me:
+            answer = await infer(1, rows=2, client=me, priority=api.Priority.HIGH)
+        return infer, answer
+
+    infer, answer = run_virtual(ask())
+    assert (answer, infer.requests[0].rows, infer.live) == (2, 2, set())
+
+
+def test_reasons_are_the_ones_of_the_report():
+    assert {reason.value for reason in Reason} == {
+        "full", "deadline", "waited", "clients", "gain", "cap", "free", "drain",
+    }  # fmt: skip
+
+
+def broken(findings):
+    return {finding.name for finding in findings if not finding.ok}
