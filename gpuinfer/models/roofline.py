@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -74,6 +75,7 @@ def unpacked(message: dict[str, Any]) -> Roofline:
 
 def answer(line: Connection, spec: ModelSpec, arguments: dict[str, Any]) -> None:
     """The child: one message, the roofline or what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C reaches it too: end in silence, the parent speaks
     line.send_bytes(msgpack.packb(outcome(spec, arguments)))
 
 
