@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from gpuinfer.models.memory import is_out_of_memory
 
 CPU_SIZES = tuple(64 << doubling for doubling in range(7))  # 64 to 4,096 rows
 CUDA_SIZES = tuple(256 << doubling for doubling in range(9))  # 256 to 65,536 rows
-WORTH = 1.02  # a gain below this is noise
+WORTH = 1.03  # a gain below this is noise
 STALE = 2  # doublings without a gain that end an arrangement
 COARSE_SHARE = 0.5  # of the budget, for finding the best; the rest measures the best two well
 FINAL_ROUNDS = 2
@@ -104,17 +104,20 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
 
 
 def search(rate: Rate, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Candidate:
-    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn."""
+    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn.
+
+    The rate is the best one seen; the batch is the smallest that comes as near to it as noise lets one tell.
+    """
     coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
     found = [c for arrangement in arrangements for c in climb(rate, arrangement, sizes, coarse_s)]
-    finalists = sorted(found, key=lambda candidate: candidate.rate, reverse=True)[:2]
+    finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
     rounds = [
         Candidate(c.arrangement, c.rows, rate(c.arrangement, c.rows, final_s))
         for _ in range(FINAL_ROUNDS)
         for c in finalists
     ]
-    return fastest(rounds)
+    return replace(smallest_of_the_best(rounds), rate=fastest(rounds).rate)
 
 
 def climb(rate: Rate, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:
@@ -127,6 +130,11 @@ def climb(rate: Rate, arrangement: Arrangement, sizes: Iterable[int], seconds: f
         if stale == STALE:
             break
     return found
+
+
+def smallest_of_the_best(candidates: Sequence[Candidate]) -> Candidate:
+    best = fastest(candidates).rate
+    return min((c for c in candidates if c.rate * WORTH >= best), key=lambda candidate: candidate.rows)
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate:
