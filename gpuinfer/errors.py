@@ -1,19 +1,19 @@
 """Every error that gpuinfer raises on purpose.
 
-    GpuinferError                 a message for people that ends with the cure; `exit_code` says how the command ends
-    ├── UsageError         (2)    bad flags, settings, names, files
-    │   ├── UnknownName           no plugin, model or option of that name; the nearest is suggested
-    │   └── PluginError           a plugin that cannot be imported, or two that offer one name
-    └── WorkError          (1)    the work itself failed
-        ├── RequestError          one request failed; its neighbours did not
-        │   ├── QueueFull         refused at once: the bounded queue is full
-        │   ├── Expired           its deadline passed before it cost anything
-        │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
-        ├── BackendError          the backend raised; only its batch failed
-        │   └── BackendDied       the backend is gone
-        ├── StrategyError         the strategy raised or chose what it may not
-        ├── WorkerDied            a worker process ended before its work did
-        └── Closed                the engine was closed first
+GpuinferError                 a message for people that ends with the cure; `exit_code` says how the command ends
+├── UsageError         (2)    bad flags, settings, names, files
+│   ├── UnknownName           no plugin, model or option of that name; the nearest is suggested
+│   └── PluginError           a plugin that cannot be imported, or two that offer one name
+└── WorkError          (1)    the work itself failed
+    ├── RequestError          one request failed; its neighbours did not
+    │   ├── QueueFull         refused at once: the bounded queue is full
+    │   ├── Expired           its deadline passed before it cost anything
+    │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
+    ├── BackendError          the backend raised; only its batch failed
+    │   └── BackendDied       the backend is gone
+    ├── StrategyError         the strategy raised or chose what it may not
+    ├── WorkerDied            a worker process ended before its work did
+    └── Closed                the engine was closed first
 """
 
 from __future__ import annotations
