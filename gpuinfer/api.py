@@ -144,6 +144,8 @@ class Progress:
     done: int
     total: int | None = None
     unit: str = "rows"
+    before: int = 0  # of `done`, by an earlier run: no part of this run's pace
+    begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
     counts: Mapping[str, float] = field(default_factory=dict)  # games, simulations, evaluations, … for the rates
     facts: Mapping[str, float] = field(default_factory=dict)  # rows_outstanding, workers, … for the verdict; no rates
     note: str = ""  # what is going on, when it is not the work itself

@@ -124,9 +124,10 @@ def done_of(update: Update) -> str:
 def left_of(update: Update) -> str:
     """The time left at the average pace; empty while nobody can tell."""
     progress = update.progress
-    if not progress.total or not progress.done or update.elapsed_s <= 0:
+    worked = progress.done - progress.before + progress.begun
+    if not progress.total or worked <= 0 or update.elapsed_s <= 0:
         return ""
-    return f"{duration((progress.total - progress.done) * update.elapsed_s / progress.done)} left"
+    return f"{duration((progress.total - progress.before - worked) * update.elapsed_s / worked)} left"
 
 
 def rates_of(rates: Mapping[str, float]) -> list[str]:

@@ -49,6 +49,12 @@ class Arena:
         """Games that no slot has taken yet."""
         return int(self.counters[arrays.END] - self.counters[arrays.NEXT])
 
+    @property
+    def begun(self) -> float:
+        """The games under way as shares of the longest possible one, added up."""
+        busy = self._games.game != arrays.IDLE
+        return float(self._games.moves[busy].sum()) / self.game.max_moves
+
     def spare(self, busy: int) -> int:
         """How many more games to queue: for each free slot one, and a few so that none waits for the next round."""
         ahead = max(1, self.slots // 16) if self.search.evaluator == arrays.NETWORK else 4 * self.slots

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import tempfile
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import llvmlite
 import numba
@@ -23,6 +25,7 @@ import platformdirs
 from gpuinfer.errors import UsageError
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
+FROZEN = (bool, int, float, str, tuple, np.generic)
 SEARCH = Path(__file__).with_name("search.py")
 
 
@@ -56,35 +59,38 @@ def is_cached(rules_name: str) -> bool:
 
 
 def cache_folder(rules: ModuleType) -> Path:
-    """A folder named by the source of search and rules and by the compiler's versions; a temporary one if need be."""
+    """A folder named by all that the compiled code is made from; a temporary one if need be."""
     digest = hashlib.sha256()
     for part in (numba.__version__, llvmlite.__version__, np.__version__, rules.__name__):
         digest.update(part.encode())
-    for file in sorted({str(SEARCH), *source_files(rules)}):
-        digest.update(Path(file).read_bytes())
+    for source in sources(rules):
+        digest.update(source)
     for root in (
         Path(platformdirs.user_cache_dir("gpuinfer")),
         Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}",
     ):
         folder = root / "kernels" / digest.hexdigest()[:16]
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            continue
-        if is_ours(folder):
+        if make_ours(root) and make_ours(folder.parent) and make_ours(folder):
             return folder
     raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether nobody else can have put code there: cached code is run as it is found."""
-    status = folder.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+def make_ours(folder: Path) -> bool:
+    """Make the folder if need be; whether nobody else can have put code there: cached code is run as it is found."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        status = folder.stat()
+        owners = {status.st_uid, folder.lstat().st_uid}  # of the folder, and of a link that leads there
+    except OSError:
+        return False
+    return owners == {os.getuid()} and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
 
 
-def source_files(rules: ModuleType) -> set[str]:
-    """The files of all compiled functions that the rules reach."""
-    files: set[str] = {str(SEARCH.with_name("arrays.py"))}
+def sources(rules: ModuleType) -> list[bytes]:
+    """The files of all compiled functions that the rules reach, and the constants that Numba freezes into them."""
+    files = {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py")}
+    constants: set[bytes] = set()
     pending: list[FunctionType] = [getattr(rules, name).py_func for name in FUNCTIONS]
     seen: set[FunctionType] = set()
     while pending:
@@ -93,8 +99,23 @@ def source_files(rules: ModuleType) -> set[str]:
             continue
         seen.add(function)
         files.add(function.__code__.co_filename)
-        for name in function.__code__.co_names:
-            reached = getattr(function.__globals__.get(name), "py_func", None)
-            if reached is not None:
-                pending.append(reached)
-    return files
+        used = inspect.getclosurevars(function)
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            if isinstance(value, ModuleType):
+                files |= file_of(value)
+                pending += [found.py_func for found in attributes(value, function) if hasattr(found, "py_func")]
+            elif hasattr(value, "py_func"):
+                pending.append(value.py_func)
+            elif isinstance(value, (*FROZEN, np.ndarray)):
+                constants.add(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
+    return [Path(file).read_bytes() for file in sorted(files)] + sorted(constants)
+
+
+def attributes(module: ModuleType, function: FunctionType) -> list[Any]:
+    """What the function may mean by `module.name`."""
+    return [getattr(module, name) for name in function.__code__.co_names if hasattr(module, name)]
+
+
+def file_of(module: ModuleType) -> set[str]:
+    file = getattr(module, "__file__", None) or ""
+    return {file} if file.endswith(".py") else set()

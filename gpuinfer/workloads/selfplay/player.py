@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,16 +30,34 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     game = games.build(arguments["game"], arguments["game_options"])
     if not kernels.is_cached(game.rules):
         await channel.send({"note": "compiling the search kernels (first run)"})
-    arenas = await asyncio.to_thread(_prepare, game, arguments)
-    await channel.send({"ready": True})
+    slots = blocks(arguments["slots"], arguments["search"], infer.limits.max_rows if arguments["network"] else None)
+    arenas = await asyncio.to_thread(_prepare, game, slots, arguments)
+    await channel.send({"ready": slots})
     await Round(arenas, infer, channel, arguments).play()
 
 
-def _prepare(game: Game, arguments: Mapping[str, Any]) -> list[Arena]:
+def blocks(slots: int, search: Mapping[str, Any], max_rows: int | None) -> list[int]:
+    """The slots of each arena: two halves that alternate, or more when a half would not fit into one batch.
+
+    One arena where no model is asked (`max_rows` None). Raises UsageError when a single game does not fit.
+    """
+    if max_rows is None or slots == 1:
+        count = 1
+    else:
+        count = max(2, math.ceil(slots / max(1, max_rows // search["determinizations"])))
+    if max_rows is not None and search["determinizations"] > max_rows:
+        raise UsageError(
+            f"a game asks for {search['determinizations']} rows at once, one for each determinization, and a batch "
+            f"holds {max_rows}. Try --determinizations {max_rows}, or a larger batch."
+        )
+    return [slots // count + (index < slots % count) for index in range(count)]
+
+
+def _prepare(game: Game, slots: Sequence[int], arguments: Mapping[str, Any]) -> list[Arena]:
     """The arenas, with the kernels compiled or loaded."""
     search = arrays.Search(**arguments["search"])
     module: ModuleType = kernels.load(game.rules)
-    arenas = [Arena(game, module, search, slots) for slots in arguments["slots"]]
+    arenas = [Arena(game, module, search, count) for count in slots]
     arenas[0].play()  # with no games queued: compiles, and does nothing
     return arenas
 
@@ -50,7 +69,7 @@ class Round:
         self._arenas, self._infer, self._channel = arenas, infer, channel
         self._queue: deque[int] = deque()
         self._more = True  # the parent may have more games
-        self._asked = False
+        self._asked = True  # the first games come unasked
         self._arrived = asyncio.Event()
         self._lane = infer.lane("search")
         self._writer = Writer(Path(arguments["out"]), infer) if arguments["out"] else None
@@ -155,7 +174,10 @@ class Round:
     def _counts(self) -> dict[str, Any]:
         total = np.sum([arena.counters for arena in self._arenas], axis=0)
         names = {"games": arrays.FINISHED, "simulations": arrays.SIMULATIONS, "evaluations": arrays.EVALUATIONS}
-        return {"counts": {name: int(total[index]) for name, index in names.items()}}
+        return {
+            "counts": {name: int(total[index]) for name, index in names.items()},
+            "begun": sum(arena.begun for arena in self._arenas),
+        }
 
 
 class Writer:

@@ -13,12 +13,17 @@ exactly one shard, with all its rows; moves without a choice have no row.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from gpuinfer.errors import UsageError, WorkError
 
 SCHEMA = "gpuinfer.records/1"
 MANIFEST = "manifest.json"
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 log = logging.getLogger(__name__)
 
@@ -37,38 +43,63 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._release: Callable[[], object] = lambda: None
 
     def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
-        """Claim the folder for these settings; the games that it holds already.
+        """Claim the folder for these settings, until `close` or the end of this object; the games that it holds already.
 
         `settings` are those that decide how a game goes. Raises UsageError when there are records and `resume` is not
-        set, or when they were made with other settings.
+        set, when they were made with other settings, or when another run is writing here.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            found = self._manifest()
-            if found is None:
-                if any(self.shards()):
-                    raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
-                self._write_manifest({"schema": SCHEMA, "settings": dict(settings)})
-                return set()
-            if not resume:
-                raise UsageError(
-                    f"{self.path} holds records already. Add --resume to go on with them, or give another --out."
-                )
-            refuse_difference(self.path, found["settings"], json.loads(json.dumps(dict(settings))))
-            self._remove_torn()
-            return self.finished()
+            with contextlib.ExitStack() as if_refused:
+                self._claim()
+                if_refused.callback(lambda: self._release())
+                finished = self._go_on(json.loads(json.dumps(dict(settings))), resume)
+                if_refused.pop_all()
+            return finished
         except OSError as error:
             raise UsageError(
                 f"{self.path} cannot be written: {error.strerror}. Give another folder with --out."
             ) from error
 
+    def _claim(self) -> None:
+        """Lock the folder: two runs that write to it at once would play the same games."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path} is in use by another run. Wait for it, or give another --out.") from None
+        except OSError as error:
+            log.info("%s: no locks on this file system (%s)", self.path, error)
+
+    def _go_on(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
+        found = self._manifest()
+        if found is None:
+            if any(self.shards()):
+                raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
+            self._write_manifest({"schema": SCHEMA, "settings": settings})
+            return set()
+        if not resume:
+            raise UsageError(
+                f"{self.path} holds records already. Add --resume to go on with them, or give another --out."
+            )
+        refuse_difference(self.path, found["settings"], settings)
+        self._remove_torn()
+        return self.finished()
+
     def close(self, games: int) -> None:
-        """Note in the manifest what there is."""
+        """Note in the manifest what there is, and let others in. Raises WorkError when it cannot be written."""
         manifest = self._manifest() or {}
         shards = [shard.name for shard in sorted(self.shards())]
-        self._write_manifest({**manifest, "games": games, "shards": shards})
+        try:
+            self._write_manifest({**manifest, "games": games, "shards": shards})
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        finally:
+            self._release()
 
     def shards(self) -> Iterator[Path]:
         return self.path.glob("shard-*.npz")
@@ -78,9 +109,8 @@ class Folder:
         games: set[int] = set()
         for shard in self.shards():
             try:
-                with np.load(shard, allow_pickle=False) as arrays:
-                    games.update(arrays["finished"].tolist())
-            except (OSError, ValueError, KeyError, EOFError) as error:
+                games.update(_finished(shard))
+            except UNREADABLE as error:
                 log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
                 shard.rename(shard.with_suffix(".broken"))
         return games
@@ -91,32 +121,32 @@ class Folder:
         torn = path.with_suffix(".tmp")
         try:
             with torn.open("xb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
+                np.savez(file, **arrays)  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
                 file.flush()
                 os.fsync(file.fileno())
             torn.rename(path)
             _sync_folder(self.path)
         except OSError as error:
             torn.unlink(missing_ok=True)
-            cure = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
-            raise WorkError(
-                f"records cannot be written to {self.path}: {error.strerror}. What was finished before is kept. "
-                f"{cure}, then run again with --resume."
-            ) from error
+            raise unwritable(self.path, error) from error
         return path
 
     def _manifest(self) -> dict[str, Any] | None:
         try:
-            manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+            manifest: Any = json.loads((self.path / MANIFEST).read_text())
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"{self.path / MANIFEST} is not JSON ({error}). Give another folder with --out."
             ) from error
-        if manifest.get("schema") != SCHEMA or not isinstance(manifest.get("settings"), dict):
+        if (
+            not isinstance(manifest, dict)
+            or manifest.get("schema") != SCHEMA
+            or not isinstance(manifest.get("settings"), dict)
+        ):
             raise UsageError(f"{self.path / MANIFEST} is not of schema {SCHEMA}. Give another folder with --out.")
-        return manifest
+        return dict(manifest)
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         torn = self.path / f"{MANIFEST}.tmp"
@@ -132,6 +162,14 @@ class Folder:
             torn.unlink()
 
 
+def unwritable(path: Path, error: OSError) -> WorkError:
+    cure = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+    return WorkError(
+        f"records cannot be written to {path}: {error.strerror}. What was finished before is kept. "
+        f"{cure}, then run again with --resume."
+    )
+
+
 def refuse_difference(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises UsageError that shows what differs."""
     different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
@@ -144,6 +182,16 @@ def refuse_difference(path: Path, found: Mapping[str, Any], wanted: Mapping[str,
 def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Several collections of finished games as one."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _finished(shard: Path) -> list[int]:
+    """The games in a shard, all of whose bytes are as they were written. Raises one of UNREADABLE."""
+    with zipfile.ZipFile(shard) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"{damaged} is damaged")
+    with np.load(shard, allow_pickle=False) as arrays:
+        games: list[int] = arrays["finished"].tolist()
+    return games
 
 
 def _sync_folder(path: Path) -> None:

@@ -285,9 +285,7 @@ def absorb(search, games, trees, work, logits, values, slot, tree):
             seat = node.mover + k
             seats[seat if seat < players else seat - players] = values[row, k]
     else:
-        prior = np.float32(1.0) / np.float32(node.count)
-        for k in range(node.count):
-            trees.edges[tree, base + k].prior = prior
+        set_equal_priors(trees, tree, base, node.count)
         copy(seats, trees.values[tree])
     if leaf == 0 and search.noise > 0.0:
         share = np.float32(search.noise)
@@ -300,11 +298,21 @@ def absorb(search, games, trees, work, logits, values, slot, tree):
 
 
 @inlined
+def set_equal_priors(trees, tree, base, count):
+    prior = np.float32(1.0) / np.float32(count)
+    for k in range(count):
+        trees.edges[tree, base + k].prior = prior
+
+
+@inlined
 def set_priors(trees, logits, tree, base, count):
-    """Softmax over the legal actions."""
+    """Softmax over the legal actions. When all of them have -inf, none is better than another."""
     highest = np.float32(-np.inf)
     for k in range(count):
         highest = max(highest, logits[trees.edges[tree, base + k].action])
+    if highest == -np.inf:
+        set_equal_priors(trees, tree, base, count)
+        return
     total = np.float32(0.0)
     for k in range(count):
         edge = trees.edges[tree, base + k]

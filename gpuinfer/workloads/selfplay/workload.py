@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gpuinfer import machine
-from gpuinfer.api import Infer, ModelSpec, Options, Progress, Setup, Workers, Workload
+from gpuinfer import api, machine
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workers, Workload
 from gpuinfer.errors import UsageError, WorkerDied
 from gpuinfer.workloads.selfplay import games
 from gpuinfer.workloads.selfplay.records import Folder
@@ -26,7 +26,7 @@ MOST_CUDA_WORKERS = 8
 class SelfPlay(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
 
-    class Options(Options):
+    class Options(api.Options):
         game: str = Field("blob", description="the game, or module:Class", json_schema_extra={"kind": "games"})
         players: int | None = Field(None, description="players at the table [blob: 4]")
         cards: int | None = Field(None, description="cards dealt to each player [blob: 5]")
@@ -94,8 +94,8 @@ class SelfPlay(Workload):
         return self.options.determinizations or (3 if self.game.hidden else 1)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        """Messages to a worker: {games: [numbers], more: are there others}. From it: {ready}, {need: how many games},
-        {counts: {games, simulations, evaluations}}, and at its end {ended, counts}.
+        """Messages to a worker: {games: [numbers], more: are there others}. From it: {ready: slots of each block},
+        {need: how many games}, {counts: {games, simulations, evaluations}, begun}, and the same with {ended}.
         """
         folder = Folder(self.options.out) if self.options.out else None
         finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
@@ -120,6 +120,7 @@ class SelfPlay(Workload):
                 "game_options": self._game_options,
                 "search": self.search(),
                 "slots": self.slots(infer, workers, left),
+                "network": self.evaluator == "network",
                 "out": str(self.options.out) if self.options.out else None,
             }
             for _ in range(workers)
@@ -136,19 +137,16 @@ class SelfPlay(Workload):
             "record": self.options.out is not None,
         }
 
-    def slots(self, infer: Infer, workers: int, left: int) -> list[int]:
-        """How many games a worker has in flight, in each of its arenas: two that alternate when there is a network."""
+    def slots(self, infer: Infer, workers: int, left: int) -> int:
+        """How many games a worker has in flight: with a network, two blocks of the best batch size."""
         if self.options.games_in_flight is not None:
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
             rows = infer.roofline.at_rows if infer.roofline else ROWS_WITHOUT_ROOFLINE
-            share = 2 * math.ceil(rows / self.determinizations)
+            share = 2 * max(1, rows // self.determinizations)
         else:
             share = CACHED_BYTES // (self.determinizations * self.tree_bytes)
-        share = max(1, min(share, math.ceil(left / workers)))
-        if self.evaluator != "network" or share == 1:
-            return [share]
-        return [math.ceil(share / 2), share // 2]
+        return max(1, min(share, math.ceil(left / workers)))
 
     @property
     def tree_bytes(self) -> int:
@@ -180,6 +178,8 @@ class Match:
         self._total, self._before = total, len(finished)
         self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
         self._counts: list[Mapping[str, int]] = [{} for _ in arguments]
+        self._begun = [0.0] * len(arguments)
+        self._slots: dict[int, list[int]] = {}  # of each block, by worker
         self._ended: set[int] = set()
 
     @property
@@ -187,14 +187,13 @@ class Match:
         return self._before + sum(counts.get("games", 0) for counts in self._counts)
 
     async def follow(self, workers: Workers) -> AsyncIterator[Progress]:
-        waiting = set(range(len(self.arguments)))  # not ready yet
         async for worker, message in workers:
             if message is None:
                 if worker not in self._ended:
                     raise WorkerDied(lost(worker, self.arguments[worker]["out"]))
             elif "ready" in message:
-                waiting.discard(worker)
-                if not waiting:
+                self._slots[worker] = message["ready"]
+                if self.all_ready:
                     yield self.progress()  # the run's clock starts
                     await self._deal(workers)
                 else:
@@ -204,17 +203,21 @@ class Match:
             elif "note" in message:
                 yield self.progress(message["note"], setup=True)
             else:
-                self._counts[worker] = message["counts"]
+                self._counts[worker], self._begun[worker] = message["counts"], message["begun"]
                 if "ended" in message:
                     self._ended.add(worker)
-                if not waiting:
+                if self.all_ready:
                     yield self.progress()
+
+    @property
+    def all_ready(self) -> bool:
+        return len(self._slots) == len(self.arguments)
 
     async def _deal(self, workers: Workers) -> None:
         """The first games: as many as fit, in equal shares."""
         for worker, arguments in enumerate(self.arguments):
             share = math.ceil(self.left / (len(self.arguments) - worker))
-            await self._give(workers, worker, min(sum(arguments["slots"]), share))
+            await self._give(workers, worker, min(arguments["slots"], share))
 
     async def _give(self, workers: Workers, worker: int, games: int) -> None:
         given = list(itertools.islice(self._ids, games))
@@ -229,6 +232,8 @@ class Match:
             done=self.done,
             total=self._total,
             unit="games",
+            before=self._before,
+            begun=sum(self._begun),
             counts=counts,
             facts=self.facts(),
             note=note,
@@ -236,13 +241,12 @@ class Match:
         )
 
     def facts(self) -> dict[str, float]:
-        slots = [slots for arguments in self.arguments for slots in arguments["slots"]]
-        trees = self.arguments[0]["search"]["determinizations"]
+        slots = sum(arguments["slots"] for arguments in self.arguments)
         return {
             "workers": len(self.arguments),
-            "blocks": len(self.arguments[0]["slots"]),
-            "games_in_flight": sum(slots),
-            "rows_outstanding": trees * sum(slots),
+            "blocks": max((len(blocks) for blocks in self._slots.values()), default=1),
+            "games_in_flight": slots,
+            "rows_outstanding": slots * self.arguments[0]["search"]["determinizations"],
         }
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from gpuinfer.api import Options, Setup
+from gpuinfer import api
+from gpuinfer.api import Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay.game import Game
 
@@ -19,7 +20,7 @@ SCORINGS = ("blob", "oh-hell")
 class Blob(Game):
     """One hand, from the deal to the last trick. Seat 0 is left of the dealer: it bids first and leads first."""
 
-    class Options(Options):
+    class Options(api.Options):
         players: int = Field(4, ge=3, le=7, description="players at the table")
         cards: int = Field(5, ge=1, le=13, description="cards dealt to each player")
         trump: Literal["turned", "clubs", "diamonds", "hearts", "spades", "none"] = Field(
