@@ -46,7 +46,7 @@ class Folder:
         self._release: Callable[[], object] = lambda: None
 
     def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
-        """Claim the folder for these settings, until `close` or the end of this object; the games that it holds already.
+        """Claim the folder for these settings, until `close` or the end of this object; the games that it holds.
 
         `settings` are those that decide how a game goes. Raises UsageError when there are records and `resume` is not
         set, when they were made with other settings, or when another run is writing here.
