@@ -1,0 +1,179 @@
+"""The search plays well: the best move where it is known, and more points than random players."""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from boards import holds, wins_in
+from counts import counts
+from matches import Thinker, arena_of, played
+from table import Table, blob_table, card
+
+from gpuinfer.workloads.selfplay.games.blob import Blob
+from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from nim import Nim
+
+
+@pytest.mark.parametrize(
+    ("columns", "best"),
+    [
+        pytest.param("060601", {0}, id="win at once, up a column"),
+        pytest.param("304152", {6}, id="win at once, along the row"),
+        pytest.param("06060", {0}, id="block a column"),
+        pytest.param("2625", {1, 3, 4}, id="keep the row open"),
+        pytest.param("3322", {1, 4}, id="win in two: three in a row with both ends free"),
+        pytest.param("362", {1, 4}, id="see the same coming and stop it"),
+    ],
+)
+def test_connect_four_is_played_well(columns, best):
+    table = Table(ConnectFour())
+    table.play(*map(int, columns))
+    visits = Thinker(table.game, determinizations=1, simulations=3000).think(table.state)
+    assert int(visits.argmax()) in best
+    assert visits[list(best)].sum() > 0.7
+
+
+@pytest.mark.parametrize("count", counts(12, 300))
+def test_forced_wins_of_three_and_five_plies_are_found(count):
+    moves, game = random.Random(5), ConnectFour()
+    thinker = Thinker(game, determinizations=1, simulations=8000)
+    found = asked = 0
+    while asked < count:
+        table = Table(game)
+        for _ in range(moves.randrange(4, 24)):
+            if not table.over:
+                table.play(moves.choice(table.legal()))
+        if table.over or len(table.legal()) < 2 or wins_in(table, 1):
+            continue
+        winning = wins_in(table, 5)
+        if 0 < len(winning) < len(table.legal()):
+            asked += 1
+            chosen = int(thinker.think(table.state).argmax())
+            found += chosen in winning or chosen in wins_in(table, 7)  # a longer way is a way
+    assert found >= 0.95 * count
+
+
+@pytest.mark.parametrize("count", counts(12, 300))
+def test_threats_are_met(count):
+    """Where some moves lose within two of the other's turns and some do not, one of the latter is chosen."""
+    moves, game = random.Random(6), ConnectFour()
+    thinker = Thinker(game, determinizations=1, simulations=8000)
+    held = asked = 0
+    while asked < count:
+        table = Table(game)
+        for _ in range(moves.randrange(4, 24)):
+            if not table.over:
+                table.play(moves.choice(table.legal()))
+        if table.over or len(table.legal()) < 2 or wins_in(table, 1):
+            continue
+        safe = holds(table, 3)
+        if 0 < len(safe) < len(table.legal()):
+            asked += 1
+            held += int(thinker.think(table.state).argmax()) in safe
+    assert held >= 0.95 * count
+
+
+def test_nim_is_played_as_bouton_solved_it():
+    """A position is lost for the one to move exactly when the heaps' exclusive or is 0 (Bouton 1901)."""
+    game = Nim(None, largest=3)
+    thinker = Thinker(game, determinizations=1, simulations=4000)
+    for heaps in product((1, 2, 3), repeat=3):
+        if not heaps[0] ^ heaps[1] ^ heaps[2]:
+            continue
+        table = Table(game)
+        table.state[1:4] = heaps
+        heap, taken = divmod(int(thinker.think(table.state).argmax()), 3)
+        left = list(heaps)
+        left[heap] -= taken + 1
+        assert left[0] ^ left[1] ^ left[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("hand", "bid"),
+    [
+        pytest.param("Ah", 1, id="the ace of trumps wins for certain"),
+        pytest.param("Kh", 1, id="so does the king, but for one card"),
+        pytest.param("2c", 0, id="the lowest card, led, hardly ever"),
+        pytest.param("2h", 0, id="the lowest trump loses to any of twelve cards, and most of the deck beats none"),
+    ],
+)
+def test_one_card_of_blob_is_bid_on_its_chances(hand, bid):
+    others = [[card("3c")], [card("4d")], [card("5s")], [card("6s")], [card("7d")], [card("8c")]]
+    table = blob_table([[card(hand)], *others], trump="hearts")
+    visits = Thinker(table.game, determinizations=200, simulations=30).think(table.state)
+    assert visits[:2].argmax() == bid
+
+
+@pytest.mark.parametrize(
+    ("bid", "best"),
+    [
+        pytest.param(0, "2c", id="none: duck"),
+        pytest.param(2, "Kc", id="two: take this one first"),
+    ],
+)
+def test_the_last_to_play_ducks_or_wins_as_it_has_bid(bid, best):
+    table = blob_table([[card("5c"), card("8d")], [card("9c"), card("9d")], [card("Kc"), card("2c")]], trump="none")
+    table.play(0, 1, bid)
+    table.play(card("5c"), card("9c"))
+    visits = Thinker(table.game, determinizations=50, simulations=50).think(table.state)
+    assert int(visits.argmax()) == card(best)
+    assert visits[card(best)] > 0.7
+
+
+def advantage(game, options, deals):
+    """By deal: what the search makes, in each seat in turn, above the mean of its random opponents in that game."""
+    thinker, moves, gained = Thinker(game, **options), random.Random(1), []
+    for number in range(deals):
+        margins = []
+        for seat in range(game.seats):
+            table = Table(game, 2, number)
+            while not table.over:
+                legal = table.legal()
+                thinks = table.mover == seat and len(legal) > 1
+                table.play(int(thinker.think(table.state).argmax()) if thinks else moves.choice(legal))
+            returns = table.returns()
+            others = (sum(returns) - returns[seat]) / (game.seats - 1)
+            margins.append(returns[seat] - others)
+        gained.append(np.mean(margins))
+    return np.array(gained)
+
+
+@pytest.mark.parametrize(
+    ("game", "options", "margin"),
+    [
+        pytest.param(Blob(), {"determinizations": 3, "simulations": 30}, 0.2, id="blob"),
+        pytest.param(Blob(None, players=3, scoring="oh-hell"), {"simulations": 30}, 0.08, id="three at oh hell"),
+        pytest.param(ConnectFour(), {"determinizations": 1, "simulations": 100}, 1.6, id="connect four"),
+    ],
+)
+@pytest.mark.parametrize("deals", counts(40, 1000))
+def test_the_search_beats_random_players(game, options, margin, deals):
+    gained = advantage(game, options, deals)
+    error = gained.std(ddof=1) / np.sqrt(len(gained))
+    assert gained.mean() - 1.96 * error > margin
+
+
+def test_more_simulations_play_better():
+    """Connect Four, one side with eight times the simulations; both seats of each pair of games."""
+    game = ConnectFour()
+    weak, strong = (Thinker(game, determinizations=1, simulations=count, noise=0.1) for count in (15, 120))
+    gained = []
+    for number in range(40):
+        table = Table(game)
+        while not table.over:
+            thinker = strong if table.mover == number % 2 else weak
+            table.play(int(thinker.think(table.state).argmax()) if len(table.legal()) > 1 else table.legal()[0])
+        gained.append(table.returns()[number % 2])
+    assert np.mean(gained) - 1.96 * np.std(gained, ddof=1) / np.sqrt(len(gained)) > 0.2
+
+
+def test_three_heaps_are_played_to_the_end():
+    records = played(arena_of(Nim(), 4), range(20))
+    assert records["returns"].sum(axis=1).tolist() == [0.0] * 20
