@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.selfplay.records import Folder
+from gpuinfer.workloads.selfplay.records import UNREADABLE, Folder, read
 
 FIELDS = ("observation", "legal", "policy", "value", "player", "game", "move")
 OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them again and again
@@ -22,7 +22,8 @@ OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them 
 class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
     """One searched move an item: a dict of the arrays that `records.py` describes, without their first dimension.
 
-    `torch.utils.data.DataLoader` batches it as it is. Raises UsageError when the folder holds no records.
+    `torch.utils.data.DataLoader` batches it as it is. Raises UsageError when the folder holds no records, or a shard
+    that cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,10 +54,13 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
 
 
 def _rows(shard: Path) -> int:
-    with np.load(shard, allow_pickle=False) as arrays:
-        return len(arrays["game"])
+    try:
+        return len(read(shard, ["game"])["game"])
+    except UNREADABLE as error:
+        raise UsageError(
+            f"{shard} cannot be read ({error}). Run gpuinfer selfplay with --resume to play its games again."
+        ) from error
 
 
 def _load(shard: Path) -> dict[str, np.ndarray]:
-    with np.load(shard, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in FIELDS}
+    return read(shard, FIELDS)

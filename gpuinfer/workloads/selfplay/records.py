@@ -23,7 +23,7 @@ import uuid
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +189,14 @@ def _finished(shard: Path) -> list[int]:
     with zipfile.ZipFile(shard) as archive:
         if (damaged := archive.testzip()) is not None:
             raise ValueError(f"{damaged} is damaged")
-    with np.load(shard, allow_pickle=False) as arrays:
-        games: list[int] = arrays["finished"].tolist()
+    games: list[int] = read(shard, ["finished"])["finished"].tolist()
     return games
+
+
+def read(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Some arrays of a shard. Raises one of UNREADABLE."""
+    with shard.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in names}
 
 
 def _sync_folder(path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Compiled kernels are cached by all that they are made from, where nobody else can write, and never stale."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuinfer.errors import UsageError
+from gpuinfer.workloads.selfplay import kernels
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def rules(tmp_path, monkeypatch):
+    """A copy of the example in a module of its own, and a function that edits and imports it again."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copy(EXAMPLES / "nim.py", tmp_path / "copied_nim.py")
+    (tmp_path / "nim_helper.py").write_text("BONUS = 1\n")
+
+    def load(old="", new=""):
+        path = tmp_path / "copied_nim.py"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+        for name in ("copied_nim", "nim_helper"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        return importlib.import_module("copied_nim")
+
+    yield load
+    for name in ("copied_nim", "nim_helper"):
+        sys.modules.pop(name, None)
+
+
+def test_the_same_source_has_the_same_folder(rules):
+    assert kernels.cache_folder(rules()) == kernels.cache_folder(rules())
+
+
+def test_a_changed_rule_has_another_folder(rules):
+    before = kernels.cache_folder(rules())
+    assert kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = 2.0")) != before
+
+
+def test_a_changed_constant_of_another_module_has_another_folder(rules, tmp_path):
+    rules("import numpy as np", "import numpy as np\nfrom nim_helper import BONUS")
+    before = kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = BONUS"))
+    (tmp_path / "nim_helper.py").write_text("BONUS = 2\n")
+    assert kernels.cache_folder(rules()) != before
+
+
+def test_a_function_reached_through_a_module_counts(rules, tmp_path):
+    rules("import numpy as np", "import numpy as np\nimport nim_helper")
+    helper = "from gpuinfer.workloads.selfplay.bits import compiled\n\n\n@compiled\ndef bonus():\n    return {}\n"
+    (tmp_path / "nim_helper.py").write_text(helper.format(1))
+    before = kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = nim_helper.bonus()"))
+    (tmp_path / "nim_helper.py").write_text(helper.format(2))
+    assert kernels.cache_folder(rules()) != before
+
+
+def test_rules_that_lack_a_function_are_refused(rules):
+    rules("@compiled\ndef observe", "def observe")
+    with pytest.raises(UsageError, match="has no compiled function 'observe'"):
+        kernels.load("copied_nim")
+
+
+def test_nothing_is_cached_before_the_first_call(rules):
+    rules()
+    assert not kernels.is_cached("copied_nim")
+
+
+def test_the_folder_is_ours_alone(rules):
+    folder = kernels.cache_folder(rules())
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["the folder", "the folder above", "the root"])
+def test_a_folder_that_others_may_write_is_not_used(rules, depth, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
+    module = rules()
+    folder = kernels.cache_folder(module)
+    (folder, *folder.parents)[depth].chmod(0o777)
+    elsewhere = kernels.cache_folder(module)
+    assert elsewhere != folder
+    assert elsewhere.is_relative_to(tmp_path / f"gpuinfer-{os.getuid()}")
+
+
+def test_without_any_folder_the_cure_is_named(rules, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("in the way")
+    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match="Set XDG_CACHE_HOME"):
+        kernels.cache_folder(rules())
+
+
+def test_compiled_code_is_used_by_the_next_process():
+    """The kernels of Connect Four, which other tests have compiled, are read rather than compiled again."""
+    code = (
+        "from gpuinfer.workloads.selfplay import arrays, kernels\n"
+        "from gpuinfer.workloads.selfplay.arena import Arena\n"
+        "from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour as Game\n"
+        "search = arrays.Search(1, 2, 0, 1, 1.5, 0.25, 10.0, 1.0, 8, False)\n"
+        "module = kernels.load(Game.rules)\n"
+        "Arena(Game(), module, search, 1).play()\n"
+        "print(sum(module.play.stats.cache_hits.values()), sum(module.play.stats.cache_misses.values()))\n"
+    )
+    for _ in range(2):  # the first may have to compile
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.split() == ["1", "0"]

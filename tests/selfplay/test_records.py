@@ -1,0 +1,242 @@
+"""What self-play leaves on disk: whole shards of what was promised, and folders that refuse what does not fit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from matches import arena_of, in_order, played, same
+from torch.utils.data import DataLoader
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.workloads.selfplay import records
+from gpuinfer.workloads.selfplay.dataset import FIELDS, SelfPlayRecords
+from gpuinfer.workloads.selfplay.games.blob import Blob
+from gpuinfer.workloads.selfplay.records import Folder
+
+SETTINGS = {"game": "blob", "seed": 1, "options": {"players": 4}}
+
+
+@pytest.fixture(scope="module")
+def games():
+    """Two lots of finished games."""
+    arena = arena_of(Blob(), 4)
+    return played(arena, range(10)), played(arena, range(10, 16))
+
+
+@pytest.fixture
+def folder(tmp_path, games):
+    """A folder with two shards, closed."""
+    folder = Folder(tmp_path / "games")
+    folder.open(SETTINGS, resume=False)
+    for part in games:
+        folder.write(part)
+    folder.close(16)
+    return folder
+
+
+def test_a_shard_holds_what_is_documented(folder, games):
+    rows, seats = len(games[0]["game"]), 4
+    expected = {
+        "observation": ("uint8", (rows, 256)),
+        "legal": ("bool", (rows, 52)),
+        "policy": ("float32", (rows, 52)),
+        "value": ("float32", (rows, seats)),
+        "player": ("int8", (rows,)),
+        "game": ("int64", (rows,)),
+        "move": ("int16", (rows,)),
+        "finished": ("int64", (10,)),
+        "returns": ("float32", (10, seats)),
+    }
+    found = [dict(np.load(shard, allow_pickle=False)) for shard in folder.shards()]
+    first = next(shard for shard in found if 0 in shard["finished"])
+    assert {name: (str(array.dtype), array.shape) for name, array in first.items()} == expected
+    assert same(in_order([first]), games[0])
+
+
+def test_policies_add_up_over_the_legal_moves_alone(games):
+    for part in games:
+        assert part["policy"].sum(axis=1) == pytest.approx(1, abs=1e-5)
+        assert not part["policy"][~part["legal"]].any()
+        assert (part["observation"][:, :52] == part["legal"]).all()
+        assert set(part["game"]) == set(part["finished"])
+
+
+def test_a_folder_remembers_its_games(folder):
+    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    manifest = json.loads((folder.path / "manifest.json").read_text())
+    assert manifest["schema"] == "gpuinfer.records/1"
+    assert manifest["settings"] == SETTINGS
+    assert manifest["games"] == 16
+    assert manifest["shards"] == sorted(shard.name for shard in folder.shards())
+
+
+def test_an_empty_folder_may_be_resumed(tmp_path):
+    assert Folder(tmp_path / "new" / "deep").open(SETTINGS, resume=True) == set()
+
+
+def test_records_are_not_added_to_by_accident(folder):
+    with pytest.raises(UsageError, match=r"holds records already\. Add --resume"):
+        Folder(folder.path).open(SETTINGS, resume=False)
+
+
+def test_other_settings_are_refused_and_shown(folder):
+    with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: None there, 3 here\)") as refused:
+        Folder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)
+    assert "blob" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("{", "is not JSON", id="torn"),
+        pytest.param("\udcff", "is not JSON", id="not text"),
+        pytest.param("[]", "is not of schema", id="a list"),
+        pytest.param("{}", "is not of schema", id="no schema"),
+        pytest.param('{"schema": "gpuinfer.records/2", "settings": {}}', "is not of schema", id="another schema"),
+        pytest.param('{"schema": "gpuinfer.records/1"}', "is not of schema", id="no settings"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(folder, text, message):
+    (folder.path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match=message):
+        Folder(folder.path).open(SETTINGS, resume=True)
+
+
+def test_shards_without_a_manifest_are_refused(folder):
+    (folder.path / "manifest.json").unlink()
+    with pytest.raises(UsageError, match=r"has shards but no manifest\.json"):
+        Folder(folder.path).open(SETTINGS, resume=True)
+
+
+def test_two_runs_cannot_write_to_one_folder(folder):
+    first = Folder(folder.path)
+    first.open(SETTINGS, resume=True)
+    with pytest.raises(UsageError, match=r"is in use by another run\. Wait for it"):
+        Folder(folder.path).open(SETTINGS, resume=True)
+    first.close(16)
+    second = Folder(folder.path)
+    second.open(SETTINGS, resume=True)
+    del second  # a run that fails never closes its folder
+    Folder(folder.path).open(SETTINGS, resume=True)
+
+
+def test_a_refused_folder_is_let_go_of(folder):
+    refused = Folder(folder.path)
+    with pytest.raises(UsageError, match="other settings"):
+        refused.open({}, resume=True)
+    Folder(folder.path).open(SETTINGS, resume=True)
+
+
+def damaged(shard, how):
+    content = bytearray(shard.read_bytes())
+    if how == "flipped":
+        with zipfile.ZipFile(shard) as archive:
+            middle = archive.getinfo("policy.npy").header_offset + 1000
+        content[middle] ^= 0xFF
+    shard.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "text": b"no records"}.get(how, content))
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "text", "flipped"])
+def test_a_damaged_shard_is_set_aside_and_its_games_are_played_again(folder, how, caplog):
+    shard = next(s for s in folder.shards() if 0 in np.load(s)["finished"])
+    damaged(shard, how)
+    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(10, 16))
+    assert not shard.exists()
+    assert shard.with_suffix(".broken").exists()
+    assert "set aside" in caplog.text
+
+
+def test_a_shard_with_objects_is_never_unpickled(folder):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(folder.path / "sprung"),)
+
+    trap = np.array([Trap()], dtype=object)
+    np.savez(folder.path / "shard-trap.npz", finished=trap, game=trap)
+    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    assert not (folder.path / "sprung").exists()
+
+
+def test_torn_shards_of_a_killed_run_are_removed(folder):
+    (folder.path / "shard-torn.tmp").write_bytes(b"half")
+    Folder(folder.path).open(SETTINGS, resume=True)
+    assert not list(folder.path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match=r"cannot be written: .*Give another folder with --out\.$"):
+        Folder(tmp_path / path).open(SETTINGS, resume=False)
+
+
+def write_with_little_room(path, part, results):
+    """In a child: files may not grow beyond 10 kB. Sends what came of it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    try:
+        Folder(path).write(part)
+    except WorkError as error:
+        results.send_bytes(str(error).encode())
+    else:
+        results.send_bytes(b"written")
+
+
+def test_a_shard_that_does_not_fit_leaves_nothing_behind(folder, games):
+    before = sorted(folder.path.iterdir())
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=write_with_little_room, args=(folder.path, games[0], theirs))
+    child.start()
+    child.join(60)
+    message = ours.recv_bytes().decode() if ours.poll() else "nothing"
+    assert message.startswith(f"records cannot be written to {folder.path}: File too large.")
+    assert message.endswith("run again with --resume.")
+    assert sorted(folder.path.iterdir()) == before
+
+
+def test_no_space_names_its_cure(tmp_path):
+    message = str(records.unwritable(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    assert message.endswith("Free some space, then run again with --resume.")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_every_row_once(folder, games, workers):
+    dataset = SelfPlayRecords(folder.path)
+    loader = DataLoader(
+        dataset, batch_size=16, num_workers=workers, multiprocessing_context="spawn" if workers else None
+    )
+    batches = list(loader)
+    read = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in FIELDS}
+    order = np.lexsort((read["move"], read["game"]))
+    for name in FIELDS:
+        assert (read[name][order] == np.concatenate([part[name] for part in games])).all()
+        assert read[name].dtype == games[0][name].dtype
+
+
+def test_a_dataset_counts_from_either_end(folder):
+    dataset = SelfPlayRecords(folder.path)
+    assert len(dataset) == sum(len(np.load(shard)["game"]) for shard in folder.shards())
+    assert dataset[-1]["move"] == dataset[len(dataset) - 1]["move"]
+    for beyond in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[beyond]
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "text"])
+def test_a_dataset_names_a_damaged_shard_and_its_cure(folder, how):
+    damaged(next(folder.shards()), how)
+    with pytest.raises(UsageError, match=r"shard-\w+\.npz cannot be read .* --resume"):
+        SelfPlayRecords(folder.path)
+
+
+def test_a_dataset_of_nothing_says_how_to_make_records(tmp_path):
+    with pytest.raises(UsageError, match=r"holds no records\. Write some with"):
+        SelfPlayRecords(tmp_path)

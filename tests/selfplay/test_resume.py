@@ -1,0 +1,136 @@
+"""However a run ends, the next one goes on with it: each game exactly once, and the same games as without the break."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from command import SECONDS, complaint, records_of, selfplay, shards, started, until
+from counts import counts
+from matches import same
+
+GAMES = 2000
+WORK = ["--games", GAMES, "--simulations", 100, "--model", "uniform", "--workers", 2, "--out", "games"]
+SMALL_SHARDS = [str(Path(__file__).with_name("small_shards.py"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The records of a run that nothing disturbed, and the seconds that it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    start = time.monotonic()
+    done = selfplay(*WORK, "--quiet", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return records_of(folder / "games"), time.monotonic() - start
+
+
+def go_on(folder):
+    done = selfplay(*WORK, "--resume", "--json", "-", "--quiet", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def workers_of(process):
+    return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("times", counts(3, 20))
+def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, times):
+    records, seconds = whole
+    moments, kept = random.Random(8), 0
+    for attempt in range(times):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with started(*WORK, cwd=folder, run=SMALL_SHARDS) as process:
+            time.sleep(moments.uniform(0, 1.1 * seconds))
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=SECONDS)
+        kept += len(shards(folder / "games")) > 0
+        go_on(folder)
+        assert same(records_of(folder / "games"), records)
+        assert not list((folder / "games").glob("*.tmp"))
+    assert times < 10 or kept > 0
+
+
+def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
+    with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
+        until(lambda: shards(tmp_path / "games"), process)
+        workers = workers_of(process)
+        process.kill()
+    assert workers
+    gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert (len(gone), alive) == (len(workers), [])
+    go_on(tmp_path)
+    assert same(records_of(tmp_path / "games"), whole[0])
+
+
+def test_a_killed_worker_ends_the_run_with_the_cure(whole, tmp_path):
+    with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
+        until(lambda: shards(tmp_path / "games"), process)
+        workers_of(process)[0].kill()
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "was killed" in errors
+    assert "run again with --resume" in errors
+    go_on(tmp_path)
+    assert same(records_of(tmp_path / "games"), whole[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        pytest.param(signal.SIGINT, True, id="Ctrl-C at a terminal"),
+        pytest.param(signal.SIGINT, False, id="SIGINT"),
+        pytest.param(signal.SIGTERM, False, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM from a scheduler"),
+    ],
+)
+def test_a_run_that_is_told_to_stop_keeps_what_is_finished(whole, tmp_path, number, to_all):
+    with started(*WORK, "--json", "-", cwd=tmp_path, run=SMALL_SHARDS) as process:
+        until(lambda: shards(tmp_path / "games"), process)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 3, errors
+    assert "Traceback" not in errors
+    report = json.loads(out)
+    assert report["status"] == "partial"
+    finished = records_of(tmp_path / "games")["finished"]
+    assert len(set(finished)) == len(finished) == report["progress"]["done"]
+    assert 0 < len(finished) < GAMES
+    go_on(tmp_path)
+    assert same(records_of(tmp_path / "games"), whole[0])
+
+
+def test_more_games_may_be_asked_for_later(whole, tmp_path):
+    for games in (1000, GAMES):
+        done = selfplay(*WORK, "--games", games, "--resume", "--quiet", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len(records_of(tmp_path / "games")["finished"]) == games
+    assert same(records_of(tmp_path / "games"), whole[0])
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    for _ in range(2):
+        words = ["--games", 20, "--model", "uniform", "--workers", 1, "--out", "games", "--resume", "--json", "-"]
+        done = selfplay(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["progress"] == {"done": 20, "total": 20, "unit": "games"}
+    assert len(records_of(tmp_path / "games")["finished"]) == 20
+
+
+def test_other_settings_are_refused_with_the_difference(tmp_path):
+    words = ["--games", 5, "--model", "uniform", "--workers", 1, "--out", "games", "--quiet"]
+    assert selfplay(*words, cwd=tmp_path).returncode == 0
+    changed = selfplay(*words, "--resume", "--seed", 4, "--cards", 6, cwd=tmp_path)
+    assert changed.returncode == 2
+    assert "seed: 0 there, 4 here" in complaint(changed)
+    assert "'cards': 5" in complaint(changed)
+    again = selfplay(*words, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "Add --resume to go on with them" in complaint(again)

@@ -1,0 +1,68 @@
+"""The same seed gives the same games, whatever the workers and the games in flight; a model sees no difference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from command import records_of, selfplay
+from matches import arena_of, same
+from table import Table
+
+from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.workloads.selfplay import arrays
+from gpuinfer.workloads.selfplay.games.blob import Blob
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--model", "uniform"], id="uniform"),
+        pytest.param(["--model", "rollout"], id="rollout"),
+        pytest.param(["--model", "blobnet-small", "--deterministic", "--no-roofline"], id="blobnet-small"),
+    ],
+)
+def test_the_games_are_the_same_whatever_the_workers(words, tmp_path):
+    arrangements = [["--workers", 1], ["--workers", 2], ["--workers", 2, "--games-in-flight", 5]]
+    found = []
+    for number, arrangement in enumerate(arrangements):
+        done = selfplay(
+            *words, *arrangement, "--games", 40, "--simulations", 12, "--out", number, "--quiet", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(records_of(tmp_path / str(number)))
+    assert len(found[0]["finished"]) == 40
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+@pytest.mark.parametrize("model", ["blobnet", "blobnet-small"])
+async def test_a_row_is_answered_alike_alone_and_in_a_block(model):
+    """Positions from the search itself, float32, through the real backend: within 1e-5."""
+    game = Blob()
+    arena = arena_of(game, 40, evaluator=arrays.UNIFORM)
+    arena.add_games(range(40))
+    block = arena.features[: arena.play(rounds=5)].copy()
+    spec = ModelSpec(model, inputs=256, input_dtype="uint8", arguments={"actions": 52, "seats": 4})
+    backend = InProcess(Setup(model=spec, device="cpu"))
+    await backend.start()
+    try:
+        (together,) = await backend.infer([Request(block, rows=len(block))])
+        alone = [(await backend.infer([Request(row[None], rows=1)]))[0] for row in block]
+    finally:
+        await backend.close()
+    for part in range(2):
+        single = np.concatenate([np.asarray(answer[part]) for answer in alone])
+        whole = np.asarray(together[part])
+        assert np.array_equal(np.isneginf(single), np.isneginf(whole))
+        finite = np.isfinite(whole)
+        assert np.abs(single[finite] - whole[finite]).max() < 1e-5
+    assert (np.isneginf(np.asarray(together[0])) == (block[:, :52] == 0)).all()
+
+
+def test_the_table_deals_what_the_search_deals():
+    """What the tests of the rules see is what self-play plays."""
+    arena, table = arena_of(Blob(), 1, seed=9), Table(Blob(), seed=9, number=4)
+    arena.add_games([4])
+    arena.play()
+    assert arena._games.state[0].tolist() == table.state.tolist()
