@@ -133,6 +133,7 @@ class Engine:
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
         self._queue.clients.join(client)
+        self._wake()
 
     def leave(self, client: Hashable) -> None:
         """Wait no longer for this client. Its outstanding requests stay."""

@@ -274,6 +274,19 @@ async def test_a_deadline_expires_while_the_backend_is_busy_and_costs_nothing():
 
 
 @virtual
+async def test_the_earliest_of_several_deadlines_expires_first():
+    engine = await started()
+    first = submit(engine, "first")
+    await asyncio.sleep(0.1)
+    began = now()
+    late, later = submit(engine, "late", timeout=0.7), submit(engine, "later", timeout=0.3)
+    await asyncio.wait([late, later], return_when=asyncio.FIRST_COMPLETED)
+    assert (now() - began, later.done(), late.done()) == (pytest.approx(0.3), True, False)
+    assert await outcomes([first, late, later]) == ["first", Expired, Expired]
+    await engine.close()
+
+
+@virtual
 async def test_a_request_being_served_no_longer_expires():
     engine = await started()
     assert await engine.submit("in time", timeout=0.5) == "in time"
@@ -299,6 +312,19 @@ async def test_a_cancelled_request_leaves_the_queue():
     assert await outcomes(tasks) == [0, asyncio.CancelledError, 2]
     assert (backend.batches, backend.cancelled) == ([[0], [2]], [])
     assert engine.snapshot().errors["cancelled"] == 1
+    await engine.close()
+
+
+@virtual
+async def test_a_departure_lets_those_behind_it_go():
+    backend = Scripted(Limits(max_rows=3, in_flight=2, slots=3))
+    engine = await started(backend)
+    tasks = [submit(engine, rows, rows=rows) for rows in (2, 3, 1)]
+    await asyncio.sleep(0.5)
+    tasks[1].cancel()
+    await asyncio.sleep(0.1)
+    assert backend.batches == [[2], [1]]
+    assert await outcomes(tasks) == [2, asyncio.CancelledError, 1]
     await engine.close()
 
 
