@@ -34,10 +34,7 @@ def load(rules_name: str) -> ModuleType:
 
     Raises UsageError when the module lacks one of the functions.
     """
-    rules = importlib.import_module(rules_name)
-    for name in FUNCTIONS:
-        if not hasattr(getattr(rules, name, None), "py_func"):
-            raise UsageError(f"{rules_name} has no compiled function '{name}'. Decorate it with numba.njit.")
+    rules = rules_of(rules_name)
     name = f"gpuinfer_search_{hashlib.sha256(rules_name.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, SEARCH)
     if spec is None or spec.loader is None:
@@ -55,7 +52,22 @@ def load(rules_name: str) -> ModuleType:
 
 def is_cached(rules_name: str) -> bool:
     """Whether a call would find compiled code, so that a first run can say what it is doing."""
-    return any(cache_folder(importlib.import_module(rules_name)).rglob("*.nbc"))
+    return any(cache_folder(rules_of(rules_name)).rglob("*.nbc"))
+
+
+def rules_of(name: str) -> ModuleType:
+    """The module of compiled rules. Raises UsageError when there is none, or when it lacks one of the functions."""
+    try:
+        rules = importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"a game's rules cannot be imported: {error}. Let `rules` name their module.") from error
+    for function in FUNCTIONS:
+        if not hasattr(getattr(rules, function, None), "py_func"):
+            raise UsageError(
+                f"{name} has no compiled function '{function}'. Decorate it with "
+                "gpuinfer.workloads.selfplay.bits.compiled."
+            )
+    return rules
 
 
 def cache_folder(rules: ModuleType) -> Path:

@@ -13,11 +13,12 @@ from pydantic import Field
 
 from gpuinfer import api, machine
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workers, Workload
-from gpuinfer.errors import UsageError, WorkerDied
+from gpuinfer.errors import UnknownName, UsageError, WorkerDied
 from gpuinfer.workloads.selfplay import games
 from gpuinfer.workloads.selfplay.records import Folder
 
 EVALUATORS = ("network", "uniform", "rollout")
+MODELS = ("blobnet", "blobnet-small", "uniform", "rollout", "module:factory")
 ROWS_WITHOUT_ROOFLINE = 512  # a block's, where the best batch was not measured
 CACHED_BYTES = 512 << 10  # of trees a worker, where no network wants large blocks: they stay in the core's own cache
 MOST_CUDA_WORKERS = 8
@@ -47,10 +48,10 @@ class SelfPlay(Workload):
         out: Path | None = Field(None, description="write records to this folder")
         resume: bool = Field(False, description="go on with the records in --out")
         deterministic: bool = Field(False, description="the same games with a network, however they are batched")
-        exploration: float = Field(1.5, gt=0, description="c of PUCT")
+        exploration: float = Field(1.5, gt=0, le=1e6, description="c of PUCT")
         noise: float = Field(0.25, ge=0, lt=1, description="share of Dirichlet noise in the root's priors")
-        concentration: float = Field(10.0, gt=0, description="of the noise: alpha is this over the legal moves")
-        temperature: float = Field(1.0, ge=0, description="of the choice among visits, early in a game")
+        concentration: float = Field(10.0, gt=0, le=1e6, description="of the noise: alpha is this over the legal moves")
+        temperature: float = Field(1.0, ge=0, le=1e6, description="of the choice among visits, early in a game")
         temperature_moves: int = Field(8, ge=0, description="moves of a game that are drawn; later ones are the best")
 
     options: Options
@@ -61,6 +62,8 @@ class SelfPlay(Workload):
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
         self.game = games.build(self.options.game, self._game_options)
+        if self.options.model not in MODELS and ":" not in self.options.model:
+            raise UnknownName("model", self.options.model, MODELS, label="Choices")
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
         if self.options.weights is not None and not self.options.weights.is_file():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,8 @@ from gpuinfer import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, check
 from gpuinfer.workloads.selfplay.game import Game
+
+SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")
 
 
 def build(name: str, options: Mapping[str, Any]) -> Game:
@@ -20,17 +24,33 @@ def build(name: str, options: Mapping[str, Any]) -> Game:
     kind = _imported(name) if ":" in name else registry.load("games", name)
     given = {key: Given(value, f"--{key.replace('_', '-')}") for key, value in options.items() if value is not None}
     game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
+    _refuse_halves(game, name)
     return game
 
 
 def _imported(name: str) -> type[Game]:
+    """What `module:Class` names; modules in the working folder count, as they do for `python -m`."""
     module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"game '{name}': {error}. Name it as module:Class, where the module can be imported."
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"game '{name}': importing '{module}' raised {type(error).__name__}: {error}. "
+            f"`python -c 'import {module}'` shows where."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Game)):
         raise UsageError(f"game '{name}' is not a gpuinfer.workloads.selfplay.game.Game. Derive it from that class.")
     return found
+
+
+def _refuse_halves(game: Game, name: str) -> None:
+    """Raises UsageError for a game that lacks what `game.py` asks for."""
+    missing = [field for field in SIZES if not hasattr(game, field)]
+    if missing:
+        raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
