@@ -39,5 +39,17 @@ def spoils(actions, seats):
     return Constant(actions, seats, spoil_after=20)
 
 
+class Hopeless(Constant):
+    """Values of -inf, which are fine for logits only."""
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, values = super().forward(rows)
+        return logits, values - float("inf")
+
+
+def hopeless(actions, seats):
+    return Hopeless(actions, seats)
+
+
 def plain(actions, seats):
     return Constant(actions, seats)

@@ -75,11 +75,18 @@ def test_a_model_factory_that_fails_is_named(factory, message):
     assert message in refused(*QUICK, "--model", f"strange_models:{factory}", cwd=HERE)
 
 
-def test_a_model_that_answers_nan_later_fails_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        pytest.param("spoils", "holds NaN", id="NaN after a while"),
+        pytest.param("hopeless", "-inf among its values", id="values of -inf"),
+    ],
+)
+def test_answers_that_no_search_can_use_fail_the_run(tmp_path, factory, message):
     shutil.copy(HERE / "strange_models.py", tmp_path)
-    done = selfplay(*QUICK, "--model", "strange_models:spoils", "--json", "r.json", cwd=tmp_path)
+    done = selfplay(*QUICK, "--model", f"strange_models:{factory}", "--json", "r.json", cwd=tmp_path)
     assert done.returncode == 1
-    assert "holds NaN" in complaint(done)
+    assert message in complaint(done)
     assert json.loads((tmp_path / "r.json").read_text())["status"] == "failed"
 
 

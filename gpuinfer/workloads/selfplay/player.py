@@ -235,4 +235,6 @@ def _as_answers(result: Any, rows: int, arena: Arena) -> tuple[np.ndarray, np.nd
             f"the model answered with shapes {logits.shape} and {values.shape} where {expected[0]} and {expected[1]} "
             "were due. Mend the model, or choose the game that it was made for."
         )
+    if not np.isfinite(values).all():  # the engine lets -inf pass, for the sake of the logits
+        raise WorkError(f"the model answered with -inf among its values {expected[1]}. Check its weights and inputs.")
     return logits, values
