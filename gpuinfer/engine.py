@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import logging
 import math
@@ -19,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer.admission import Admission
+from gpuinfer.alarm import Alarm
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
 from gpuinfer.cutting import Cut, Fault, PassThrough, next_cut
 from gpuinfer.errors import Closed, Expired
@@ -63,7 +63,6 @@ class Engine:
         self._free: list[Lane] = []
         self._running: dict[Lane, asyncio.Task[None]] = {}
         self._woken = False
-        self._timer: asyncio.TimerHandle | None = None
         self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
         self._draining = False
         self._backend_open = False
@@ -72,7 +71,7 @@ class Engine:
     async def start(self) -> None:
         """Start the backend and open for requests. A backend that cannot start is closed again."""
         self._loop = asyncio.get_running_loop()
-        self._context = contextvars.copy_context()  # batches must not run in the context of whichever request woke us
+        self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open = True
         try:
             await self.backend.start()
@@ -112,7 +111,7 @@ class Engine:
         future = self._loop.create_future()
         self._unsettled.add(request, future)
         if timeout < math.inf:
-            self._wake_at(request.deadline, now)
+            self._alarm.ring_within(timeout)
         if self._free and not self._woken:
             self._wake()
         try:
@@ -150,20 +149,7 @@ class Engine:
         """Dispatch at the end of this turn of the loop, so that all who submit in it can share a batch."""
         if self._queue.rows and not self._woken:
             self._woken = True
-            self._loop.call_soon(self._dispatch, context=self._context)
-
-    def _wake_at(self, when: float, now: float) -> None:
-        """Dispatch at this time of our clock, or earlier."""
-        delay = max(0.0, when - now)
-        if self._timer is not None:
-            if self._timer.when() <= self._loop.time() + delay:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_later(delay, self._ring, context=self._context)
-
-    def _ring(self) -> None:
-        self._timer = None
-        self._dispatch()
+            self._alarm.ring_soon()
 
     def _dispatch(self) -> None:
         self._woken = False
@@ -174,7 +160,7 @@ class Engine:
             self._unsettled.fail(request, error, "expired")
         when = min(self._cut_what_is_due(now), self._queue.next_deadline())
         if when < math.inf:
-            self._wake_at(when, now)
+            self._alarm.ring_within(max(0.0, when - now))
 
     def _cut_what_is_due(self, now: float) -> float:
         """Cut while there is room and a batch is due; returns when to ask again."""
@@ -259,6 +245,8 @@ class Engine:
         whatever is left when nothing has come back for `patience_s`.
         """
         self._shut, self._draining = "is closed. Start another.", True
+        if not self._backend_open:  # never started, or closed before: nothing is unsettled
+            return
         try:
             if not drain:
                 self._fail_waiting()
@@ -289,8 +277,7 @@ class Engine:
         """Settle what is left and let go of the batches that do not end."""
         self._fail_waiting()
         self._unsettled.fail_all(self._unsettled, _closed())
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.clear()
         tasks = tuple(self._running.values())
         for task in tasks:
             task.cancel()

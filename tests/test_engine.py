@@ -723,6 +723,14 @@ async def test_an_engine_takes_requests_only_between_start_and_close():
 
 
 @virtual
+async def test_an_engine_that_was_never_started_closes_and_leaves_its_backend_alone():
+    backend = Scripted()
+    engine = Engine(backend, Dynamic())
+    await engine.close()
+    assert (backend.closed, engine.snapshot().requests) == (0, 0)
+
+
+@virtual
 async def test_a_backend_that_cannot_start_is_closed_again():
     class Dead(Scripted):
         async def start(self):

@@ -33,7 +33,7 @@ def _check(strategy_factory: Callable[[], Strategy], findings: list[Finding]) ->
         return
     findings += check_options(strategy_factory())
     for name, fault_of in PROMISES.items():
-        findings.append(examine(name, lambda fault_of=fault_of: _first_fault(strategy_factory, fault_of)))  # type: ignore[misc]
+        findings.append(examine(name, functools.partial(_first_fault, strategy_factory, fault_of)))
     findings.append(examine("observes", lambda: _fault_of_observing(strategy_factory())))
     if all(finding.ok for finding in findings):  # on a virtual clock, one that reads a real clock would run for hours
         findings.append(examine(LOAD, lambda: run_virtual(_load(strategy_factory()))))
