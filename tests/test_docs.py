@@ -1,0 +1,84 @@
+"""A command in the docs is a command that runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
+PLACEHOLDERS = {"module:Class": "nim:Nim"}  # what a reader puts their own name for
+SMALL = {"--games": "4"}  # counts that only cost time
+NOT_RUN = ("make ", "pip ", "python -m pip ", "bash benchmarks/", "benchmarks/")  # set-up, and hours of measuring
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines in a page's fenced blocks that name no language or a shell."""
+    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest) ", line)]
+
+
+def shortened(line: str) -> list[str]:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+    for flag, count in SMALL.items():
+        if flag in words:
+            words[words.index(flag) + 1] = count
+    if words[1] == "selfplay" and "--help" not in words:
+        words.append("--no-roofline")
+    return words
+
+
+CASES = [
+    pytest.param(page, id=str(page.relative_to(ROOT)))
+    for page in PAGES
+    if any(line.startswith("gpuinfer ") for line in commands(page))
+]
+
+
+@pytest.mark.parametrize("page", CASES)
+def test_every_gpuinfer_command_of_a_page_runs_in_their_order(page, tmp_path):
+    for line in commands(page):
+        if not line.startswith("gpuinfer "):
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", *shortened(line)],
+            cwd=tmp_path,
+            env={**_environment(), "PYTHONPATH": str(ROOT / "examples")},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_shows_what_make_can_do():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {line.split()[1] for line in commands(ROOT / "README.md") if line.startswith("make ")}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_every_command_of_the_docs_is_run_or_is_set_up():
+    lines = {line for page in PAGES for line in commands(page) if not line.startswith("gpuinfer ")}
+    assert [line for line in sorted(lines) if not f"{line} ".startswith(NOT_RUN)] == []
+
+
+def test_links_between_pages_lead_somewhere():
+    dead = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                dead.append(f"{page.relative_to(ROOT)} → {target}")
+    assert dead == []
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
