@@ -316,15 +316,16 @@ async def test_a_cancelled_request_leaves_the_queue():
 
 
 @virtual
-async def test_a_departure_lets_those_behind_it_go():
-    backend = Scripted(Limits(max_rows=3, in_flight=2, slots=3))
-    engine = await started(backend)
-    tasks = [submit(engine, rows, rows=rows) for rows in (2, 3, 1)]
+async def test_the_strategy_is_asked_again_after_a_departure():
+    class Stubborn(Dynamic):
+        def cut_at(self, queue):
+            return math.inf if queue.waiting[0].payload == "stuck" else queue.now
+
+    engine = await started(strategy=Stubborn())
+    stuck, behind = submit(engine, "stuck"), submit(engine, "behind")
     await asyncio.sleep(0.5)
-    tasks[1].cancel()
-    await asyncio.sleep(0.1)
-    assert backend.batches == [[2], [1]]
-    assert await outcomes(tasks) == [2, asyncio.CancelledError, 1]
+    stuck.cancel()
+    assert await asyncio.wait_for(behind, 10.0) == "behind"
     await engine.close()
 
 
