@@ -24,6 +24,8 @@ PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
 AHEAD_S = 0.25  # games on hand, beyond those in flight
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
 
+Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]
+
 
 async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker's whole life. Messages: see `workload.py`, which sends the arguments."""
@@ -71,50 +73,87 @@ class Round:
         self._more = True  # the parent may have more games
         self._asked = True  # the first games come unasked
         self._arrived = asyncio.Event()
+        self._active: set[Arena] = set()
+        self._handed: list[tuple[Arena, Answers | None]] = []  # halves that have ended, with the answers they got last
         self._lane = infer.lane("search")
         self._writer = Writer(Path(arguments["out"]), infer) if arguments["out"] else None
         self._slots = sum(arena.slots for arena in arenas)
         self._began = time.monotonic()
 
     async def play(self) -> None:
-        helpers = [asyncio.create_task(self._listen()), asyncio.create_task(self._report())]
         play = self._with_network if self._arenas[0].search.evaluator == arrays.NETWORK else self._alone
         try:
             async with asyncio.TaskGroup() as group:
-                for arena in self._arenas:
-                    group.create_task(play(arena))
+                helpers = [group.create_task(self._listen()), group.create_task(self._report())]
+                await asyncio.gather(*(group.create_task(play(arena)) for arena in self._arenas))
+                for helper in helpers:
+                    helper.cancel()
         finally:
-            for helper in helpers:
-                helper.cancel()
-        if self._writer is not None:
-            await self._writer.flush()
+            if self._writer is not None:  # what is finished is kept, however the rest ended
+                await self._writer.flush()
         await self._channel.send({**self._counts(), "ended": True})
 
     async def _with_network(self, arena: Arena) -> None:
-        """One half: search, block to the model, search, … until no game is left."""
-        logits = values = None
+        """One half: search, block to the model, search, … until no game is left, or another half has taken them."""
+        answers: Answers | None = None
+        self._active.add(arena)
         with self._infer.client() as me:
             while await self._supply(arena):
-                rows = self._play(arena, logits, values, 1)
-                logits = values = None
+                rows = self._play(arena, self._joined(arena, answers))
+                answers = None
                 if rows:
                     block = arena.features[:rows]
-                    logits, values = _as_answers(await self._infer(block, rows=rows, client=me), rows, arena)
+                    answers = _as_answers(await self._infer(block, rows=rows, client=me), rows, arena)
                 await self._collect(arena)
+                if self._hand_over(arena, answers):
+                    break
+        self._active.discard(arena)
+
+    def _hand_over(self, arena: Arena, answers: Answers | None) -> bool:
+        """When no more games come, give what is left to the first half as soon as it has room.
+
+        Small blocks cost more a row, and at the end of a run they become smaller and smaller: fewer halves keep them
+        large for longer.
+        """
+        keeper = self._arenas[0]
+        promised = sum(other.busy for other, _ in self._handed)
+        if (
+            arena is keeper
+            or keeper not in self._active
+            or self._more
+            or self._queue
+            or arena.queued
+            or keeper.queued
+            or arena.busy + promised > keeper.free
+        ):
+            return False
+        self._handed.append((arena, answers))
+        return True
+
+    def _joined(self, arena: Arena, answers: Answers | None) -> Answers | None:
+        """The answers for the next round of the first half: its own, and those to the games that it takes over."""
+        if arena is not self._arenas[0]:
+            return answers
+        for other, others in self._handed:
+            arena.take_over(other, len(answers[0]) if answers else 0)
+            answers = _both(answers, others) if answers and others else answers or others
+        self._handed.clear()
+        return answers
 
     async def _alone(self, arena: Arena) -> None:
         """An evaluator inside the kernel: many rounds a call."""
         rounds = 1
         while await self._supply(arena):
             start = time.perf_counter()
-            self._play(arena, None, None, rounds)
+            self._play(arena, None, rounds)
             seconds = time.perf_counter() - start
             rounds = max(1, min(2 * rounds, int(rounds * PLAY_S / max(seconds, 1e-6))))
             await self._collect(arena)
             await asyncio.sleep(0)
 
-    def _play(self, arena: Arena, logits: np.ndarray | None, values: np.ndarray | None, rounds: int) -> int:
+    def _play(self, arena: Arena, answers: Answers | None, rounds: int = 1) -> int:
         self._lane.enter("search")
+        logits, values = answers or (None, None)
         rows = arena.play(logits, values, rounds)
         self._lane.enter("idle")
         return rows
@@ -126,7 +165,7 @@ class Round:
             room = arena.spare(busy)
             arena.add_games([self._queue.popleft() for _ in range(min(room, len(self._queue)))])
             await self._ask()
-            if busy or arena.queued:
+            if busy or arena.queued or (self._handed and arena is self._arenas[0]):
                 return True
             if not self._more and not self._queue:
                 return False
@@ -167,6 +206,8 @@ class Round:
         while True:
             await self._channel.send(self._counts())
             await asyncio.sleep(REPORT_S)
+            if self._writer is not None:
+                await self._writer.write_if_due()
 
     def _finished(self) -> int:
         return sum(int(arena.counters[arrays.FINISHED]) for arena in self._arenas)
@@ -197,7 +238,11 @@ class Writer:
             self._oldest = time.monotonic()
         self._parts.append(part)
         self._bytes += sum(array.nbytes for array in part.values())
-        if self._bytes > SHARD_BYTES or time.monotonic() > self._oldest + SHARD_S:
+        await self.write_if_due()
+
+    async def write_if_due(self) -> None:
+        """Begin a shard when enough has come together, or the oldest game has waited long enough."""
+        if self._parts and (self._bytes > SHARD_BYTES or time.monotonic() > self._oldest + SHARD_S):
             await self._start()
 
     async def flush(self) -> None:
@@ -222,7 +267,11 @@ class Writer:
             self._lane.enter("idle")
 
 
-def _as_answers(result: Any, rows: int, arena: Arena) -> tuple[np.ndarray, np.ndarray]:
+def _both(first: Answers, second: Answers) -> Answers:
+    return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
+
+
+def _as_answers(result: Any, rows: int, arena: Arena) -> Answers:
     """(policy logits float32 [rows, actions], values float32 [rows, seats]) of a model's answer."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise UsageError(
