@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
+from gpuinfer.models.allocator import keep_freed_memory
 from gpuinfer.models.bare_cuda import cuda_rate
 from gpuinfer.models.load import build, resolve_device, resolve_dtype
 from gpuinfer.models.memory import is_out_of_memory
@@ -24,7 +26,7 @@ CUDA_SIZES = tuple(256 << doubling for doubling in range(9))  # 256 to 65,536 ro
 WORTH = 1.03  # a gain below this is noise
 STALE = 2  # doublings without a gain that end an arrangement
 COARSE_SHARE = 0.5  # of the budget, for finding the best; the rest measures the best two well
-FINAL_ROUNDS = 2
+FINAL_ROUNDS = 5
 THREADS_TOGETHER_S = 60.0  # for all forwards to have warmed up
 
 
@@ -68,9 +70,10 @@ def measure(
 ) -> Roofline:
     """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`.
 
-    It sets torch's thread count for the whole process: see `roofline.measure_in_child` for a process of its own.
+    It sets torch's thread count and the allocator for the whole process: `roofline.measure_in_child` gives it its own.
     Raises `UsageError` when the model cannot be built.
     """
+    keep_freed_memory()
     place, number_format = resolve_device(device), resolve_dtype(dtype)
     module = build(spec, device=place, dtype=number_format, seed=seed)
     inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=number_format)
@@ -112,12 +115,10 @@ def search(rate: Rate, arrangements: Sequence[Arrangement], sizes: Sequence[int]
     found = [c for arrangement in arrangements for c in climb(rate, arrangement, sizes, coarse_s)]
     finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
-    rounds = [
-        Candidate(c.arrangement, c.rows, rate(c.arrangement, c.rows, final_s))
-        for _ in range(FINAL_ROUNDS)
-        for c in finalists
-    ]
-    return replace(smallest_of_the_best(rounds), rate=fastest(rounds).rate)
+    rounds = [[rate(c.arrangement, c.rows, final_s) for c in finalists] for _ in range(FINAL_ROUNDS)]
+    # medians: the highest of several short looks at a busy machine is more than it can keep up
+    settled = [replace(c, rate=median(rates)) for c, rates in zip(finalists, zip(*rounds, strict=True), strict=True)]
+    return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
 
 
 def climb(rate: Rate, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:

@@ -14,7 +14,19 @@ from gpuinfer.models.memory import StepSize, is_out_of_memory
 from gpuinfer.models.staging import Block, Blocks, joined, taken
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
+GRAIN = 32
 DETERMINISTIC_CHUNK_ROWS = 256  # every batch is padded to it: the price of a small batch against that of small steps
+
+
+def padded(rows: int) -> int:
+    """The batch size that `rows` go through as: a power of two up to GRAIN, a multiple of it beyond.
+
+    oneDNN prepares its kernels anew for each shape that it has not seen lately, which costs as much as some hundred
+    rows; blocks of games that come and go are of another size each time.
+    """
+    if rows > GRAIN:
+        return -(-rows // GRAIN) * GRAIN
+    return 1 << (rows - 1).bit_length()
 
 
 class CpuForward:
@@ -67,16 +79,15 @@ class CpuForward:
             return None, error.with_traceback(None)  # its frames hold on to the memory
 
     def _inputs(self, run: Blocks, start: int, rows: int, chunk: int) -> Tensor:
-        if not self.fixed_shape:
+        shape = chunk if self.fixed_shape else min(chunk, padded(rows))
+        if shape == rows and not self.fixed_shape:
             pieces = list(run.pieces(start, start + rows))
             if len(pieces) == 1 and pieces[0].dtype == self.dtype:
                 return pieces[0]
         staging = self._staging(chunk, run.blocks[0].shape[1])
         run.copy(start, start + rows, staging)
-        if not self.fixed_shape:
-            return staging[:rows]
-        staging[rows:].zero_()
-        return staging
+        staging[rows:shape].zero_()
+        return staging[:shape]
 
     def _staging(self, *shape: int) -> Tensor:
         """This thread's buffer of one chunk [rows, features] in the run's dtype."""

@@ -13,6 +13,7 @@ from torch import nn
 from gpuinfer.api import Limits, ModelSpec, Setup
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.machine import cores
+from gpuinfer.models.allocator import keep_freed_memory
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
@@ -55,7 +56,7 @@ class Opened:
 
 
 def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning) -> Opened:
-    """Build the model, try it out, and divide the device. Sets torch's thread count for the whole process.
+    """Build the model, try it out, and divide the device. Sets threads and the allocator for the whole process.
 
     Raises `UsageError` when the model cannot be had on this device.
     """
@@ -64,6 +65,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning) -> Opened:
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
     limits = limits_for(device, setup, tuning)
     divide_cores(setup, tuning)
+    keep_freed_memory()
     module = build(spec, device=device, dtype=dtype, seed=setup.seed)
     probe(module, spec, device=device, dtype=dtype)
     if tuning.compile:

@@ -23,7 +23,7 @@ def measure_in_child(
     dtype: str,
     seed: int,
     cores: int,
-    budget_s: float = 3.0,
+    budget_s: float = 6.0,
     deterministic: bool = False,
     timeout_s: float = LONGEST_S,
 ) -> Roofline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,26 +48,6 @@ class Arena:
     def queued(self) -> int:
         """Games that no slot has taken yet."""
         return int(self.counters[arrays.END] - self.counters[arrays.NEXT])
-
-    def take_over(self, other: Arena, rows: int) -> None:
-        """Go on with all games of `other`, which has none left then; there must be free slots for them.
-
-        Both wait for answers; those to `other` are to come behind the `rows` answers to this arena.
-        """
-        trees = self.search.determinizations
-        free = np.flatnonzero(self._games.game == arrays.IDLE).tolist()
-        for slot in np.flatnonzero(other._games.game != arrays.IDLE).tolist():
-            mine = free.pop()
-            move(self._games, mine, other._games, slot, 1)
-            move(self._trees, mine, other._trees, slot, trees)
-            pending = self._trees.row[mine * trees : (mine + 1) * trees]
-            pending[pending >= 0] += rows
-        other._games.game[:] = arrays.IDLE
-
-    @property
-    def free(self) -> int:
-        """Slots without a game."""
-        return self.slots - self.busy
 
     @property
     def begun(self) -> float:
@@ -120,12 +99,3 @@ class Arena:
             name: array[: games if name in ("finished", "returns") else rows].copy()
             for name, array in self._log._asdict().items()
         }
-
-
-def move(to: NamedTuple, mine: int, source: NamedTuple, theirs: int, each: int) -> None:
-    """Copy one slot's rows, `each` of them, in every array that has rows for slots."""
-    tables = ("inverse", "root_of")  # the same for all
-    for name in to._fields:
-        target = getattr(to, name)
-        if name not in tables and len(target):
-            target[mine * each : (mine + 1) * each] = getattr(source, name)[theirs * each : (theirs + 1) * each]

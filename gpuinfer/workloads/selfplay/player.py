@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,26 +33,25 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     game = games.build(arguments["game"], arguments["game_options"])
     if not kernels.is_cached(game.rules):
         await channel.send({"note": "compiling the search kernels (first run)"})
-    slots = blocks(arguments["slots"], arguments["search"], infer.limits.max_rows if arguments["network"] else None)
+    max_rows = infer.limits.max_rows if arguments["network"] else None
+    slots = blocks(arguments["slots"], arguments["halves"], arguments["search"]["determinizations"], max_rows)
     arenas = await asyncio.to_thread(_prepare, game, slots, arguments)
     await channel.send({"ready": slots})
     await Round(arenas, infer, channel, arguments).play()
 
 
-def blocks(slots: int, search: Mapping[str, Any], max_rows: int | None) -> list[int]:
-    """The slots of each arena: two halves that alternate, or more when a half would not fit into one batch.
+def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None) -> list[int]:
+    """The slots of each arena: `halves` of them, or more when a half would not fit into one batch.
 
-    One arena where no model is asked (`max_rows` None). Raises UsageError when a single game does not fit.
+    `max_rows` is None where no model is asked. Raises UsageError when a single game does not fit.
     """
-    if max_rows is None or slots == 1:
-        count = 1
-    else:
-        count = max(2, math.ceil(slots / max(1, max_rows // search["determinizations"])))
-    if max_rows is not None and search["determinizations"] > max_rows:
+    if max_rows is not None and determinizations > max_rows:
         raise UsageError(
-            f"a game asks for {search['determinizations']} rows at once, one for each determinization, and a batch "
-            f"holds {max_rows}. Try --determinizations {max_rows}, or a larger batch."
+            f"a game asks for {determinizations} rows at once, one for each determinization, and a batch holds "
+            f"{max_rows}. Try --determinizations {max_rows}, or a larger batch."
         )
+    fitting = 1 if max_rows is None else math.ceil(slots / (max_rows // determinizations))
+    count = min(slots, max(halves, fitting))
     return [slots // count + (index < slots % count) for index in range(count)]
 
 
@@ -65,7 +65,7 @@ def _prepare(game: Game, slots: Sequence[int], arguments: Mapping[str, Any]) -> 
 
 
 class Round:
-    """One run of a worker: its arenas take turns on this thread while their blocks are in the model."""
+    """One run of a worker: while one arena's block is in the model, another is searched."""
 
     def __init__(self, arenas: list[Arena], infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
         self._arenas, self._infer, self._channel = arenas, infer, channel
@@ -73,8 +73,8 @@ class Round:
         self._more = True  # the parent may have more games
         self._asked = True  # the first games come unasked
         self._arrived = asyncio.Event()
-        self._active: set[Arena] = set()
-        self._handed: list[tuple[Arena, Answers | None]] = []  # halves that have ended, with the answers they got last
+        # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
+        self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
         self._writer = Writer(Path(arguments["out"]), infer) if arguments["out"] else None
         self._slots = sum(arena.slots for arena in arenas)
@@ -89,56 +89,23 @@ class Round:
                 for helper in helpers:
                     helper.cancel()
         finally:
+            if self._thread is not None:
+                self._thread.shutdown()
             if self._writer is not None:  # what is finished is kept, however the rest ended
                 await self._writer.flush()
         await self._channel.send({**self._counts(), "ended": True})
 
     async def _with_network(self, arena: Arena) -> None:
-        """One half: search, block to the model, search, … until no game is left, or another half has taken them."""
+        """Search, block to the model, search, … until no game is left."""
         answers: Answers | None = None
-        self._active.add(arena)
         with self._infer.client() as me:
             while await self._supply(arena):
-                rows = self._play(arena, self._joined(arena, answers))
+                rows = await self._search(arena, answers)
                 answers = None
                 if rows:
                     block = arena.features[:rows]
                     answers = _as_answers(await self._infer(block, rows=rows, client=me), rows, arena)
                 await self._collect(arena)
-                if self._hand_over(arena, answers):
-                    break
-        self._active.discard(arena)
-
-    def _hand_over(self, arena: Arena, answers: Answers | None) -> bool:
-        """When no more games come, give what is left to the first half as soon as it has room.
-
-        Small blocks cost more a row, and at the end of a run they become smaller and smaller: fewer halves keep them
-        large for longer.
-        """
-        keeper = self._arenas[0]
-        promised = sum(other.busy for other, _ in self._handed)
-        if (
-            arena is keeper
-            or keeper not in self._active
-            or self._more
-            or self._queue
-            or arena.queued
-            or keeper.queued
-            or arena.busy + promised > keeper.free
-        ):
-            return False
-        self._handed.append((arena, answers))
-        return True
-
-    def _joined(self, arena: Arena, answers: Answers | None) -> Answers | None:
-        """The answers for the next round of the first half: its own, and those to the games that it takes over."""
-        if arena is not self._arenas[0]:
-            return answers
-        for other, others in self._handed:
-            arena.take_over(other, len(answers[0]) if answers else 0)
-            answers = _both(answers, others) if answers and others else answers or others
-        self._handed.clear()
-        return answers
 
     async def _alone(self, arena: Arena) -> None:
         """An evaluator inside the kernel: many rounds a call."""
@@ -150,6 +117,11 @@ class Round:
             rounds = max(1, min(2 * rounds, int(rounds * PLAY_S / max(seconds, 1e-6))))
             await self._collect(arena)
             await asyncio.sleep(0)
+
+    async def _search(self, arena: Arena, answers: Answers | None) -> int:
+        if self._thread is None:
+            return self._play(arena, answers)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._play, arena, answers)
 
     def _play(self, arena: Arena, answers: Answers | None, rounds: int = 1) -> int:
         self._lane.enter("search")
@@ -165,7 +137,7 @@ class Round:
             room = arena.spare(busy)
             arena.add_games([self._queue.popleft() for _ in range(min(room, len(self._queue)))])
             await self._ask()
-            if busy or arena.queued or (self._handed and arena is self._arenas[0]):
+            if busy or arena.queued:
                 return True
             if not self._more and not self._queue:
                 return False
@@ -265,10 +237,6 @@ class Writer:
             self._folder.write(records.merge(parts))
         finally:
             self._lane.enter("idle")
-
-
-def _both(first: Answers, second: Answers) -> Answers:
-    return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
 
 
 def _as_answers(result: Any, rows: int, arena: Arena) -> Answers:

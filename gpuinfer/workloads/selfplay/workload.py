@@ -88,9 +88,23 @@ class SelfPlay(Workload):
     def processes(self) -> int:
         if self.options.workers is not None:
             return self.options.workers
-        on_cuda = self.setup.device.startswith("cuda") or (self.setup.device == "auto" and machine.has_cuda())
-        cores = min(machine.cores(), MOST_CUDA_WORKERS) if on_cuda else machine.cores()
+        cores = min(machine.cores(), MOST_CUDA_WORKERS) if self.on_cuda else machine.cores()
         return max(1, min(cores, self.options.games))
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.setup.device.startswith("cuda") or (self.setup.device == "auto" and machine.has_cuda())
+
+    @property
+    def halves(self) -> int:
+        """Into how many blocks a worker's games are divided: two that alternate, search and model at once.
+
+        One where both would share a core: there is nothing to overlap, and one block is twice as large. See
+        docs/decisions/halves.md.
+        """
+        if self.evaluator != "network":
+            return 1
+        return 2 if self.on_cuda or machine.cores() >= 2 * self.processes else 1
 
     @property
     def determinizations(self) -> int:
@@ -123,6 +137,7 @@ class SelfPlay(Workload):
                 "game_options": self._game_options,
                 "search": self.search(),
                 "slots": self.slots(infer, workers, left),
+                "halves": self.halves,
                 "network": self.evaluator == "network",
                 "out": str(self.options.out) if self.options.out else None,
             }
@@ -141,7 +156,10 @@ class SelfPlay(Workload):
         }
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
-        """How many games a worker has in flight: with a network, two blocks of the best batch size."""
+        """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it.
+
+        Games come and go, so a block is never quite full: more than the best size costs nothing, less does.
+        """
         if self.options.games_in_flight is not None:
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
