@@ -13,7 +13,7 @@ from pathlib import Path
 from gpuinfer.cli.workload import build, merge
 from gpuinfer.display import frame, svg
 from gpuinfer.run import Update, run
-from gpuinfer.view import Pace
+from gpuinfer.screen.view import Pace
 
 WIDTH, HEIGHT = 92, 30
 HALF_WAY = 0.5

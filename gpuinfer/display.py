@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gpuinfer import view
-from gpuinfer.summary import rows as summary_rows
-from gpuinfer.units import bar, duration, short
+from gpuinfer.screen import view
+from gpuinfer.screen.summary import rows as summary_rows
+from gpuinfer.screen.units import bar, duration, short
 
 if TYPE_CHECKING:
     from gpuinfer.run import Update

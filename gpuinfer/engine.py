@@ -17,16 +17,16 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer.admission import Admission
-from gpuinfer.alarm import Alarm
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
-from gpuinfer.cutting import Cut, Fault, PassThrough, next_cut
+from gpuinfer.batching.admission import Admission
+from gpuinfer.batching.alarm import Alarm
+from gpuinfer.batching.answering import answer, as_failure
+from gpuinfer.batching.cutting import Cut, Fault, PassThrough, next_cut
+from gpuinfer.batching.queueing import Queue
+from gpuinfer.batching.settling import Unsettled
+from gpuinfer.batching.tally import Tally
 from gpuinfer.errors import Closed, Expired
-from gpuinfer.queueing import Queue
-from gpuinfer.serving import answer, as_failure
-from gpuinfer.settling import Unsettled
 from gpuinfer.stats import Lane, Snapshot
-from gpuinfer.tally import Tally
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 from gpuinfer import errors, machine, report
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
-from gpuinfer.session import Session
+from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from packages import install
 
-from gpuinfer import examination, registry
+from gpuinfer import registry
+from gpuinfer.cli import examination
 
 WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}
 GPU = {"cuda": "13.0", "gpus": ["H200"], "cpu": "AVX2"}

@@ -13,11 +13,12 @@ import psutil
 import pytest
 from helpers import AtOnce, Doubler, Unpicklable, Unreachable
 
-from gpuinfer import errors, processes
+from gpuinfer import errors
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, QueueFull, UnknownName, UsageError, WorkerDied
-from gpuinfer.session import Session
-from gpuinfer.worker import describe
+from gpuinfer.runtime import processes
+from gpuinfer.runtime.session import Session
+from gpuinfer.runtime.worker import describe
 
 HERE = str(Path(__file__).parent)
 
@@ -83,7 +84,7 @@ async def test_messages_far_larger_than_a_socket_buffer_pass_both_ways_at_once()
 
 
 async def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch):
-    monkeypatch.setattr("gpuinfer.line.LARGEST", 1000)
+    monkeypatch.setattr("gpuinfer.runtime.line.LARGEST", 1000)
     async with session() as infer, infer.workers("helpers:echo", [{}]) as workers:
         with pytest.raises(GpuinferError, match="limit of 1,000"):
             await workers.send(0, {"block": bytes(1001)})
@@ -165,7 +166,7 @@ async def test_a_worker_that_vanishes_without_a_word_is_an_error(arguments, mess
 
 
 async def test_leaving_the_context_ends_workers_that_wait_for_a_message(monkeypatch):
-    monkeypatch.setattr("gpuinfer.processes.Workers._kill", lambda workers: None)  # they leave by themselves
+    monkeypatch.setattr("gpuinfer.runtime.processes.Workers._kill", lambda workers: None)  # they leave by themselves
     async with session() as infer:
         async with infer.workers("helpers:echo", [{}, {}]) as workers:
             heard = aiter(workers)
@@ -247,7 +248,7 @@ ORPHANS = """
     import asyncio, os, sys
     sys.path.insert(0, sys.argv[1])
     from helpers import AtOnce, Doubler
-    from gpuinfer.session import Session
+    from gpuinfer.runtime.session import Session
 
     async def main():
         async with Session(Doubler(), AtOnce()) as infer, infer.workers(sys.argv[2], [{}, {}]) as workers:
@@ -279,9 +280,9 @@ def test_workers_whose_parent_is_killed_do_not_outlive_it(target, tmp_path):
 
 
 def test_a_worker_of_the_command_loads_neither_the_command_line_nor_torch():
-    code = "import gpuinfer.__main__, gpuinfer.worker, sys; print(*sys.modules)"
+    code = "import gpuinfer.__main__, gpuinfer.runtime.worker, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"gpuinfer.worker", "asyncio"} <= set(loaded)
+    assert {"gpuinfer.runtime.worker", "asyncio"} <= set(loaded)
     assert not {"typer", "rich", "torch", "numba", "numpy", "gpuinfer.cli"} & set(loaded)
 
 

@@ -8,7 +8,7 @@ from helpers import AtOnce, Doubler, Unreachable
 
 from gpuinfer.api import Roofline
 from gpuinfer.errors import Closed, UsageError
-from gpuinfer.session import Session
+from gpuinfer.runtime.session import Session
 
 
 def session(backend=Doubler, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gpuinfer import examination
+from gpuinfer.cli import examination
 from gpuinfer.cli.problems import FAILED
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")

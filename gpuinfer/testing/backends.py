@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.api import Backend, Limits, Request, Result
-from gpuinfer.checks import find_fault
+from gpuinfer.batching.checks import find_fault
 from gpuinfer.engine import Engine
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
-from gpuinfer.cutting import choose, due_at
+from gpuinfer.batching.cutting import choose, due_at
 from gpuinfer.engine import Engine
 from gpuinfer.testing.findings import Finding, check_options, examine, run_bounded
 from gpuinfer.testing.queues import waiting

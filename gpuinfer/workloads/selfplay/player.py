@@ -20,7 +20,7 @@ from gpuinfer.workloads.selfplay import arrays, games, kernels, records
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.game import Game
 
-REPORT_S = 0.1  # between two reports
+REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
 AHEAD_S = 0.25  # games on hand, beyond those in flight
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk

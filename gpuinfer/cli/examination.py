@@ -20,7 +20,7 @@ import psutil
 
 from gpuinfer import machine, registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.units import number
+from gpuinfer.screen.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
 

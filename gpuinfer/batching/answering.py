@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 
 from gpuinfer.api import Backend, Lane, Request, Result
-from gpuinfer.checks import find_fault
+from gpuinfer.batching.checks import find_fault
+from gpuinfer.batching.settling import Unsettled
 from gpuinfer.errors import BackendError, BadResult, GpuinferError
-from gpuinfer.settling import Unsettled
 
 
 async def answer(

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpuinfer.units import number, short, whole
-from gpuinfer.view import LEAST_SHARE, device_of, errors_of
+from gpuinfer.screen.units import number, short, whole
+from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of
 
 FIRST_RATES = ("games_per_min", "simulations_per_s", "evaluations_per_s")
 

@@ -22,7 +22,7 @@ from typing import Any
 from gpuinfer import errors, machine
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
-from gpuinfer.line import Line, LineClosed
+from gpuinfer.runtime.line import Line, LineClosed
 from gpuinfer.stats import Snapshot, since
 
 GRACE_S = 10.0  # for workers to end by themselves when their line closes, before they are killed
@@ -46,7 +46,9 @@ class Job:
 
 
 def _enter(line: socket.socket, job: Job) -> None:
-    from gpuinfer.worker import main  # imported by the child alone: it needs the session, which needs this module
+    from gpuinfer.runtime.worker import (
+        main,
+    )  # imported by the child alone: it needs the session, which needs this module
 
     main(line, job)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gpuinfer.api import Request, Result
+from gpuinfer.batching.tally import Tally
 from gpuinfer.errors import GpuinferError
-from gpuinfer.tally import Tally
 
 
 class Unsettled:

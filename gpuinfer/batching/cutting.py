@@ -10,8 +10,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from gpuinfer.api import Limits, QueueView, Reason, Request, Strategy
+from gpuinfer.batching.queueing import Line, Queue
 from gpuinfer.errors import StrategyError
-from gpuinfer.queueing import Line, Queue
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.units import duration, number, whole
+from gpuinfer.screen.units import duration, number, whole
 
 if TYPE_CHECKING:
     from gpuinfer.run import Update

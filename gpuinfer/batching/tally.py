@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from gpuinfer.cutting import Cut
+from gpuinfer.batching.cutting import Cut
 from gpuinfer.stats import ERRORS, Histogram, Lane, Snapshot
 
 

@@ -19,11 +19,11 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError
-from gpuinfer.line import Line, LineClosed
-from gpuinfer.processes import Job
-from gpuinfer.session import Session
+from gpuinfer.runtime.line import Line, LineClosed
+from gpuinfer.runtime.processes import Job
+from gpuinfer.runtime.session import Session
 
-REPORT_S = 0.25  # between two snapshots
+REPORT_S = 0.5  # between two snapshots
 FAREWELL_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
 
 Target = Callable[[Infer, "Channel", Mapping[str, Any]], Awaitable[None]]

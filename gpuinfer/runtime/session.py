@@ -14,7 +14,7 @@ from typing import Any
 from gpuinfer import machine, stats
 from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy
 from gpuinfer.engine import Engine
-from gpuinfer.processes import Job, Workers
+from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot, merge, since
 
 

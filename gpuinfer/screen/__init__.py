@@ -1,0 +1,1 @@
+"""What people read while a run goes on and when it is over, as words and numbers; `display` draws it."""

@@ -1,0 +1,140 @@
+"""Imports point down only, and nothing heavy is imported before it is used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "gpuinfer"
+
+# From the top down. A module imports from layers below its own, and from its own package or file; never across a layer.
+LAYERS = [
+    ["gpuinfer.__main__"],
+    ["gpuinfer.cli"],
+    ["gpuinfer.display"],
+    ["gpuinfer.screen", "gpuinfer.testing"],
+    ["gpuinfer.run"],
+    ["gpuinfer.report"],
+    ["gpuinfer.verdict"],
+    ["gpuinfer.evidence"],
+    ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
+    ["gpuinfer.engine"],
+    ["gpuinfer.batching"],
+    ["gpuinfer.models"],
+    ["gpuinfer.settings"],
+    ["gpuinfer.registry"],
+    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine"],
+    ["gpuinfer.api"],
+    ["gpuinfer.errors", "gpuinfer"],
+]
+ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.display"]}
+HEAVY = {"torch": ["gpuinfer.models", "gpuinfer.workloads.selfplay.dataset"], "numba": ["gpuinfer.workloads.selfplay"]}
+# A screen-only helper that knows no more than numbers and their units.
+FREE = ("gpuinfer.screen.units",)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Each imported module or name, and whether it is imported as soon as the file is."""
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(function)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) not in lazy
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", id(node) not in lazy
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def inside(name: str, prefix: str) -> bool:
+    return name == prefix or (prefix != "gpuinfer" and name.startswith(prefix + "."))
+
+
+def layer(name: str) -> tuple[int, str]:
+    """The layer of a module, or of a name that is imported from one, counted from the top."""
+    for level, members in enumerate(LAYERS):
+        for member in members:
+            if inside(name, member):
+                return level, member
+    if name.count(".") == 1 and not (PACKAGE / f"{name.split('.')[1]}.py").exists():
+        return layer("gpuinfer")  # a name from the package itself, such as __version__
+    raise AssertionError(f"{name} has no layer: give it one in LAYERS")
+
+
+MODULES = dict(modules())
+
+
+def test_every_module_has_a_layer():
+    assert {name: layer(name)[1] for name in MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    own_level, own = layer(name)
+    upward = []
+    for target, now in imports(MODULES[name]):
+        if not inside(target, "gpuinfer") and not target.startswith("gpuinfer."):
+            continue
+        if target.startswith(FREE):
+            continue
+        level, member = layer(target)
+        if member != own and level <= own_level and now:
+            upward.append(target)
+    assert upward == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_library_for_the_screen_is_imported_in_its_place_only(name):
+    for library, places in ONLY_IN.items():
+        used = [target for target, _ in imports(MODULES[name]) if inside(target, library)]
+        assert not used or any(inside(name, place) for place in places), used
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_heavy_libraries_are_imported_where_they_are_used(name):
+    for library, places in HEAVY.items():
+        used = [target for target, now in imports(MODULES[name]) if now and inside(target, library)]
+        assert not used or any(inside(name, place) for place in places), used
+
+
+def test_no_plugin_is_named_by_the_engine():
+    plugins = ("gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.workloads")
+    for name in MODULES:
+        if name == "gpuinfer.engine" or name.startswith("gpuinfer.batching"):
+            assert not [target for target, _ in imports(MODULES[name]) if target.startswith(plugins)]
+
+
+FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_is_unpickled(name):
+    assert [target for target, _ in imports(MODULES[name]) if target.split(".")[0] in FORBIDDEN] == []
+    for node in ast.walk(MODULES[name]):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        given = {word.arg: word.value for word in node.keywords}
+        called = ast.unparse(node.func)
+        if called == "torch.load":
+            assert ast.unparse(given["weights_only"]) == "True"
+        if called in ("np.load", "numpy.load"):
+            assert ast.unparse(given["allow_pickle"]) == "False"
+        assert not (node.func.attr == "recv" and "line" in called), f"{called} unpickles: use recv_bytes"
