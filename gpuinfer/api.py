@@ -144,12 +144,12 @@ class Progress:
     done: int
     total: int | None = None
     unit: str = "rows"
-    before: int = 0  # of `done`, by an earlier run: no part of this run's pace
-    begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
     counts: Mapping[str, float] = field(default_factory=dict)  # games, simulations, evaluations, … for the rates
     facts: Mapping[str, float] = field(default_factory=dict)  # rows_outstanding, workers, … for the verdict; no rates
     note: str = ""  # what is going on, when it is not the work itself
     setup: bool = False  # still preparing: the run's clock starts at the first Progress without it
+    before: int = 0  # of `done`, by an earlier run: no part of this run's pace
+    begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
 
 
 class Options(BaseModel):
@@ -185,7 +185,9 @@ class Backend(Plugin, ABC):
 
     @abstractmethod
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
-        """Answer every request of the batch: one result for each, in order. An exception fails this batch alone."""
+        """Answer every request of the batch: one result for each, in order. An exception fails this batch alone; one in
+        the place of a result fails that request alone.
+        """
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Answer in parts as they come, requests in any order. Override it for a backend that generates."""
@@ -353,6 +355,11 @@ class Workload(Plugin, ABC):
     def model(self) -> ModelSpec | None:
         """The model that the backend must serve; None when the workload brings its own answers."""
         return None
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks a backend at all, with its present options."""
+        return True
 
     @property
     def processes(self) -> int:

@@ -25,7 +25,7 @@ class Evidence:
     queue_wait_s: float = 0.0  # mean
     roofline: Roofline | None = None
     facts: Mapping[str, float] = field(default_factory=dict)  # what the workload says of itself: `Progress.facts`
-    total: int | None = None  # of the work: `Progress.total`
+    total: int | None = None  # of the work that this run began with: `Progress.total` without what was done before
     cores: int = 1
     on_cpu: bool = True
     dtype: str = "float32"
@@ -41,13 +41,13 @@ class Evidence:
 
     @property
     def work(self) -> list[Mapping[str, Any]]:
-        return [lane for lane in self.lanes if not is_forward(lane["name"])]
+        return [lane for lane in self.lanes if not (is_forward(lane["name"]) or is_aside(lane["name"]))]
 
     @property
     def threads_busy(self) -> float:
         """How many threads were at work at once, on average."""
         each = self.facts.get("threads", 1)
-        return (busy_s(self.forwards) * each + busy_s(self.work)) / self.wall_s
+        return (busy_s(self.forwards) * (each - 1) + busy_s(self.lanes)) / self.wall_s
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""
@@ -69,6 +69,11 @@ class Evidence:
 def is_forward(name: str) -> bool:
     """Whether a lane of this name serves batches: "forward 0", or "worker 1: forward 0"."""
     return name.rpartition(": ")[2].startswith("forward")
+
+
+def is_aside(name: str) -> bool:
+    """Whether a lane of this name only writes down what the work brings, and holds nothing up by being idle."""
+    return name.rpartition(": ")[2].startswith("records")
 
 
 def station_s(lanes: Sequence[Mapping[str, Any]], station: str) -> float:

@@ -7,6 +7,8 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
+
 
 def cores() -> int:
     """CPU cores that this process may use: its affinity, and the CPU quota of its control group if that is less."""
@@ -39,3 +41,14 @@ def rss_peak_mb() -> float:
 def has_cuda() -> bool:
     """Whether an NVIDIA driver is at work here, without asking torch, which takes a second to import."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def memory_available() -> int:
+    """Bytes that can still be taken without swapping: the machine's, or less if the control group has a limit."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        group = Path("/sys/fs/cgroup")
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no version 2 control group, or no limit ("max")
+        return available
+    return max(0, min(available, left))

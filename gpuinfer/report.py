@@ -178,7 +178,7 @@ def evidence(run: Run) -> Evidence:
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
         roofline=run.roofline,
         facts=run.progress.facts,
-        total=run.progress.total,
+        total=None if run.progress.total is None else run.progress.total - run.progress.before,
         cores=machine.cores(),
         on_cpu="reserved_mb" not in snapshot.device,
         dtype=run.setup.dtype,

@@ -439,7 +439,7 @@ def test_bash_completes(words, offered):
 
 
 def test_bash_takes_the_completion_script():
-    script = process("--show-completion", "bash").stdout
+    script = process(_GPUINFER_COMPLETE="source_bash").stdout
     check = subprocess.run(
         ["bash", "-c", f"{script}\ncomplete -p gpuinfer"], capture_output=True, text=True, timeout=60
     )

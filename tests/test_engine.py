@@ -372,6 +372,16 @@ async def test_a_backend_that_raises_in_cancel_harms_nobody(caplog):
 # Results
 
 
+@virtual
+async def test_an_exception_in_the_place_of_a_result_fails_that_request_alone():
+    engine = await started(Scripted(answer=lambda batch: [LookupError("no such row"), "fine"]))
+    bad, good = submit(engine, "bad"), submit(engine, "good")
+    with pytest.raises(BackendError, match="no such row"):
+        await bad
+    assert await good == "fine"
+    await engine.close()
+
+
 @pytest.mark.parametrize(
     ("result", "says"),
     [

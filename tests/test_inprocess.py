@@ -1,6 +1,7 @@
 """The backend that runs the model in this process."""
 
 import asyncio
+import re
 import shutil
 import threading
 
@@ -151,9 +152,15 @@ async def test_a_compiled_model_answers_the_same():
         pytest.param("a prompt", 1, "got str", id="text"),
     ],
 )
-async def test_a_payload_that_does_not_fit_is_refused(payload, rows, said):
-    with pytest.raises(BackendError, match=said):
-        await answers([request(2), Request(payload, rows)])
+async def test_a_payload_that_does_not_fit_fails_alone(payload, rows, said):
+    first, misfit, last = await answers([request(2), Request(payload, rows), request(3)])
+    assert isinstance(misfit, BackendError)
+    assert re.search(said, str(misfit))
+    assert (len(first[0]), len(last[0])) == (2, 3)
+
+
+async def test_a_batch_in_which_nothing_fits_is_answered_with_errors():
+    assert [type(answer) for answer in await answers([Request("a prompt", 1)] * 2)] == [BackendError] * 2
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ async def test_nothing_is_left_behind_by_many_workers():
     before = open_files()
     await once()
     await once()
-    assert await eventually(lambda: open_files() == before)
+    assert await eventually(lambda: open_files() <= before)  # fewer: earlier tests' are collected meanwhile
     assert not multiprocessing.active_children()
 
 

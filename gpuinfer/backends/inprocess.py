@@ -65,12 +65,16 @@ class InProcess(Backend):
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
             )
         spec = self._opened.spec
-        for request in batch:
-            check_payload(request, spec)
-        blocks = [request.payload for request in batch]
+        misfits = {index: error for index, request in enumerate(batch) if (error := misfit(request, spec))}
+        blocks = [request.payload for index, request in enumerate(batch) if index not in misfits]
+        if not blocks:
+            return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, context.run, self._opened.forward, blocks)
+        answers = await loop.run_in_executor(self._threads, context.run, self._opened.forward, blocks)
+        for index, error in misfits.items():  # in ascending order, so that each finds its place
+            answers.insert(index, error)
+        return answers
 
     def device(self) -> Mapping[str, Any]:
         return self._opened.device() if self._opened is not None else {}
@@ -81,14 +85,14 @@ class InProcess(Backend):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
 
-def check_payload(request: Request, spec: ModelSpec) -> None:
-    """Raises `BackendError` unless the payload is an array of the rows, features and dtype that were agreed."""
+def misfit(request: Request, spec: ModelSpec) -> BackendError | None:
+    """The error, unless the payload is an array of the rows, features and dtype that were agreed."""
     payload = request.payload
     shape, dtype = getattr(payload, "shape", None), str(getattr(payload, "dtype", type(payload).__name__))
     if shape == (request.rows, spec.inputs) and dtype == spec.input_dtype and request.rows > 0:
-        return
+        return None
     found = f"{dtype} {list(shape)}" if isinstance(shape, tuple) else dtype
-    raise BackendError(
+    return BackendError(
         f"model '{spec.name}' takes a NumPy array {spec.input_dtype} [{request.rows}, {spec.inputs}] for a request of "
         f"{request.rows} rows, and got {found}. Send that, or name another input_dtype in the ModelSpec."
     )

@@ -68,6 +68,9 @@ def _check_count(backend: Backend, requests: Sequence[Request], results: Sequenc
 
 
 def _settle(backend: Backend, request: Request, result: Result, unsettled: Unsettled, now: float) -> None:
+    if isinstance(result, BaseException):  # this request's own failure: its neighbours are answered
+        unsettled.fail(request, as_failure(backend, result))
+        return
     fault = find_fault(result, request.rows)
     if fault is None:
         unsettled.answer(request, result, now)

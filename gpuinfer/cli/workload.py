@@ -18,11 +18,13 @@ from gpuinfer import registry, settings
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
+from gpuinfer.errors import UsageError
 from gpuinfer.options import Given
 
 if TYPE_CHECKING:
     from gpuinfer.display import Display
 
+DEFAULT_BACKEND = "inprocess"
 EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
 
 
@@ -148,6 +150,11 @@ def build(name: str, merged: settings.Settings) -> Plan:
     given = {kind: merged.options(kind, one, classes[kind]) for kind, one in chosen.items()}
     setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed)
     workload = classes["workloads"](setup, **given["workloads"])
+    if not workload.asks and common.backend != DEFAULT_BACKEND:
+        raise UsageError(
+            f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
+            f"asked. Leave --backend out, or give {name} a --model."
+        )
     setup = replace(
         setup,
         model=workload.model(),

@@ -38,8 +38,8 @@ class Line:
         try:
             self._writer.writelines((HEADER.pack(len(packed)), packed))
             await self._writer.drain()
-        except OSError as error:
-            raise LineClosed("the other end is gone") from error
+        except (OSError, RuntimeError) as error:  # RuntimeError: after `finish`
+            raise LineClosed("the line is closed") from error
 
     async def receive(self) -> Any:
         """The next message. Raises `LineClosed` when the other end is gone, also in the middle of a message."""

@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -65,10 +67,12 @@ class Workers:
         self._inbox: asyncio.Queue[tuple[int, Mapping[str, Any] | GpuinferError | None]] = asyncio.Queue()
         self._ended: dict[int, GpuinferError | None] = {}  # worker → why, if it said so
         self._marks = 0
+        self._stopped = False
 
     async def __aenter__(self) -> Workers:
         atexit.register(self._kill)  # runs before multiprocessing waits for its children without end
         try:
+            resource_tracker.ensure_running()  # here, since its start would unblock the signals that `_deaf` blocks
             with _threads_each(len(self._jobs)):
                 for job in self._jobs:
                     await self._start(job)
@@ -83,7 +87,8 @@ class Workers:
             target=_enter, args=(theirs, job), name=f"gpuinfer worker {job.index}"
         )
         try:
-            process.start()
+            with _deaf():
+                process.start()
         except Exception as error:
             ours.close()
             raise _cannot_start(error) from error
@@ -92,6 +97,8 @@ class Workers:
         self._processes.append(process)
         self._lines.append(await Line.open(ours))
         self._listeners.append(asyncio.create_task(self._listen(job.index, self._lines[-1])))
+        if self._stopped:
+            await self._lines[-1].send({"stop": True})
 
     async def _listen(self, worker: int, line: Line) -> None:
         error: GpuinferError | None = None
@@ -144,7 +151,8 @@ class Workers:
             open_lines -= message is None
 
     async def stop(self) -> None:
-        """Set `stopping` in every worker."""
+        """Set `stopping` in every worker, in those too that are yet to start."""
+        self._stopped = True
         await self._broadcast({"stop": True})
 
     async def mark(self) -> None:
@@ -235,6 +243,24 @@ def _cannot_start(error: Exception) -> UsageError:
         f"a worker process could not be started: {error}. What a backend's connect() returns, its options, the "
         "strategy's class and the arguments must be picklable: define classes at the top of a module."
     )
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let a child start with SIGINT and SIGTERM blocked: a terminal signals it too, and the parent decides.
+
+    It inherits that, and ignores them for good as soon as it can (`worker.main`). A signal to the parent in that
+    instant is kept and delivered afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 @contextlib.contextmanager

@@ -45,11 +45,10 @@ class Channel:
 
 def main(end: socket.socket, job: Job) -> None:
     """Run one job, and leave no later than the parent."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal or a scheduler signals the whole group: the parent decides
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:  # a terminal or a scheduler signals the whole group: the parent decides
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked since the parent started us
     faulthandler.enable()
     os.dup2(2, 1)  # standard output belongs to the parent's report
     threading.Thread(target=_leave_with_parent, daemon=True).start()

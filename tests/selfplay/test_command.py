@@ -195,3 +195,10 @@ def test_a_game_that_is_none_is_refused(tmp_path, source, message):
     shutil.copy(EXAMPLES / "nim.py", tmp_path)
     (tmp_path / "mine.py").write_text(source)
     assert message in refused(*QUICK, "--model", "uniform", "--game", "mine:Mine", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("model", ["uniform", "rollout"])
+def test_another_backend_refuses_an_evaluator_inside_the_kernel(model, tmp_path):
+    done = selfplay("--model", model, "--backend", "echo", "--games", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Leave --backend out" in done.stderr

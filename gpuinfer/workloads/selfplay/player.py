@@ -133,6 +133,7 @@ class Round:
     async def _supply(self, arena: Arena) -> bool:
         """Queue games for free slots. Waits for the parent when there are none; False when there never will be."""
         while not self._infer.stopping.is_set():
+            self._arrived.clear()  # before the look at what has arrived, so that no arrival goes unnoticed
             busy = arena.busy
             room = arena.spare(busy)
             arena.add_games([self._queue.popleft() for _ in range(min(room, len(self._queue)))])
@@ -145,7 +146,6 @@ class Round:
         return False
 
     async def _wait_for_games(self) -> None:
-        self._arrived.clear()
         stopping = asyncio.create_task(self._infer.stopping.wait())
         arrived = asyncio.create_task(self._arrived.wait())
         try:
@@ -202,6 +202,7 @@ class Writer:
         self._parts: list[dict[str, np.ndarray]] = []
         self._bytes = 0
         self._oldest = 0.0
+        self._turn = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, part: dict[str, np.ndarray]) -> None:
@@ -218,15 +219,24 @@ class Writer:
             await self._start()
 
     async def flush(self) -> None:
-        """Everything is on disk when this returns."""
-        await self._start()
-        if self._writing is not None:
-            await self._writing
+        """Everything is on disk when this returns. Raises WorkError when it cannot be."""
+        async with self._turn:
+            await self._written()
+            self._begin()
+            await self._written()
 
     async def _start(self) -> None:
+        async with self._turn:  # one shard at a time: memory stays bounded when the disk is slow
+            await self._written()
+            self._begin()
+
+    async def _written(self) -> None:
+        """Wait for the shard that is being written. Whoever waits may be cancelled; the shard is not."""
         if self._writing is not None:
-            await self._writing  # one shard at a time: memory stays bounded when the disk is slow
+            await asyncio.shield(self._writing)
             self._writing = None
+
+    def _begin(self) -> None:
         if self._parts:
             parts, self._parts, self._bytes = self._parts, [], 0
             self._writing = asyncio.create_task(asyncio.to_thread(self._write, parts))

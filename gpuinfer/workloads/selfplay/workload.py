@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from gpuinfer import api, machine
@@ -22,6 +23,7 @@ MODELS = ("blobnet", "blobnet-small", "uniform", "rollout", "module:factory")
 ROWS_WITHOUT_ROOFLINE = 512  # a block's, where the best batch was not measured
 CACHED_BYTES = 512 << 10  # of trees a worker, where no network wants large blocks: they stay in the core's own cache
 MOST_CUDA_WORKERS = 8
+MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 
 
 class SelfPlay(Workload):
@@ -79,6 +81,10 @@ class SelfPlay(Workload):
             input_dtype=self.game.feature_dtype,
             arguments={"actions": self.game.actions, "seats": self.game.seats},
         )
+
+    @property
+    def asks(self) -> bool:
+        return self.evaluator == "network"
 
     @property
     def evaluator(self) -> Literal["network", "uniform", "rollout"]:
@@ -167,7 +173,16 @@ class SelfPlay(Workload):
             share = 2 * max(1, rows // self.determinizations)
         else:
             share = CACHED_BYTES // (self.determinizations * self.tree_bytes)
+        if self.options.games_in_flight is None:
+            share = min(share, int(MEMORY_SHARE * machine.memory_available() / workers / self.game_bytes))
         return max(1, min(share, math.ceil(left / workers)))
+
+    @property
+    def game_bytes(self) -> int:
+        """About, of one game in flight: its trees, their rows in the block, and its records."""
+        row = self.game.features * np.dtype(self.game.feature_dtype).itemsize
+        records = self.game.max_moves * (row + 5 * self.game.actions) if self.options.out else 0
+        return self.determinizations * (self.tree_bytes + row) + records
 
     @property
     def tree_bytes(self) -> int:
@@ -241,6 +256,8 @@ class Match:
             await self._give(workers, worker, min(arguments["slots"], share))
 
     async def _give(self, workers: Workers, worker: int, games: int) -> None:
+        if worker in self._ended:  # it was asked to stop meanwhile
+            return
         given = list(itertools.islice(self._ids, games))
         self.left -= len(given)
         await workers.send(worker, {"games": given, "more": self.left > 0})

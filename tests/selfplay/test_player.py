@@ -1,0 +1,97 @@
+"""The worker's parts: blocks, and the shards that it writes beside its games."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from gpuinfer import stats
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.workloads.selfplay import player, records
+
+
+class Session:
+    def lane(self, name):
+        return stats.Lane(name)
+
+
+def part(number):
+    return {"finished": np.array([number]), "game": np.array([number, number])}
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch):
+    monkeypatch.setattr(player, "SHARD_BYTES", 1)  # every part is worth a shard
+    return player.Writer(tmp_path, Session())
+
+
+async def test_two_who_ask_for_a_shard_at_once_lose_none(writer, tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = records.Folder.write
+
+    def slow(self, arrays):
+        assert gate.wait(30)
+        return write(self, arrays)
+
+    monkeypatch.setattr(records.Folder, "write", slow)
+    first = asyncio.create_task(writer.add(part(0)))
+    await first
+    others = [asyncio.create_task(writer.add(part(1))), asyncio.create_task(writer.write_if_due())]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*others)
+    await writer.flush()
+    assert records.Folder(tmp_path).finished() == {0, 1}
+
+
+async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(writer, tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = records.Folder.write
+
+    def slow(self, arrays):
+        assert gate.wait(30)
+        return write(self, arrays)
+
+    monkeypatch.setattr(records.Folder, "write", slow)
+    await writer.add(part(0))
+    impatient = asyncio.create_task(writer.add(part(1)))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    gate.set()
+    await writer.flush()
+    assert records.Folder(tmp_path).finished() == {0, 1}
+
+
+async def test_a_shard_that_cannot_be_written_is_told_at_the_latest_by_flush(writer, monkeypatch):
+    def full(self, arrays):
+        raise WorkError("no space")
+
+    monkeypatch.setattr(records.Folder, "write", full)
+    await writer.add(part(0))
+    with pytest.raises(WorkError, match="no space"):
+        await writer.flush()
+
+
+@pytest.mark.parametrize(
+    ("slots", "halves", "determinizations", "max_rows", "blocks"),
+    [
+        pytest.param(10, 2, 3, 4096, [5, 5], id="two halves"),
+        pytest.param(11, 2, 3, 4096, [6, 5], id="an odd number of games"),
+        pytest.param(10, 1, 3, 4096, [10], id="one block"),
+        pytest.param(10, 1, 3, 12, [4, 3, 3], id="as many as fit a batch"),
+        pytest.param(1, 2, 3, 4096, [1], id="a single game"),
+        pytest.param(500, 1, 3, None, [500], id="no model"),
+    ],
+)
+def test_games_are_divided_into_blocks(slots, halves, determinizations, max_rows, blocks):
+    assert player.blocks(slots, halves, determinizations, max_rows) == blocks
+
+
+def test_a_game_that_fits_into_no_batch_is_refused():
+    with pytest.raises(UsageError, match="--determinizations 8"):
+        player.blocks(4, 2, 9, 8)
