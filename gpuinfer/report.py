@@ -59,7 +59,12 @@ def build(run: Run) -> dict[str, Any]:
         "wall_s": run.wall_s,
         "settings": json.loads(json.dumps(dict(run.settings), default=str)),
         "status": run.status,
-        "progress": {"done": progress.done, "total": progress.total, "unit": progress.unit},
+        "progress": {
+            "done": progress.done,
+            "total": progress.total,
+            "unit": progress.unit,
+            "before": progress.before,
+        },
         "environment": environment(run.setup, snapshot.device),
         "throughput": throughput(run),
         "batches": batches(snapshot),

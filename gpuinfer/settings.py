@@ -39,7 +39,7 @@ class Common(BaseModel):
     strategy: str = Field("dynamic", description="when waiting requests become a batch")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:1")
     dtype: Dtype = Field("float32", description="number format of the model")
-    seed: int = Field(0, ge=0, description="of everything random")
+    seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
     live: bool | None = Field(None, description="a live view, or plain lines; none: live on a terminal")
     quiet: bool = Field(False, description="no progress: only the result, and errors")

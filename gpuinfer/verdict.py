@@ -231,4 +231,5 @@ def _product(facts: Mapping[str, float], outstanding: float) -> str:
     workers, blocks = facts.get("workers", 1), facts.get("blocks", 1)
     rows = outstanding / (workers * blocks)
     factors = [f"{count:,.0f} {name}" for name, count in (("workers", workers), ("blocks", blocks)) if name in facts]
+    factors = [factor.removesuffix("s") if factor.startswith("1 ") else factor for factor in factors]
     return " × ".join([*factors, f"{rows:,.0f} rows"]) + f" = {outstanding:,.0f}" if factors else f"{outstanding:,.0f}"

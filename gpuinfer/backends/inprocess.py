@@ -42,8 +42,8 @@ class InProcess(Backend):
         spec = self.setup.model
         if spec is None:
             raise UsageError(
-                "the backend 'inprocess' needs a model, and this work brings its own answers. "
-                "Use --model blobnet or --model module:factory, or leave --backend out."
+                "the backend 'inprocess' serves a model, and this workload names none. "
+                "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
         self._opened = await asyncio.to_thread(self._open, spec)
         self.limits = self._opened.limits

@@ -24,15 +24,20 @@ class Destination:
     def write(self, report: Mapping[str, Any]) -> None:
         """Write the report; nothing happens when nobody asked for one. Raises `WorkError` when there is no room."""
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
-        if self.stdout:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        elif self.path is not None:
-            try:
-                replace_file(self.path, text)
-            except OSError as error:
-                cure = "Make room there, or give --json another place."
-                raise WorkError(f"the report could not be written to {self.path}: {error.strerror}. {cure}") from error
+        try:
+            if self.stdout:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            elif self.path is not None and self.path.exists() and not self.path.is_file():  # a pipe, a device
+                self.path.write_text(text, encoding="utf-8")
+            elif self.path is not None:
+                replace_file(self.path.resolve(), text)  # of a link, what it leads to
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            place = self.path or "standard output"
+            cure = "Make room there, or give --json another place."
+            raise WorkError(f"the report could not be written to {place}: {error.strerror}. {cure}") from error
 
 
 def replace_file(path: Path, text: str) -> None:

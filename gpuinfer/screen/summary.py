@@ -27,7 +27,11 @@ def rows(report: Mapping[str, Any]) -> Iterator[Row]:
         total = "" if progress["total"] is None else f" of {whole(progress['total'])}"
         yield Row("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
     rates = list(_throughput(report.get("throughput") or {}))
-    yield Row("throughput", "\n".join(rates) or "nothing was finished", "strong")
+    nothing = "nothing was left to do" if _was_complete(report) else "nothing was finished"
+    yield Row("throughput", "\n".join(rates) or nothing, "strong")
+    if _was_complete(report):
+        yield from _records(report)
+        return
     yield from _batches(report.get("batches") or {})
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
@@ -36,6 +40,12 @@ def rows(report: Mapping[str, Any]) -> Iterator[Row]:
         yield Row("errors", errors, "bad")
     yield from _machine(report)
     yield from _records(report)
+
+
+def _was_complete(report: Mapping[str, Any]) -> bool:
+    """Whether all the work had been done before this run."""
+    progress = report.get("progress") or {}
+    return bool(progress.get("total")) and progress.get("before", 0) >= progress["total"]
 
 
 def _throughput(rates: Mapping[str, float | None]) -> Iterator[str]:

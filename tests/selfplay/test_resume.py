@@ -134,3 +134,21 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     again = selfplay(*words, cwd=tmp_path)
     assert again.returncode == 2
     assert "Add --resume to go on with them" in complaint(again)
+
+
+def test_what_is_complete_is_left_as_it_is_and_said_to_be(tmp_path):
+    words = ["--games", 20, "--model", "uniform", "--simulations", 5, "--workers", 1, "--out", "games"]
+    assert selfplay(*words, cwd=tmp_path).returncode == 0
+    again = selfplay(*words, "--resume", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "20 of 20 games" in again.stdout
+    assert "nothing was left to do" in again.stdout
+    assert "Let the run go on" not in again.stdout
+
+
+def test_fewer_games_than_there_are_is_refused_with_the_number(tmp_path):
+    words = ["--model", "uniform", "--simulations", 5, "--workers", 1, "--out", "games"]
+    assert selfplay("--games", 20, *words, cwd=tmp_path).returncode == 0
+    fewer = selfplay("--games", 10, *words, "--resume", cwd=tmp_path)
+    assert fewer.returncode == 2
+    assert "Ask for 20 or more" in complaint(fewer)

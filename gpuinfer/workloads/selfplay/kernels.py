@@ -73,7 +73,7 @@ def rules_of(name: str) -> ModuleType:
 def cache_folder(rules: ModuleType) -> Path:
     """A folder named by all that the compiled code is made from; a temporary one if need be."""
     digest = hashlib.sha256()
-    for part in (numba.__version__, llvmlite.__version__, np.__version__, rules.__name__):
+    for part in (numba.__version__, llvmlite.__version__, np.__version__, rules.__name__, str(SEARCH)):
         digest.update(part.encode())
     for source in sources(rules):
         digest.update(source)

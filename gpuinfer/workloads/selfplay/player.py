@@ -156,7 +156,7 @@ class Round:
 
     async def _ask(self) -> None:
         """Ask for games before they run out, but keep few: what lies here cannot be played by another worker."""
-        per_second = self._finished() / max(time.monotonic() - self._began, 1.0)
+        per_second = self._finished() / max(time.monotonic() - self._began, AHEAD_S)
         ahead = 1 + int(AHEAD_S * per_second)
         if self._more and not self._asked and len(self._queue) < ahead:
             self._asked = True

@@ -60,7 +60,7 @@ class SelfPlay(Workload):
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
-        given = {key: getattr(self.options, key) for key in ("players", "cards", "trump", "scoring")}
+        given = {key: getattr(self.options, key) for key in games.FLAGS}
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
         self.game = games.build(self.options.game, self._game_options)
@@ -122,7 +122,11 @@ class SelfPlay(Workload):
         """
         folder = Folder(self.options.out) if self.options.out else None
         finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
-        finished = {game for game in finished if game < self.options.games}
+        if finished and max(finished) >= self.options.games:
+            raise UsageError(
+                f"{self.options.out} holds games up to number {max(finished)} already, more than --games "
+                f"{self.options.games}. Ask for {max(finished) + 1} or more."
+            )
         match = Match(self.options.games, finished, self.arguments(infer, len(finished)))
         if match.left:
             yield match.progress("starting the workers", setup=True)

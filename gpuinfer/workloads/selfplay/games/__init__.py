@@ -15,6 +15,8 @@ from gpuinfer.workloads.selfplay.game import Game
 
 SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")
 
+FLAGS = ("players", "cards", "trump", "scoring")  # options of games that are flags of the command
+
 
 def build(name: str, options: Mapping[str, Any]) -> Game:
     """The game of that name, or `module:Class`, with these options; None stands for an option that was not given.
@@ -22,7 +24,7 @@ def build(name: str, options: Mapping[str, Any]) -> Game:
     Raises UsageError for an unknown game, and for options that it does not have or cannot play with.
     """
     kind = _imported(name) if ":" in name else registry.load("games", name)
-    given = {key: Given(value, f"--{key.replace('_', '-')}") for key, value in options.items() if value is not None}
+    given = {key: Given(value, _flag(key)) for key, value in options.items() if value is not None}
     game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
     _refuse_halves(game, name)
     return game
@@ -54,3 +56,8 @@ def _refuse_halves(game: Game, name: str) -> None:
     missing = [field for field in SIZES if not hasattr(game, field)]
     if missing:
         raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
+
+
+def _flag(option: str) -> str:
+    """How a game's option is given on the command line."""
+    return f"--{option}" if option in FLAGS else f"--game-options {option}"
