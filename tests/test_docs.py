@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
 PLACEHOLDERS = {"module:Class": "nim:Nim"}  # what a reader puts their own name for
 SMALL = {"--games": "4"}  # counts that only cost time
-NOT_RUN = ("make ", "pip ", "python -m pip ", "bash benchmarks/", "benchmarks/")  # set-up, and hours of measuring
+NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
 
 def commands(page: Path) -> list[str]:
