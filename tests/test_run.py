@@ -35,7 +35,7 @@ def checked(made):
 def test_a_run_that_is_done_reports_what_it_did():
     made = checked(go(Counting(total=20), settings={"backend": "double", "out": Path("games")}))
     assert made["status"] == "done"
-    assert made["progress"] == {"done": 20, "total": 20, "unit": "questions"}
+    assert made["progress"] == {"done": 20, "total": 20, "unit": "questions", "before": 0}
     assert (made["workload"], made["backend"], made["strategy"]) == ("counting", "double", "atonce")
     assert made["settings"] == {"backend": "double", "out": "games"}
     assert made["batches"]["count"] == 20

@@ -150,7 +150,7 @@ def test_the_report_alone_is_on_standard_output(tmp_path, model):
     made = json.loads(done.stdout)
     jsonschema.validate(made, report.schema())
     assert (made["status"], made["workload"]) == ("done", "selfplay")
-    assert made["progress"] == {"done": 20, "total": 20, "unit": "games"}
+    assert made["progress"] == {"done": 20, "total": 20, "unit": "games", "before": 0}
     assert made["throughput"]["simulations_per_s"] > 0
     assert made["roofline"] is None
     assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"], rel=0.05, abs=0.1)

@@ -116,11 +116,16 @@ def test_more_games_may_be_asked_for_later(whole, tmp_path):
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
-    for _ in range(2):
+    for before in (0, 20):
         words = ["--games", 20, "--model", "uniform", "--workers", 1, "--out", "games", "--resume", "--json", "-"]
         done = selfplay(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["progress"] == {"done": 20, "total": 20, "unit": "games"}
+        assert json.loads(done.stdout)["progress"] == {
+            "done": 20,
+            "total": 20,
+            "unit": "games",
+            "before": before,
+        }
     assert len(records_of(tmp_path / "games")["finished"]) == 20
 
 
