@@ -28,15 +28,20 @@ def writer(tmp_path, monkeypatch):
     return player.Writer(tmp_path, Session())
 
 
-async def test_two_who_ask_for_a_shard_at_once_lose_none(writer, tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = records.Folder.write
+@pytest.fixture
+def gate(monkeypatch):
+    """No shard is written before this is set."""
+    opened, write = threading.Event(), records.Folder.write
 
     def slow(self, arrays):
-        assert gate.wait(30)
+        assert opened.wait(30)
         return write(self, arrays)
 
     monkeypatch.setattr(records.Folder, "write", slow)
+    return opened
+
+
+async def test_two_who_ask_for_a_shard_at_once_lose_none(writer, gate, tmp_path):
     first = asyncio.create_task(writer.add(part(0)))
     await first
     others = [asyncio.create_task(writer.add(part(1))), asyncio.create_task(writer.write_if_due())]
@@ -47,15 +52,7 @@ async def test_two_who_ask_for_a_shard_at_once_lose_none(writer, tmp_path, monke
     assert records.Folder(tmp_path).finished() == {0, 1}
 
 
-async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(writer, tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = records.Folder.write
-
-    def slow(self, arrays):
-        assert gate.wait(30)
-        return write(self, arrays)
-
-    monkeypatch.setattr(records.Folder, "write", slow)
+async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(writer, gate, tmp_path):
     await writer.add(part(0))
     impatient = asyncio.create_task(writer.add(part(1)))
     await asyncio.sleep(0)

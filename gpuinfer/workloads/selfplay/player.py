@@ -77,7 +77,6 @@ class Round:
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
         self._writer = Writer(Path(arguments["out"]), infer) if arguments["out"] else None
-        self._slots = sum(arena.slots for arena in arenas)
         self._began = time.monotonic()
 
     async def play(self) -> None:
