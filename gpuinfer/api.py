@@ -63,6 +63,7 @@ class Limits:
     max_rows: int  # in one batch
     in_flight: int = 1  # batches at once
     slots: int | None = None  # rows admitted and not yet finished, for backends that generate
+    enough_rows: int | None = None  # a batch of more is no faster a row: nothing to wait for, better use another lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,10 @@ class QueueView:
     now: float
     limits: Limits
     live: int = 0  # clients that have joined and not left
-    thinking: int = 0  # live clients that neither wait nor are being served
+    thinking: int = 0  # live clients that neither wait nor are being served, and were not away for unusually long
     arrival_rate: float = 0.0  # rows per second, a moving average
+    think_s: float = math.inf  # from an answer to the same client's next request, a moving average; inf: not known
+    outstanding: int = 0  # requests of all groups that wait or are being served
 
     @property
     def all_clients_wait(self) -> bool:
@@ -139,13 +142,19 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a workload has come. Every field is a total since the start, not a difference."""
+    """How far a workload has come. Every field is a total since the start, not a difference.
+
+    `facts` that the verdict knows, those that apply: `workers` (processes that make requests), `blocks` (requests that
+    each keeps under way), `clients` (requests under way at most, of clients without lanes), `rows_outstanding` (rows
+    under way at most), `games_in_flight` (when a flag of that name sets it), `threads` (of one forward),
+    `offered_rows_per_s` (the load, where it comes from outside).
+    """
 
     done: int
     total: int | None = None
     unit: str = "rows"
     counts: Mapping[str, float] = field(default_factory=dict)  # games, simulations, evaluations, … for the rates
-    facts: Mapping[str, float] = field(default_factory=dict)  # rows_outstanding, workers, … for the verdict; no rates
+    facts: Mapping[str, float] = field(default_factory=dict)  # for the verdict; no rates
     note: str = ""  # what is going on, when it is not the work itself
     setup: bool = False  # still preparing: the run's clock starts at the first Progress without it
     before: int = 0  # of `done`, by an earlier run: no part of this run's pace
@@ -179,9 +188,23 @@ class Backend(Plugin, ABC):
 
     limits: Limits
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
+    strategy: Strategy | None = None  # the run's, set before `start`: a remote backend takes it to where batches form
+    roofline: Roofline | None = None  # what the bare model was measured to do here, set before `start`
 
     async def start(self) -> None:
-        """Make ready: load the model, connect. `limits` must be final when it returns."""
+        """Make ready: load the model, connect. `limits` must be final when it returns.
+
+        With worker processes a remote backend is started in the process that starts them, and before them.
+        """
+
+    def block(self, rows: int) -> Any:
+        """Room for `rows` rows, an array [rows, ...], that this backend reads where it lies when a payload is a view of
+        it. None, the default: payloads may lie anywhere.
+
+        Whoever asked owns it as long as the backend is open. The answer to such a payload may lie in the backend's own
+        memory, and is overwritten when a view of the same block is submitted again.
+        """
+        return None
 
     @abstractmethod
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
@@ -202,7 +225,9 @@ class Backend(Plugin, ABC):
         return OwnCopy(type(self), self.setup, self.options.model_dump())
 
     async def stats(self) -> Mapping[str, Any] | None:
-        """What the far side measured: `Snapshot.to_wire()` of its engine. None when batches are formed here."""
+        """What the far side has measured until now: `Snapshot.to_wire()` of its queue and forward lanes. None when
+        batches are formed here.
+        """
         return None
 
     def device(self) -> Mapping[str, Any]:
@@ -309,6 +334,10 @@ class Infer(ABC):
         Raises `QueueFull` at once when there is no room, `Expired` when `timeout` seconds pass before it is served,
         `BackendError`, `BadResult`, `StrategyError` or `Closed`. Cancelling the wait cancels the request.
         """
+
+    def block(self, rows: int) -> Any:
+        """Room for `rows` rows that travel to the model without a copy, or None: see `Backend.block`. After `ready`."""
+        return None
 
     @abstractmethod
     def client(self) -> AbstractContextManager[Hashable]:

@@ -131,7 +131,7 @@ class Engine:
 
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
-        self._queue.clients.join(client)
+        self._queue.clients.join(client, self._clock())
         self._wake()
 
     def leave(self, client: Hashable) -> None:
@@ -203,6 +203,7 @@ class Engine:
         started = self._clock()
         try:
             seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
+            self._tally.ran(cut.rows, seconds)
             waited = cut_at - min(request.arrived for request in cut.requests)
             with self._harmless(f"the strategy {type(self.strategy).__name__} raised in observe"):
                 self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
@@ -221,8 +222,7 @@ class Engine:
         self._wake()
 
     def _left(self, request: Request) -> None:
-        if request.client is not None:
-            self._queue.clients.answered(request.client)
+        self._queue.clients.answered(request.client, self._clock())
         if self.limits.slots is not None:  # those it took are free, though its batch runs on
             self._wake()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -36,6 +38,18 @@ def rss_peak_mb() -> float:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**20 if sys.platform == "darwin" else peak / 1024
+
+
+def cpu_times() -> tuple[float, float]:
+    """Seconds that this process's threads have run, and that those alive now have waited for a core while ready to run.
+
+    The second is 0 where the system does not tell (`/proc/self/task/*/schedstat` of Linux).
+    """
+    waited = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that ends meanwhile
+            waited += int(task.read_text().split()[1])
+    return time.process_time(), waited / 1e9
 
 
 def has_cuda() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -66,28 +66,50 @@ def summarise(wire: Mapping[str, Any]) -> dict[str, float]:
     return {"mean": wire["total"] / n, **quantiles, "max": wire["max"]}
 
 
-class Lane:
-    """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read `stations`."""
+def percentile(sizes: Mapping[int, int], share: float) -> int:
+    """The smallest size that at least this share of the batches do not exceed; `sizes`: size → how many batches."""
+    seen, wanted = 0, share * sum(sizes.values())
+    for size in sorted(sizes):
+        seen += sizes[size]
+        if seen >= wanted:
+            return size
+    raise ValueError("there is no percentile of no batches")
 
-    __slots__ = ("_clock", "_since", "_station", "_times", "name")
+
+class Lane:
+    """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
+
+    __slots__ = ("_clock", "_since", "_spent", "_station", "name")
 
     def __init__(self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self._clock = clock
-        self._times: dict[str, float] = {}
+        self._spent: dict[str, list[float]] = {}  # station → [seconds, visits that have ended]
         self._station = station
         self._since = clock()
 
     def enter(self, station: str) -> None:
         now = self._clock()
-        self._times[self._station] = self._times.get(self._station, 0.0) + now - self._since
+        spent = self._spent.get(self._station)
+        if spent is None:
+            self._spent[self._station] = [now - self._since, 1]
+        else:
+            spent[0] += now - self._since
+            spent[1] += 1
         self._station, self._since = station, now
 
     def stations(self) -> dict[str, float]:
         """Seconds in each station until now."""
-        times = dict(self._times)
+        times = {station: spent[0] for station, spent in list(self._spent.items())}
         times[self._station] = times.get(self._station, 0.0) + self._clock() - self._since
         return times
+
+    def visits(self) -> dict[str, int]:
+        """How often each station was entered and left again."""
+        return {station: int(spent[1]) for station, spent in list(self._spent.items())}
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"name": self.name, "stations": self.stations(), "visits": self.visits()}
 
 
 @dataclass(frozen=True)
@@ -97,12 +119,15 @@ class Snapshot:
     requests: int = 0  # settled with a result
     rows: int = 0
     batches: Mapping[int, int] = field(default_factory=dict)  # batch size in rows → how many batches
+    batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     reasons: Mapping[str, int] = field(default_factory=dict)  # why they were cut → how many
     latency: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → result
     queue_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → batch
     errors: Mapping[str, int] = field(default_factory=dict)  # requests, by ERRORS
     waiting: int = 0  # rows in the queue now
-    lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}}
+    lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}, visits{station: how often}}
+    cpu_s: float = 0.0  # that the processes' threads ran on a core
+    cpu_wait_s: float = 0.0  # that they were ready to run and waited for a core; 0 where the system does not tell
     rss_peak_mb: float = 0.0
     device: Mapping[str, Any] = field(default_factory=dict)
 
@@ -113,6 +138,24 @@ class Snapshot:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
         return cls(**{**wire, "lanes": tuple(wire["lanes"])})
+
+
+def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
+    """Add `Snapshot.batch_s` of several processes up."""
+    total: dict[int, list[float]] = {}
+    for part in parts:
+        for rows, (count, seconds) in part.items():
+            before = total.get(rows, (0, 0.0))
+            total[rows] = [before[0] + count, before[1] + seconds]
+    return total
+
+
+def sums_beyond(
+    late: Mapping[int, Sequence[float]], early: Mapping[int, Sequence[float]]
+) -> dict[int, Sequence[float]]:
+    """What `Snapshot.batch_s` counts beyond an earlier one."""
+    left = {rows: (late[rows], early.get(rows, (0, 0.0))) for rows in late}
+    return {rows: [now[0] - then[0], now[1] - then[1]] for rows, (now, then) in left.items() if now[0] != then[0]}
 
 
 def merge_devices(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -137,15 +180,44 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         requests=sum(p.requests for p in parts),
         rows=sum(p.rows for p in parts),
         batches=added("batches"),
+        batch_s=merge_sums(p.batch_s for p in parts),
         reasons=added("reasons"),
         latency=merge_histograms(p.latency for p in parts),
         queue_wait=merge_histograms(p.queue_wait for p in parts),
         errors=added("errors"),
         waiting=sum(p.waiting for p in parts),
         lanes=tuple(lane for p in parts for lane in p.lanes),
+        cpu_s=math.fsum(p.cpu_s for p in parts),
+        cpu_wait_s=math.fsum(p.cpu_wait_s for p in parts),
         rss_peak_mb=sum(p.rss_peak_mb for p in parts),
         device=merge_devices(p.device for p in parts),
     )
+
+
+def merge_in_turn(parts: Iterable[Snapshot]) -> Snapshot:
+    """Add up snapshots of processes of which each took the place of the one before: lanes of one name are one lane.
+
+    Levels are those of the last; the memory is the most that one of them took, as they never ran together.
+    """
+    parts = list(parts)
+    return replace(
+        merge(parts),
+        waiting=parts[-1].waiting if parts else 0,
+        lanes=_joined(lane for part in parts for lane in part.lanes),
+        rss_peak_mb=max((part.rss_peak_mb for part in parts), default=0.0),
+        device=next((part.device for part in reversed(parts) if part.device), {}),
+    )
+
+
+def _joined(lanes: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Lanes of one name as one, in the order in which the names first appear."""
+    found: dict[str, dict[str, Any]] = {}
+    for lane in lanes:
+        known = found.setdefault(lane["name"], {"name": lane["name"], "stations": {}, "visits": {}})
+        for what in ("stations", "visits"):
+            for station, counted in lane.get(what, {}).items():
+                known[what][station] = known[what].get(station, 0) + counted
+    return tuple(found.values())
 
 
 def since(now: Snapshot, then: Snapshot) -> Snapshot:
@@ -160,17 +232,22 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
     def histogram(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
         return {**late, "counts": beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
 
-    earlier = {lane["name"]: lane["stations"] for lane in then.lanes}
+    def lane_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+        counted = {name: beyond(late.get(name, {}), early.get(name, {})) for name in ("stations", "visits")}
+        return {**late, **counted}
+
+    earlier = {lane["name"]: lane for lane in then.lanes}
     return replace(
         now,
         requests=now.requests - then.requests,
         rows=now.rows - then.rows,
         batches=beyond(now.batches, then.batches),
+        batch_s=sums_beyond(now.batch_s, then.batch_s),
         reasons=beyond(now.reasons, then.reasons),
         latency=histogram(now.latency, then.latency),
         queue_wait=histogram(now.queue_wait, then.queue_wait),
         errors=beyond(now.errors, then.errors),
-        lanes=tuple(
-            {**lane, "stations": beyond(lane["stations"], earlier.get(lane["name"], {}))} for lane in now.lanes
-        ),
+        lanes=tuple(lane_beyond(lane, earlier.get(lane["name"], {})) for lane in now.lanes),
+        cpu_s=max(0.0, now.cpu_s - then.cpu_s),
+        cpu_wait_s=max(0.0, now.cpu_wait_s - then.cpu_wait_s),  # threads that ended take what they counted along
     )

@@ -109,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.loop = VirtualLoop()
         self.asked = []
         self.live = set()
+        self.last_seen = {}  # when each client joined, or a request of its ended
         self.closing = False
         self.broken_promises = []  # found inside the backend, whose errors the engine would take for its own
         self.regretted = None  # the request that is being cancelled in this very turn of the loop
@@ -171,6 +172,8 @@ class EngineMachine(RuleBasedStateMachine):
         task = self.loop.create_task(
             self.engine.submit(len(self.asked), rows=rows, group=group, timeout=timeout, client=client)
         )
+        if not full:
+            task.add_done_callback(lambda _: self.last_seen.update({client: self.loop.time()}))
         one = Asked(rows, group, client, now + timeout, now, task, due=QueueFull if full else None)
         self.asked.append(one)
         return None if full else one
@@ -202,6 +205,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from(CLIENTS))
     def join(self, client):
+        if client not in self.live:
+            self.last_seen[client] = self.loop.time()
         self.live.add(client)
         self.engine.join(client)
         self.turn()
@@ -272,8 +277,14 @@ class EngineMachine(RuleBasedStateMachine):
     def waiting_rows(self):
         return sum(one.rows for one in self.asked if one.waits)
 
-    def is_due(self, group, cut=()):
-        """By the model's own reckoning: full, waited long enough, or nobody left to wait for."""
+    def dormant(self, away_s):
+        return {client for client, seen in self.last_seen.items() if self.loop.time() - seen > away_s}
+
+    def is_due(self, group, cut=(), away_s=math.inf):
+        """By the model's own reckoning: full, waited long enough, or nobody left to wait for.
+
+        Clients that were away for longer than `away_s` are not waited for.
+        """
         line = [*cut, *(one for one in self.asked if one.waits and one.group == group and one not in cut)]
         if self.regretted is not None and self.regretted.group == group:
             line.append(self.regretted)  # the strategy could not know
@@ -282,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
         busy = {one.client for one in self.asked if not one.task.done() or one is self.regretted}
         full = sum(one.rows for one in line) >= self.limits.max_rows
         waited = self.loop.time() >= min(one.arrived for one in line) + self.max_wait
-        return full or waited or (bool(self.live) and self.live <= busy)
+        return full or waited or (bool(self.live) and self.live <= busy | self.dormant(away_s))
 
     def check_cut(self, batch):
         asked = [self.asked[request.payload] for request in batch]
@@ -290,7 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len({one.group for one in asked}) == 1
         assert not any(one.served or one.cancelled for one in asked)
         assert all(one.deadline > self.loop.time() for one in asked)
-        assert self.closing or self.is_due(asked[0].group, asked)
+        assert self.closing or self.is_due(asked[0].group, asked, away_s=0.0)
         for one in asked:
             one.served = True
 

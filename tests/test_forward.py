@@ -1,5 +1,6 @@
 """How blocks of rows go through a module on the CPU, and the parts of the CUDA way that need no GPU."""
 
+import contextlib
 import logging
 import threading
 
@@ -13,7 +14,10 @@ from torch import nn
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendError
+from gpuinfer.models import pinned
+from gpuinfer.models.bits import table_of, unpacked
 from gpuinfer.models.buckets import bucket_for, buckets_up_to
+from gpuinfer.models.crossing import WORTH_A_COPY, lies_pinned, sources
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory
@@ -119,6 +123,13 @@ def test_any_view_of_an_array_is_taken_as_it_is_and_left_as_it_was(view, dtype):
     np.testing.assert_array_equal(block, before)
 
 
+@pytest.mark.parametrize("view", [reversed_rows, read_only, every_other_row])
+def test_any_view_of_packed_bits_is_taken_as_it_is(view):
+    packed, expected = bits_and_bytes(6, 13)
+    (found,) = CpuForward(nn.Identity(), torch.float32, bits=13)([view(packed)])
+    np.testing.assert_array_equal(found, view(expected))
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_a_result_is_not_changed_by_the_next_batch(dtype):
     forward = CpuForward(nn.Identity(), torch.float32, 4)
@@ -139,6 +150,60 @@ def test_a_block_of_the_right_dtype_is_not_copied():
     block = positions(6, dtype=np.float32)
     CpuForward(Look(), torch.float32, 4)([block])
     assert seen == [block.ctypes.data, block[4:].ctypes.data]
+
+
+# Features that arrive as bits
+
+WIDTHS = [pytest.param(8, id="whole bytes"), pytest.param(13, id="an odd number"), pytest.param(1, id="one feature")]
+
+
+def bits_and_bytes(rows, features, seed=0):
+    """The same features twice: packed, with noise in the bits that stand for none, and a byte each."""
+    packed = np.random.default_rng(seed).integers(0, 256, (rows, -(-features // 8)), dtype=np.uint8)
+    return packed, np.unpackbits(packed, axis=1, bitorder="little")[:, :features]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    features=st.integers(1, 40),
+    chunk=st.integers(1, 12),
+    fixed_shape=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_bits_become_the_features_that_they_stand_for(sizes, features, chunk, fixed_shape, dtype):
+    packed, expected = zip(*(bits_and_bytes(rows, features, seed) for seed, rows in enumerate(sizes)), strict=True)
+    found = CpuForward(nn.Identity(), dtype, chunk, fixed_shape, bits=features)(packed)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("features", WIDTHS)
+def test_feature_i_is_bit_i_of_its_row_the_lowest_first(features):
+    for feature in range(features):
+        packed = np.zeros((1, -(-features // 8)), np.uint8)
+        packed[0, feature // 8] = 1 << (feature % 8)
+        (found,) = CpuForward(nn.Identity(), torch.float32, bits=features)([packed])
+        np.testing.assert_array_equal(found, np.eye(features)[feature : feature + 1])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_answers_bits_as_it_answers_bytes(name):
+    packed, expected = bits_and_bytes(70, FEATURES)
+    from_bits = CpuForward(network(name), torch.float32, bits=FEATURES)([packed[:1], packed[1:]])
+    from_bytes = CpuForward(network(name), torch.float32)([expected[:1], expected[1:]])
+    for ours, theirs in zip(from_bits, from_bytes, strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("features", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_unpacks_bits_as_the_host_does(features, dtype):
+    packed, expected = bits_and_bytes(20, features)
+    found = unpacked(torch.from_numpy(packed), features, table_of(dtype))
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    np.testing.assert_array_equal(found.float().numpy(), expected)
 
 
 # The same answer whatever the company
@@ -278,7 +343,8 @@ def test_pieces_are_the_rows_asked_for(sizes, data):
     blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
     start = data.draw(st.integers(0, sum(sizes)))
     stop = data.draw(st.integers(start, sum(sizes)))
-    pieces = [piece.numpy() for piece in Blocks(blocks).pieces(start, stop)]
+    pieces = Blocks(blocks).pieces(start, stop)
+    assert all(any(np.shares_memory(piece, block) for block in blocks) for piece in pieces)
     np.testing.assert_array_equal(np.concatenate([positions(0), *pieces]), np.concatenate(blocks)[start:stop])
 
 
@@ -300,3 +366,72 @@ def test_a_batch_beyond_the_last_bucket_is_refused():
 
 def test_few_buckets_cover_a_whole_gpu():
     assert len(buckets_up_to(65_536)) <= 20
+
+
+# What a CUDA device fetches from where it lies
+
+ROWS = WORTH_A_COPY // FEATURES + 1  # enough to be worth a copy to the device
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+def test_pinned_blocks_go_to_the_device_as_they_lie_and_the_others_together_by_staging(batch):
+    blocks = [positions(rows, seed) for seed, (rows, _) in enumerate(batch)]
+    lying = {id(block): lies_so for block, (_, lies_so) in zip(blocks, batch, strict=True)}
+    staging, device = torch.empty(100, FEATURES, dtype=torch.uint8), np.empty((100, FEATURES), np.uint8)
+    parts = list(sources(blocks, staging, lambda block: lying[id(block)]))
+    for at, part in parts:
+        device[at : at + len(part)] = part
+    straight = [block for block in blocks if lying[id(block)]]
+    staged = [part for _, part in parts if np.shares_memory(part.numpy(), staging.numpy())]
+    np.testing.assert_array_equal(device[: sum(map(len, blocks))], np.concatenate(blocks))
+    assert len(parts) == len(straight) + len(staged)
+    assert all(any(np.shares_memory(part.numpy(), block) for _, part in parts) for block in straight)
+    assert len(staged) <= len(straight) + 1
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1, id="one row"), pytest.param(ROWS, id="many rows")])
+def test_ordinary_memory_is_not_taken_for_pinned(rows):
+    assert not lies_pinned(positions(rows))
+
+
+def test_nothing_is_pinned_for_a_cpu():
+    registration = pinned.register(positions(4), torch.device("cpu"))
+    assert not registration.pinned
+    registration.close()
+
+
+class Driver:
+    """Stands for CUDA's library: pins pages, or refuses with error 2."""
+
+    def __init__(self, error):
+        self.error, self.pages = error, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if not self.error:
+            self.pages[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.pages[address]
+        return 0
+
+
+@pytest.fixture(params=[pytest.param(0, id="pins"), pytest.param(2, id="refuses")])
+def driver(request, monkeypatch):
+    found = Driver(request.param)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(pinned, "forget", lambda: None)
+    return found
+
+
+def test_pages_are_pinned_until_closed_and_a_refusal_is_told(driver, caplog):
+    block = positions(4)
+    registration = pinned.register(block, torch.device("cuda", 0))
+    assert driver.pages == ({} if driver.error else {block.ctypes.data: block.nbytes})
+    assert registration.pinned is not bool(driver.error)
+    assert ("ulimit -l" in caplog.text) is bool(driver.error)
+    for _ in range(2):
+        registration.close()
+    assert driver.pages == {}
+    assert not registration.pinned

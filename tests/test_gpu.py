@@ -12,10 +12,12 @@ from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
+from gpuinfer.models.crossing import lies_pinned
 from gpuinfer.models.device import resolve_device
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.load import build
+from gpuinfer.models.pinned import register
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,8 +34,8 @@ def spec(name):
 
 
 def on_cuda(module, dtype=torch.float32, chunk_rows=512, **changes):
-    known = {"device": CUDA, "dtype": dtype, "features": FEATURES, "input_dtype": torch.uint8}
-    return CudaForward(module, **known, chunk_rows=chunk_rows, **changes)
+    changes = {"spec": spec("blobnet"), **changes}
+    return CudaForward(module, device=CUDA, dtype=dtype, chunk_rows=chunk_rows, **changes)
 
 
 def network(name, dtype=torch.float32, device=CUDA):
@@ -83,6 +85,42 @@ def test_graphs_answer_what_single_launches_do(name):
     assert captured.graphs, "nothing was captured"
     for rows in (1, 16, 40, 512):
         assert_alike(captured([positions(rows)]), launched([positions(rows)]), 1e-5)
+
+
+@pytest.mark.parametrize("features", [FEATURES, 61])
+@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+def test_bits_are_unpacked_on_the_device(graphs, features):
+    blocks = [positions(rows, seed)[:, :features] for seed, rows in enumerate((1, 100, 33))]
+    packed = [np.packbits(block, axis=1, bitorder="little") for block in blocks]
+    rows_of_bits = ModelSpec("bits", inputs=features, input_dtype="bits")
+    found = on_cuda(nn.Identity(), torch.bfloat16, spec=rows_of_bits, graphs=graphs)(packed)
+    for ours, theirs in zip(found, blocks, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_blocks_in_pinned_memory_are_fetched_from_there():
+    forward, memory = on_cuda(network("blobnet-small"), chunk_rows=4096), positions(6000)
+    expected = forward([memory[:3000], memory[3000:3004], memory[3004:]])
+    registration = register(memory, CUDA)
+    assert registration.pinned
+    assert lies_pinned(memory[:3000])
+    try:
+        found = forward([memory[:3000], memory[3000:3004], memory[3004:]])
+    finally:
+        registration.close()
+    assert_alike(found, expected, 0)
+    assert not lies_pinned(memory[:3000])
+
+
+def test_memory_that_cannot_be_pinned_does_no_harm(caplog):
+    memory = positions(6000)
+    first = register(memory, CUDA)
+    again = register(memory, CUDA)  # the same pages twice: CUDA refuses
+    assert not again.pinned
+    assert "cannot pin" in caplog.text
+    assert float(torch.ones(3, device=CUDA).sum()) == 3.0, "the refusal was handed to the next launch"
+    again.close()
+    first.close()
 
 
 def test_results_are_not_changed_by_later_batches():

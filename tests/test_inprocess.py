@@ -3,7 +3,9 @@
 import asyncio
 import re
 import shutil
+import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import torch
 from pydantic import ValidationError
 
 from gpuinfer import api
-from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.api import ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendDied, BackendError, UnknownName, UsageError
 from gpuinfer.machine import cores
+from gpuinfer.testing import assert_ok, check_backend
 
 FEATURES, ACTIONS, SEATS = 32, 9, 4
 
@@ -85,6 +88,7 @@ async def test_when_deterministic_the_number_of_processes_changes_no_bit(dtype):
         pytest.param({"processes": 1}, {}, 4096, 1, cores(), id="a process that has the machine for itself"),
         pytest.param({"processes": 1, "deterministic": True}, {}, 4096, cores(), 1, id="deterministic"),
         pytest.param({}, {"max_rows": 9, "in_flight": 3, "threads": 2}, 9, 3, 2, id="as the user wants it"),
+        pytest.param({"processes": 1}, {"in_flight": 5, "threads": 1}, 4096, 5, 1, id="single-threaded forwards"),
     ],
 )
 async def test_the_cores_are_shared_out(a_setup, options, max_rows, in_flight, threads):
@@ -102,6 +106,52 @@ async def test_the_cores_are_shared_out(a_setup, options, max_rows, in_flight, t
     torch.set_num_threads(1)
     assert (backend.limits.max_rows, backend.limits.in_flight) == (max_rows, in_flight)
     assert set(seen) == {threads}
+
+
+@pytest.mark.parametrize(
+    ("roofline", "max_rows", "enough"),
+    [
+        pytest.param(None, None, 512, id="nothing was measured"),
+        pytest.param(Roofline(1e4, 256, "2 forwards × 1 thread"), None, 256, id="as the bare model was measured"),
+        pytest.param(Roofline(1e4, 2048, "1 forward × 2 threads"), 1000, 1000, id="no more than a batch may have"),
+    ],
+)
+async def test_it_says_how_many_rows_are_enough(roofline, max_rows, enough):
+    backend = InProcess(setup(), max_rows=max_rows)
+    backend.roofline = roofline
+    await backend.start()
+    await backend.close()
+    assert backend.limits.enough_rows == enough
+
+
+async def test_as_many_forwards_run_at_once_as_may_be_in_flight(tmp_path, monkeypatch):
+    """Each waits for the others, so that none is answered unless all run."""
+    (tmp_path / "meeting.py").write_text(MEETING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    backend = InProcess(setup(model=ModelSpec("meeting:Meeting", None, 4)), in_flight=3, threads=1)
+    await backend.start()
+    blocks = [np.full((5, 4), number, np.float32) for number in range(3)]
+    together = await asyncio.gather(*(backend.infer([Request(block, 5)]) for block in blocks))
+    await backend.close()
+    for (found,), block in zip(together, blocks, strict=True):
+        np.testing.assert_array_equal(found, block)
+
+
+MEETING = """
+import threading
+from torch import nn
+
+class Meeting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.together = threading.Barrier(3)
+
+    def forward(self, x):
+        if len(x) > 3:  # not when the model is tried
+            self.together.wait(30)
+        return x
+"""
 
 
 async def test_batches_in_flight_are_answered_each_for_itself():
@@ -157,6 +207,34 @@ async def test_a_payload_that_does_not_fit_fails_alone(payload, rows, said):
     assert isinstance(misfit, BackendError)
     assert re.search(said, str(misfit))
     assert (len(first[0]), len(last[0])) == (2, 3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_rows_as_bits_are_answered_as_bytes_are(deterministic):
+    blocks = [request(rows, rows).payload for rows in (1, 30, 300)]
+    packed = [np.packbits(block, axis=1, bitorder="little") for block in blocks]
+    as_bits = replace(setup().model, input_dtype="bits")
+    expected, found = [
+        await answers([Request(block, len(block)) for block in batch], setup(model=model, deterministic=deterministic))
+        for batch, model in ((blocks, setup().model), (packed, as_bits))
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+def test_it_keeps_a_backends_promises_with_rows_as_bits():
+    assert_ok(check_backend(lambda: InProcess(setup(model=replace(setup().model, input_dtype="bits")), max_rows=64)))
+
+
+async def test_rows_of_bytes_do_not_pass_for_bits():
+    first, misfit = await answers(
+        [Request(np.zeros((2, FEATURES // 8), np.uint8), 2), request(2)],
+        setup(model=replace(setup().model, input_dtype="bits")),
+    )
+    assert len(first[0]) == 2
+    with pytest.raises(BackendError, match=r"32 features packed as bits.*got uint8 \[2, 32\]"):
+        raise misfit
 
 
 async def test_a_batch_in_which_nothing_fits_is_answered_with_errors():

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.layouts import AnswerLayout
 from gpuinfer.models.device import cpu_name, device_name, resolve_device, resolve_dtype
 from gpuinfer.models.frozen import Affine, PackedAffine
 from gpuinfer.models.load import build, probe, trainable
@@ -199,6 +200,15 @@ def infinite(features, actions, seats):
 def narrow(actions, seats):
     return Net(3, actions, seats)
 
+def free(answer):
+    return lambda features: Net(features, 20, 4, answer)
+
+of_one = free(lambda policy, value: value)
+of_two = free(lambda policy, value: [policy.unflatten(1, (4, 5)), value])
+of_names = free(lambda policy, value: {"policy": policy, "best": value.max(1).values})
+of_numbers = free(lambda policy, value: {0: policy, 1: value})
+of_pairs = free(lambda policy, value: policy @ policy.T)
+
 number = 3
 """
 
@@ -242,9 +252,32 @@ def test_a_model_with_wrong_answers_is_named_with_its_shapes(name, said, factori
     assert one.name in str(caught.value)
 
 
-def test_a_model_of_other_work_may_answer_any_tensors_of_the_same_rows(factories):
-    free = spec("torch.nn:Identity", arguments={})
-    probe(built(free), free, device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("a_model:of_one", AnswerLayout("tensor", ((4,),)), id="a tensor"),
+        pytest.param("a_model:of_two", AnswerLayout("tuple", ((4, 5), (4,))), id="a list"),
+        pytest.param("a_model:of_names", AnswerLayout("dict", ((20,), ()), ("policy", "best")), id="a dict"),
+        pytest.param("torch.nn:Identity", AnswerLayout("tensor", ((FEATURES,),)), id="the features themselves"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_of_other_work_may_answer_any_tensors_of_the_same_rows(name, layout, dtype, factories):
+    free = spec(name, arguments={})
+    assert probe(built(free, dtype), free, device=CPU, dtype=dtype) == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("of_numbers", r"a dict in which 0 is a key.*\. Let it return tensors of 2 rows", id="no names"),
+        pytest.param("of_pairs", r"2 rows with tensor \[2\] a row and 3 rows with tensor \[3\]", id="pairs of rows"),
+    ],
+)
+def test_answers_that_cannot_be_laid_out_are_refused(name, said, factories):
+    free = spec(f"a_model:{name}", arguments={})
+    with pytest.raises(UsageError, match=said):
+        probe(built(free), free, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

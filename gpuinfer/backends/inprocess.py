@@ -12,7 +12,8 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Backend, Limits, ModelSpec, Request, Result, Setup
-from gpuinfer.errors import BackendDied, BackendError, UsageError
+from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.layouts import misfit
 
 if TYPE_CHECKING:
     from gpuinfer.models.opening import Opened
@@ -53,7 +54,7 @@ class InProcess(Backend):
     def _open(self, spec: ModelSpec) -> Opened:
         from gpuinfer.models.opening import open_model
 
-        return open_model(spec, self.setup, self.options)
+        return open_model(spec, self.setup, self.options, self.roofline)
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
         """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers.
@@ -65,7 +66,11 @@ class InProcess(Backend):
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
             )
         spec = self._opened.spec
-        misfits = {index: error for index, request in enumerate(batch) if (error := misfit(request, spec))}
+        misfits = {
+            index: error
+            for index, request in enumerate(batch)
+            if (error := misfit(request.payload, request.rows, spec))
+        }
         blocks = [request.payload for index, request in enumerate(batch) if index not in misfits]
         if not blocks:
             return list(misfits.values())
@@ -83,16 +88,3 @@ class InProcess(Backend):
         threads, self._threads, self._opened = self._threads, None, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-
-
-def misfit(request: Request, spec: ModelSpec) -> BackendError | None:
-    """The error, unless the payload is an array of the rows, features and dtype that were agreed."""
-    payload = request.payload
-    shape, dtype = getattr(payload, "shape", None), str(getattr(payload, "dtype", type(payload).__name__))
-    if shape == (request.rows, spec.inputs) and dtype == spec.input_dtype and request.rows > 0:
-        return None
-    found = f"{dtype} {list(shape)}" if isinstance(shape, tuple) else dtype
-    return BackendError(
-        f"model '{spec.name}' takes a NumPy array {spec.input_dtype} [{request.rows}, {spec.inputs}] for a request of "
-        f"{request.rows} rows, and got {found}. Send that, or name another input_dtype in the ModelSpec."
-    )

@@ -42,7 +42,7 @@ class PassThrough(Strategy):
 
 
 def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, draining: bool) -> Cut | Fault | float:
-    """The batch that is due now, or else the time when the first will be; inf when nothing waits.
+    """The batch that is due now, or else the time when to ask again; inf when only an arrival or departure can tell.
 
     The group that is due first goes first. While draining every group is due, whatever the strategy says.
     """
@@ -57,7 +57,11 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
             return _fault(queue, view, error)
         if line_due < due:
             due, chosen = line_due, (line, view)
-    return due if chosen is None or due > now else _cut(strategy, queue, *chosen, draining=draining)
+    if chosen is None:
+        return math.inf
+    if due > now:
+        return min(due, queue.clients.next_dormant())  # there may be nobody left to wait for before it is due
+    return _cut(strategy, queue, *chosen, draining=draining)
 
 
 def _cut(strategy: Strategy, queue: Queue, line: Line, view: QueueView, *, draining: bool) -> Cut | Fault:

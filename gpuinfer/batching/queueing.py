@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import overload
 
 from gpuinfer.api import Limits, QueueView, Request
+from gpuinfer.batching.clients import Clients
 
 RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
 LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
@@ -38,43 +39,6 @@ class Waiting(Sequence[Request]):
     def __getitem__(self, index: slice) -> Sequence[Request]: ...
     def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
         return self._requests[index]
-
-
-class Clients:
-    """Live clients, and how many of them neither wait nor are being served."""
-
-    __slots__ = ("_live", "_outstanding", "thinking")
-
-    def __init__(self) -> None:
-        self._live: set[Hashable] = set()
-        self._outstanding: dict[Hashable, int] = {}  # requests of a client that are not settled
-        self.thinking = 0
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def join(self, client: Hashable) -> None:
-        if client not in self._live:
-            self._live.add(client)
-            self.thinking += client not in self._outstanding
-
-    def leave(self, client: Hashable) -> None:
-        if client in self._live:
-            self._live.remove(client)
-            self.thinking -= client not in self._outstanding
-
-    def asked(self, client: Hashable) -> None:
-        count = self._outstanding.get(client, 0)
-        self._outstanding[client] = count + 1
-        if not count and client in self._live:
-            self.thinking -= 1
-
-    def answered(self, client: Hashable) -> None:
-        count = self._outstanding.pop(client) - 1
-        if count:
-            self._outstanding[client] = count
-        elif client in self._live:
-            self.thinking += 1
 
 
 class Line:
@@ -109,8 +73,17 @@ class Line:
     def view(self, now: float, limits: Limits, clients: Clients) -> QueueView:
         if len(self._requests) != len(self.members):
             self._sweep()
-        live, thinking = len(clients), clients.thinking
-        return QueueView(self._waiting, self.rows, now, limits, live, thinking, self._rate_at(now))
+        return QueueView(
+            self._waiting,
+            self.rows,
+            now,
+            limits,
+            len(clients),
+            clients.thinking_at(now),
+            self._rate_at(now),
+            clients.think_s,
+            clients.outstanding,
+        )
 
     def _sweep(self) -> None:
         self._requests[:] = [request for request in self._requests if request in self.members]
@@ -142,12 +115,11 @@ class Queue:
         return [line for line in self._lines.values() if line.members]
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its client counts as asking until `clients.answered`, which its owner calls."""
+        """Queue a request. It counts as outstanding until `clients.answered`, which whoever settles it calls."""
         line = self._lines.get(request.group)
         if line is None:
             line = self._new_line(request.group)
-        if request.client is not None:
-            self.clients.asked(request.client)
+        self.clients.asked(request.client, request.arrived)
         line.add(request)
         self.rows += request.rows
         if request.deadline < math.inf:

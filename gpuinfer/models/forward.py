@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
+from gpuinfer.models.answers import like, tensors_of
+from gpuinfer.models.bits import BitCast
 from gpuinfer.models.memory import StepSize, is_out_of_memory
-from gpuinfer.models.staging import Block, Blocks, joined, taken
+from gpuinfer.models.staging import Block, Blocks, as_tensor, cast, joined, taken
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
 GRAIN = 32
@@ -35,13 +37,21 @@ class CpuForward:
     A batch goes through in chunks of at most `chunk_rows`. With `fixed_shape` each chunk is padded to exactly that,
     copied to the same place in memory, so that a row's answer is the same bits whatever it shares its batch with: a
     matrix product may add up in another order for another number of rows, but not for another row of the same.
+
+    `bits` is how many features a row has when they arrive as bits.
     """
 
     def __init__(
-        self, module: nn.Module, dtype: torch.dtype, chunk_rows: int | None = None, fixed_shape: bool = False
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        chunk_rows: int | None = None,
+        fixed_shape: bool = False,
+        bits: int | None = None,
     ) -> None:
         self.module, self.dtype, self.fixed_shape = module, dtype, fixed_shape
         self.step = StepSize(chunk_rows or (DETERMINISTIC_CHUNK_ROWS if fixed_shape else CHUNK_ROWS))
+        self.bits, self._cast = bits, cast if bits is None else BitCast(bits, dtype)
         self._own = threading.local()
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
@@ -51,6 +61,8 @@ class CpuForward:
         """
         with torch.inference_mode():
             enter_station("transfer")
+            if len(blocks) == 1 and (answers := self._alone(blocks[0])) is not None:
+                return [answers]
             run = Blocks(blocks)
             chunks: list[Any] = []
             done = 0
@@ -65,27 +77,48 @@ class CpuForward:
                 done += rows
             return run.split(joined(chunks))
 
+    def _alone(self, block: Block) -> Any | None:
+        """The answer to a block that needs neither company nor copies; None when it does, or memory did not suffice."""
+        rows = len(block)
+        if rows > self.step.rows or rows != padded(rows) or self.fixed_shape:
+            return None
+        inputs = as_tensor(block)
+        if inputs.dtype != self.dtype or self.bits is not None:
+            return None
+        try:
+            answers = self._through(inputs, rows)
+            return like(answers, [tensor.numpy() for tensor in tensors_of(answers)])
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
     def _attempt(self, run: Blocks, start: int, rows: int, chunk: int) -> tuple[Any, BaseException | None]:
         """Answers for the rows from `start` on, or why memory did not suffice for them."""
         try:
             inputs = self._inputs(run, start, rows, chunk)
-            enter_station("forward")
-            answers = self.module(inputs)
-            enter_station("transfer")
-            return taken(answers, rows, inputs), None
+            return self._through(inputs, rows), None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return None, error.with_traceback(None)  # its frames hold on to the memory
 
+    def _through(self, inputs: Tensor, rows: int) -> Any:
+        """The module's answers to the first `rows` rows of `inputs`."""
+        enter_station("forward")
+        answers = self.module(inputs)
+        enter_station("transfer")
+        return taken(answers, rows, inputs)
+
     def _inputs(self, run: Blocks, start: int, rows: int, chunk: int) -> Tensor:
         shape = chunk if self.fixed_shape else min(chunk, padded(rows))
-        if shape == rows and not self.fixed_shape:
-            pieces = list(run.pieces(start, start + rows))
-            if len(pieces) == 1 and pieces[0].dtype == self.dtype:
-                return pieces[0]
-        staging = self._staging(chunk, run.blocks[0].shape[1])
-        run.copy(start, start + rows, staging)
+        pieces = run.pieces(start, start + rows)
+        if shape == rows and len(pieces) == 1 and not self.fixed_shape:
+            whole = as_tensor(pieces[0])
+            if whole.dtype == self.dtype:
+                return whole
+        staging = self._staging(chunk, self.bits or run.blocks[0].shape[1])
+        self._cast(pieces, staging[:rows])
         staging[rows:shape].zero_()
         return staging[:shape]
 

@@ -1,6 +1,6 @@
 """Runs a module on blocks of rows, on a CUDA device.
 
-Rows cross the bus as they arrived (one byte a feature in the usual case) from pinned memory and are cast over there.
+Rows cross the bus as they arrived (one byte a feature, or one bit) from pinned memory and are cast over there.
 Each slot has buffers and a stream of its own, so that with two slots one batch's copies overlap the other's kernels.
 Launching a small network's kernels one by one would cost more than running them: a CUDA graph launches all at once.
 """
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpuinfer.api import enter_station
+from gpuinfer.api import ModelSpec, enter_station
+from gpuinfer.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.answers import like, tensors_of
+from gpuinfer.models.bits import table_of, unpacked
 from gpuinfer.models.buckets import bucket_for, buckets_up_to
+from gpuinfer.models.crossing import sources
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.staging import Block, Blocks
 
@@ -29,11 +32,12 @@ DETERMINISTIC_CHUNK_ROWS = 2048
 class Slot:
     """What one batch in flight needs for itself. One thread at a time uses it."""
 
-    def __init__(self, rows: int, features: int, input_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, spec: ModelSpec, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the core has searching to do
-        self.staging = torch.empty(rows, features, dtype=input_dtype, pin_memory=True)
-        self.inputs = torch.zeros(rows, features, dtype=input_dtype, device=device)
+        shape, dtype = (rows, *row_shape(spec)), getattr(torch, row_dtype(spec).name)
+        self.staging = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self.inputs = torch.zeros(shape, dtype=dtype, device=device)
         # Its graphs never run at the same time, so that they may share their working memory.
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -48,21 +52,21 @@ class CudaForward:
     def __init__(
         self,
         module: nn.Module,
+        spec: ModelSpec,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        features: int,
-        input_dtype: torch.dtype,
         chunk_rows: int,
         slots: int = 2,
         graphs: bool = True,
         fixed_shape: bool = False,
     ) -> None:
-        self.module, self.device, self.dtype = module, device, dtype
+        self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
         self.fixed_shape, self.graphs = fixed_shape, graphs
         self.step = StepSize(chunk_rows)
         with torch.inference_mode(), torch.cuda.device(device):
-            slot_list = [Slot(chunk_rows, features, input_dtype, device) for _ in range(slots)]
+            self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
+            slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
             torch.cuda.synchronize(device)  # weights and buffers were made on the default stream
             self._shaped_like = self._warm_up(slot_list)
             torch.cuda.empty_cache()  # the graphs have memory of their own; that of the first runs is free again
@@ -97,9 +101,11 @@ class CudaForward:
     def _attempt(self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, room: Any) -> BaseException | None:
         """Answer the rows from `start` on in `room`, or say why memory did not suffice."""
         try:
-            run.copy(start, start + rows, slot.staging)
+            parts = list(sources(run.pieces(start, start + rows), slot.staging))
             enter_station("forward")
             with torch.cuda.stream(slot.stream):
+                for at, part in parts:
+                    slot.inputs[at : at + len(part)].copy_(part, non_blocking=True)
                 self._launch(slot, rows, self._buckets(chunk), room, start)
                 slot.done.record(slot.stream)
             slot.done.synchronize()
@@ -112,9 +118,8 @@ class CudaForward:
         return None
 
     def _launch(self, slot: Slot, rows: int, buckets: Sequence[int], room: Any, start: int) -> None:
-        """Queue everything for `rows` staged rows on the current stream: copy in, forward, copy out."""
+        """Queue everything for the first `rows` rows of the slot's inputs on the current stream: forward, copy out."""
         padded = bucket_for(rows, buckets)
-        slot.inputs[:rows].copy_(slot.staging[:rows], non_blocking=True)
         if padded > rows:
             slot.inputs[rows:padded].zero_()
         if padded in slot.graphs:
@@ -126,7 +131,8 @@ class CudaForward:
 
     def _forward(self, inputs: Tensor) -> Any:
         """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain."""
-        answers = self.module(inputs.to(self.dtype))
+        features = inputs.to(self.dtype) if self._table is None else unpacked(inputs, self.spec.inputs, self._table)
+        answers = self.module(features)
         return like(answers, [tensor.float().contiguous() for tensor in tensors_of(answers)])
 
     def _buckets(self, chunk: int) -> list[int]:

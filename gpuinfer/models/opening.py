@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from gpuinfer.api import Limits, ModelSpec, Setup
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.api import Limits, ModelSpec, Roofline, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.layouts import BITS, AnswerLayout, row_dtype
 from gpuinfer.machine import cores
 from gpuinfer.models.allocator import keep_freed_memory
 from gpuinfer.models.forward import CpuForward
@@ -20,10 +23,11 @@ from gpuinfer.models.frozen import unpack
 from gpuinfer.models.gauge import Gauge
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.memory import first_line
+from gpuinfer.models.pinned import Registration, register
 from gpuinfer.models.staging import Block
 
-INPUT_DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "float32": torch.float32}
 CPU_MAX_ROWS = 4096
+CPU_ENOUGH_ROWS = 512  # where the larger networks come within a few percent of their best on a core
 CUDA_MAX_ROWS = 65_536  # for the whole device
 CUDA_LEAST_ROWS = 8192  # for one of many processes
 
@@ -52,22 +56,24 @@ class Opened:
     spec: ModelSpec
     limits: Limits
     forward: Callable[[Sequence[Block]], list[Any]]
+    answer: AnswerLayout  # what `forward` answers to each block
     device: Callable[[], Mapping[str, Any]]
+    pin: Callable[[NDArray[Any]], Registration]  # memory that blocks will lie in, so that the device fetches them there
 
 
-def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning) -> Opened:
+def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline | None = None) -> Opened:
     """Build the model, try it out, and divide the device. Sets threads and the allocator for the whole process.
 
-    Raises `UsageError` when the model cannot be had on this device.
+    Threads that call `forward` are to be started afterwards: torch tells each its number of threads as it first
+    computes. Raises `UsageError` when the model cannot be had on this device.
     """
-    if spec.input_dtype not in INPUT_DTYPES:
-        raise UnknownName("input dtype", spec.input_dtype, INPUT_DTYPES, label="Choices")
+    row_dtype(spec)  # refuses one that is unknown before anything is built
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
-    limits = limits_for(device, setup, tuning)
+    limits = limits_for(device, setup, tuning, roofline)
     divide_cores(setup, tuning)
     keep_freed_memory()
     module = build(spec, device=device, dtype=dtype, seed=setup.seed)
-    probe(module, spec, device=device, dtype=dtype)
+    answer = probe(module, spec, device=device, dtype=dtype)
     if tuning.compile:
         module = compiled(module, spec, device, dtype)
     forward: Callable[[Sequence[Block]], list[Any]]
@@ -76,16 +82,19 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning) -> Opened:
     else:
         # A compiled module is compiled again for each new batch size: give it one.
         fixed_shape = setup.deterministic or tuning.compile
-        forward = CpuForward(module, dtype, tuning.chunk_rows, fixed_shape=fixed_shape)
-    return Opened(spec, limits, forward, Gauge(device).read)
+        bits = spec.inputs if spec.input_dtype == BITS else None
+        forward = CpuForward(module, dtype, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
+    return Opened(spec, limits, forward, answer, Gauge(device).read, partial(register, device=device))
 
 
-def limits_for(device: torch.device, setup: Setup, tuning: Tuning) -> Limits:
+def limits_for(device: torch.device, setup: Setup, tuning: Tuning, roofline: Roofline | None = None) -> Limits:
     if device.type == "cuda":
         rows = max(CUDA_LEAST_ROWS, CUDA_MAX_ROWS // setup.processes)
         return Limits(tuning.max_rows or rows, tuning.in_flight or 2)  # one batch's copies behind the other's kernels
     in_flight = cores_of(setup) // threads_for(setup, tuning) if setup.deterministic else 1
-    return Limits(tuning.max_rows or CPU_MAX_ROWS, tuning.in_flight or max(1, in_flight))
+    enough_rows = roofline.at_rows if roofline is not None else CPU_ENOUGH_ROWS
+    max_rows = tuning.max_rows or CPU_MAX_ROWS
+    return Limits(max_rows, tuning.in_flight or max(1, in_flight), enough_rows=min(enough_rows, max_rows))
 
 
 def threads_for(setup: Setup, tuning: Tuning) -> int:
@@ -111,10 +120,9 @@ def cuda_forward(
     chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
     return CudaForward(
         module,
+        spec,
         device=device,
         dtype=dtype,
-        features=spec.inputs,
-        input_dtype=INPUT_DTYPES[spec.input_dtype],
         chunk_rows=chunk_rows if setup.deterministic else min(chunk_rows, limits.max_rows),
         slots=limits.in_flight,
         graphs=tuning.graphs,

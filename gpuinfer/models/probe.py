@@ -10,32 +10,46 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
-from gpuinfer.models.answers import tensors_of
+from gpuinfer.layouts import AnswerLayout
+from gpuinfer.models.answers import layout_of, tensors_of
 
 BATCHES = (2, 3)  # two sizes, so that an answer that does not follow the batch is seen
 
 
-def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises `UsageError`, naming the model and the shapes, unless the answers have the right ones and are numbers."""
-    for rows in BATCHES:
-        features = torch.ones(rows, spec.inputs, device=device, dtype=dtype)
-        with torch.inference_mode():
-            try:
-                answer = module(features)
-            except Exception as error:
-                raise UsageError(
-                    f"model '{spec.name}' raised {type(error).__name__}: {error}. It was given features "
-                    f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
-                    "Let it take that shape and dtype, or try --dtype float32."
-                ) from error
-        check(answer, rows, spec)
+def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> AnswerLayout:
+    """How the model's answers are laid out.
+
+    Raises `UsageError`, naming the model and the shapes, unless the answers have the right ones and are numbers.
+    """
+    few, more = (attempt(module, spec, rows, device, dtype) for rows in BATCHES)
+    if few != more:
+        raise UsageError(
+            f"model '{spec.name}' answered {BATCHES[0]} rows with {few} a row and {BATCHES[1]} rows with {more}. "
+            "Let the answer to a row look the same in every batch."
+        )
+    return few
 
 
-def check(answer: Any, rows: int, spec: ModelSpec) -> None:
+def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> AnswerLayout:
+    """How a batch of so many rows is answered."""
+    features = torch.ones(rows, spec.inputs, device=device, dtype=dtype)
+    with torch.inference_mode():
+        try:
+            answer = module(features)
+        except Exception as error:
+            raise UsageError(
+                f"model '{spec.name}' raised {type(error).__name__}: {error}. It was given features "
+                f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
+                "Let it take that shape and dtype, or try --dtype float32."
+            ) from error
+    return check(answer, rows, spec)
+
+
+def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
     expected = expected_shapes(spec, rows)
     wanted = " and ".join(f"{name} {shape}" for name, shape in expected) or f"tensors of {rows} rows"
     try:
-        found = tensors_of(answer)
+        found, layout = tensors_of(answer), layout_of(answer)
     except TypeError as error:
         raise UsageError(f"model '{spec.name}' answered with {error}. Let it return {wanted}.") from None
     shapes = [list(tensor.shape) for tensor in found]
@@ -44,6 +58,7 @@ def check(answer: Any, rows: int, spec: ModelSpec) -> None:
     if not found or any(not shape or shape[0] != rows for shape in shapes):
         raise wrong_shapes(spec, rows, shapes, wanted)
     check_numbers(found, spec)
+    return layout
 
 
 def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]]]:

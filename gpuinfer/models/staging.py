@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,37 +14,53 @@ from torch import Tensor
 
 from gpuinfer.models.answers import like, tensors_of
 
+WORTH_A_CALL = 256  # rows: a call of torch costs as much as copying about so many
+
 Block = NDArray[Any]
-"""Features [rows, F] in uint8, int8 or float32."""
+"""Features [rows, F] in uint8, int8 or float32, or as bits in uint8 [rows, ceil(F / 8)]."""
 
 
 class Blocks:
     """Several blocks of the same width and dtype, as one long run of rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = [as_tensor(block) for block in blocks]
+        self.blocks = blocks
         self.starts = [0, *accumulate(len(block) for block in blocks)]
         self.rows = self.starts[-1]
 
-    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+    def pieces(self, start: int, stop: int) -> list[Block]:
         """Rows `start` to `stop`, in order, a view for each block that has some of them."""
-        for block, offset in zip(self.blocks, self.starts, strict=False):
-            low, high = max(start - offset, 0), min(stop - offset, len(block))
+        pieces, number = [], bisect_right(self.starts, start) - 1
+        while start < stop:
+            low, high = start - self.starts[number], min(stop, self.starts[number + 1]) - self.starts[number]
             if low < high:
-                yield block[low:high]
-
-    def copy(self, start: int, stop: int, target: Tensor) -> None:
-        """Cast rows `start` to `stop` into the first rows of `target`."""
-        at = 0
-        for piece in self.pieces(start, stop):
-            target[at : at + len(piece)].copy_(piece)
-            at += len(piece)
+                pieces.append(self.blocks[number][low:high])
+            start, number = self.starts[number] + high, number + 1
+        return pieces
 
     def split(self, answers: Any) -> list[Any]:
         """One result for each block, views of the joint `answers`: float32 arrays alone, in a tuple or in a dict."""
         arrays = [tensor.numpy() for tensor in tensors_of(answers)]
         bounds = list(zip(self.starts, self.starts[1:], strict=False))
         return [like(answers, [array[start:stop] for array in arrays]) for start, stop in bounds]
+
+
+def cast(pieces: Sequence[Block], target: Tensor) -> None:
+    """Copy rows into a tensor of exactly as many, in its dtype: each once, unless they are too few for that to pay."""
+    if len(target) >= WORTH_A_CALL * len(pieces):
+        at = 0
+        for piece in pieces:
+            target[at : at + len(piece)].copy_(as_tensor(piece))
+            at += len(piece)
+    elif target.dtype == torch.float32:
+        np.concatenate(pieces, out=target.numpy(), casting="unsafe")
+    else:
+        target.copy_(as_tensor(in_one(pieces)))
+
+
+def in_one(pieces: Sequence[Block]) -> Block:
+    """Rows that lie apart, together: NumPy joins dozens of small arrays in the time that torch takes for two."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def as_tensor(block: Block) -> Tensor:
@@ -54,7 +71,8 @@ def as_tensor(block: Block) -> Tensor:
 
 def taken(answers: Any, rows: int, inputs: Tensor) -> Any:
     """The first `rows` rows of a module's answers: contiguous float32 tensors that share no memory with `inputs`."""
-    return like(answers, [own(tensor[:rows].float().contiguous(), inputs) for tensor in tensors_of(answers)])
+    parts = [tensor if len(tensor) == rows else tensor[:rows] for tensor in tensors_of(answers)]
+    return like(answers, [own(part.float().contiguous(), inputs) for part in parts])
 
 
 def own(tensor: Tensor, inputs: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 from gpuinfer.api import Backend, Limits, Request, Result
 from gpuinfer.batching.checks import find_fault
 from gpuinfer.engine import Engine
+from gpuinfer.layouts import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
@@ -85,6 +86,8 @@ class _Examination:
         model = self.backend.setup.model
         inputs = (model.inputs if model else 0) or 8
         features = np.random.default_rng(seed).random((rows, inputs), dtype=np.float32)
+        if model and model.input_dtype == BITS:
+            return np.packbits(features > 0.5, axis=1, bitorder="little")
         return features.astype(model.input_dtype) if model else features
 
     def _request(self, rows: int, seed: int) -> Request:

@@ -20,10 +20,14 @@ def waiting(
     priorities: Sequence[Priority] = (),
     deadlines: Sequence[float] = (),
     arrival_rate: float = 0.0,
+    think_s: float = math.inf,
+    enough_rows: int | None = None,
+    outstanding: int | None = None,
 ) -> QueueView:
     """A queue of requests that arrived at these times (seconds, oldest first), seen at `now`: at the last arrival.
 
     `rows` is one number for all requests, or one for each; `priorities` and `deadlines` are one for each, or none.
+    Those who wait are all that is `outstanding`, unless more is said to be.
     """
     each = [rows] * len(arrivals) if isinstance(rows, int) else list(rows)
     requests = tuple(
@@ -37,4 +41,14 @@ def waiting(
         for number, arrived in enumerate(arrivals)
     )
     seen = arrivals[-1] if now is None else now
-    return QueueView(requests, sum(each), seen, Limits(max_rows, in_flight), live, thinking, arrival_rate)
+    return QueueView(
+        requests,
+        sum(each),
+        seen,
+        Limits(max_rows, in_flight, enough_rows=enough_rows),
+        live,
+        thinking,
+        arrival_rate,
+        think_s,
+        len(requests) if outstanding is None else outstanding,
+    )

@@ -53,6 +53,9 @@ def queues() -> Iterator[tuple[str, QueueView]]:
     yield "a block behind a row", waiting([at, at], rows=[1, 8], max_rows=8)
     yield "all clients waiting", waiting([at, at], live=2, thinking=0)
     yield "clients thinking", waiting([at, at], live=5, thinking=3, arrival_rate=100.0)
+    yield "clients back soon", waiting([at, at], live=5, thinking=3, think_s=0.0001, in_flight=3)
+    yield "clients being served", waiting([at], live=5, thinking=1, think_s=0.001, in_flight=3, outstanding=4)
+    yield "more than enough rows", waiting([at] * 2, rows=6, max_rows=32, enough_rows=4, in_flight=3)
     yield "every priority", waiting([at] * 3, priorities=[Priority.LOW, Priority.NORMAL, Priority.HIGH], max_rows=2)
     yield "a deadline", waiting([at, at], deadlines=[math.inf, at + 0.001])
 
