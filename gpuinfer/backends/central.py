@@ -1,0 +1,161 @@
+"""One server process with the model for all worker processes: batches form there, rows travel in shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Backend, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.central.address import Address
+from gpuinfer.central.child import Tuning
+from gpuinfer.central.connection import Connection
+from gpuinfer.central.link import Link
+from gpuinfer.central.server import CentralServer
+from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+
+PASSING = 64  # batches that pass through at once; how many run is for the server to say
+
+
+class Remote(Backend):
+    """A way to a server that somebody else started."""
+
+    remote = True
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        /,
+        address: Address | None = None,
+        restarts_within_s: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(setup, **options)
+        self.limits = Limits(1, PASSING)
+        self._address, self._restarts_within_s = address, restarts_within_s
+        self._link: Link | None = None
+
+    async def start(self) -> None:
+        if self._address is None:
+            raise UsageError("there is no server to connect to. Start one with the backend 'central'.")
+        self._link = Link(Connection(self._address, self._restarts_within_s))
+        await self._link.open()
+        self.limits = replace(self._link.limits, in_flight=PASSING)
+
+    def block(self, rows: int) -> Any:
+        return None if self._link is None else self._link.block(rows)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        return await asyncio.gather(*map(self._ask, batch), return_exceptions=True)
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes: requests that passed through together need not share a batch over there."""
+        if len(batch) == 1:
+            yield await self._event(batch[0])
+            return
+        for answer in asyncio.as_completed([asyncio.ensure_future(self._event(request)) for request in batch]):
+            yield await answer
+
+    async def _event(self, request: Request) -> Event:
+        try:
+            return Event(request, await self._ask(request))
+        except GpuinferError as error:
+            return Event(request, error=error)
+
+    async def _ask(self, request: Request) -> Result:
+        if self._link is None:
+            raise BackendDied("the backend 'central' is not running. Await start() first, and not after close().")
+        return await self._link.ask(
+            request.payload,
+            request.rows,
+            priority=request.priority,
+            deadline=request.deadline,
+            group=request.group,
+            client=request.client,
+            tag=request,
+        )
+
+    def cancel(self, request: Request) -> None:
+        if self._link is not None:
+            self._link.cancel(request)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a worker process gets to the server."""
+
+    setup: Setup
+    address: Address
+    restarts_within_s: float
+
+    def open(self) -> Backend:
+        return Remote(self.setup, address=self.address, restarts_within_s=self.restarts_within_s)
+
+
+class Central(Remote):
+    """Starts a server process that owns the model; worker processes ask it."""
+
+    class Options(api.Options):
+        max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
+        forwards: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
+        threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
+        chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        compile: bool = Field(False, description="compile the model with torch.compile")
+        graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+        max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
+        batch_timeout: float = Field(300.0, gt=0, description="seconds after which a batch is given up, and the server")
+        restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")
+
+    options: Options
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self._server: CentralServer | None = None
+
+    async def start(self) -> None:
+        """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
+        if self.setup.model is None:
+            raise UsageError(
+                "the backend 'central' serves a model, and this workload names none. "
+                "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
+            )
+        if self.strategy is None:
+            raise UsageError("the backend 'central' forms batches itself and needs a strategy. Set one before start().")
+        given = self.options
+        self._server = CentralServer.of(
+            self.setup,
+            Tuning(given.max_rows, given.forwards, given.threads, given.chunk_rows, given.compile, given.graphs),
+            self.strategy,
+            roofline=self.roofline,
+            max_clients=given.max_clients,
+            batch_timeout=given.batch_timeout,
+            restart=given.restart,
+        )
+        await asyncio.to_thread(self._server.start)
+        self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
+        await super().start()
+
+    def connect(self) -> Connector:
+        if self._server is None:
+            raise UsageError("the backend 'central' has not been started. Await start() before connect().")
+        return Way(self.setup, self._server.address, self._server.restarts_within_s)
+
+    async def stats(self) -> Mapping[str, Any] | None:
+        return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()
+
+    def device(self) -> Mapping[str, Any]:
+        return {}  # in the server's own snapshot
+
+    async def close(self) -> None:
+        await super().close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close, quiet=True)

@@ -1,0 +1,146 @@
+"""The server process: opens the model, serves clients, and does what its owner says on their line.
+
+The main thread never runs the model: it answers the owner at once, whatever the forward threads are doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+
+from gpuinfer import children, machine
+from gpuinfer.api import Roofline, Setup, Strategy
+from gpuinfer.central import memory
+from gpuinfer.central.blocks import Form
+from gpuinfer.central.desk import Desk
+from gpuinfer.central.pulse import SIZE as PULSE_SIZE
+from gpuinfer.central.pulse import Heart
+from gpuinfer.central.serving import Answerer
+from gpuinfer.central.wire import error_to_wire
+from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
+
+LOOK_S = 0.5  # between two looks at how long batches take
+DRAIN_S = 5.0  # for batches to end when the owner closes
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the model is run (`models.opening.Tuning`); None leaves it to us."""
+
+    max_rows: int | None = None
+    in_flight: int | None = None
+    threads: int | None = None
+    chunk_rows: int | None = None
+    compile: bool = False
+    graphs: bool = True
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a server process is told at its start."""
+
+    setup: Setup
+    tuning: Tuning
+    roofline: Roofline | None
+    strategy: type[Strategy]
+    strategy_setup: Setup
+    strategy_options: Mapping[str, Any]
+    token: bytes
+    most_clients: int
+    batch_timeout_s: float
+    owner: int  # the process that starts it
+
+
+def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: Order) -> None:
+    """The life of the process, which beats in the memory of `pulse`."""
+    children.settle_in()
+    _allow_descriptors()
+    descriptor = pulse.number
+    Heart(memory.attach(os.dup(descriptor), PULSE_SIZE))
+    with contextlib.suppress(OSError, EOFError):  # the owner has gone
+        try:
+            desk, opened = _open(order, listener, descriptor)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
+            line.send_bytes(msgpack.packb({"error": _told(error)}))
+            return _leave(1)
+        desk.start()
+        ready = {"max_rows": desk.limits.max_rows, "in_flight": desk.limits.in_flight}
+        line.send_bytes(msgpack.packb({"ready": ready}))
+        _obey(line, desk, opened, order.batch_timeout_s, order.owner)
+    return _leave(0)
+
+
+def _allow_descriptors() -> None:
+    """As many as the system lets us have: each client takes one, and before Python 3.13 each of its blocks."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch apart first would cost up to a second
+
+
+def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any]:
+    from gpuinfer.models.opening import open_model
+
+    spec = order.setup.model
+    if spec is None:
+        raise UsageError("the central server serves a model, and none was named. Name one.")
+    opened = open_model(spec, order.setup, order.tuning, order.roofline)
+    answerer = Answerer(opened)
+    strategy = order.strategy(order.strategy_setup, **order.strategy_options)
+    form = Form(spec, opened.answer)
+    desk = Desk(answerer, form, opened.limits, strategy, listener, order.token, pulse, most_clients=order.most_clients)
+    return desk, opened
+
+
+def _told(error: Exception) -> dict[str, str]:
+    if isinstance(error, GpuinferError):
+        return error_to_wire(error)
+    return error_to_wire(
+        BackendError(f"the central server could not start: {type(error).__name__}: {error}. See its last words above.")
+    )
+
+
+def _obey(line: Connection, desk: Desk, opened: Any, batch_timeout_s: float, owner: int) -> None:
+    """Do what the owner says, until it says close or is gone."""
+    while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
+        asked = line.poll(LOOK_S)
+        if (fault := desk.fault or _overdue(desk, batch_timeout_s)) is not None:  # also while it is asked
+            desk.dismiss_all(fault)
+            line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
+            return
+        if not asked:
+            continue
+        wanted = msgpack.unpackb(line.recv_bytes())
+        if closing := "close" in wanted:
+            desk.close(DRAIN_S)
+        line.send_bytes(msgpack.packb({"stats": _stats(desk, opened), "number": wanted["number"]}))
+        if closing:
+            return
+
+
+def _overdue(desk: Desk, batch_timeout_s: float) -> BackendDied | None:
+    if desk.busy_s() <= batch_timeout_s:
+        return None
+    return BackendDied(
+        f"the model has not answered a batch for {batch_timeout_s:g} s, and the server has given it up. "
+        "Mend the model, or allow more with batch_timeout."
+    )
+
+
+def _stats(desk: Desk, opened: Any) -> dict[str, Any]:
+    wire, (ran, waited) = desk.snapshot().to_wire(), machine.cpu_times()
+    own = {"cpu_s": ran, "cpu_wait_s": waited, "rss_peak_mb": machine.rss_peak_mb()}
+    return {**wire, **own, "device": dict(opened.device())}

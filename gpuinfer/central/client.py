@@ -1,0 +1,294 @@
+"""Any program's way to a central server: `evaluate` blocks, `submit` overlaps."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Hashable
+from typing import Any
+
+from numpy.typing import NDArray
+
+from gpuinfer.api import Priority, Result
+from gpuinfer.central.address import Address
+from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, Connection
+from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, UsageError
+
+SPIN_S = 200e-6  # a short round trip between two processes that are awake; longer ones may sleep
+PROBE_S = 500e-6  # the same when both have to wake up first
+PROBES = 3  # spins in vain, one after the other, after which it is not tried again soon
+PROBE_AGAIN = 64  # waits without a spin, after one that was in vain
+
+
+class Pending:
+    """An answer that is on its way."""
+
+    __slots__ = ("_client", "done", "error", "number", "value")
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.number = number
+        self.done = False
+        self.value: Result = None
+        self.error: GpuinferError | None = None
+        self._client = client
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the answer, for `timeout` seconds at most. Raises what `Client.evaluate` raises."""
+        return self._client.wait(self, timeout)
+
+
+class Client:
+    """One process's way to the model of a `CentralServer`. Threads may share it.
+
+    It can be handed to a child process of any start method as long as it has not been used; each process needs one of
+    its own.
+    """
+
+    def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
+        self._arguments = address, restarts_within_s
+        self._connection: Connection | None = None
+        self._ready: Connection | None = None  # the same, but while its server comes back and after the end
+        self._process = 0  # that opened it
+        self._closed = False
+        self._changed = threading.Condition()
+        self._reading = False  # a thread is
+        self._pending: dict[int, Pending] = {}
+        self._poll = select.poll()
+        self._asleep = 0  # waits since the last that a spin was enough for
+        self._lost: GpuinferError | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Client, self._arguments
+
+    def __enter__(self) -> Client:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Asking
+
+    def block(self, rows: int) -> NDArray[Any]:
+        """An array [rows, features] to fill and to evaluate views of, from the first row on: it travels without a copy.
+
+        The answer to such a view lies in shared memory too; it is overwritten when the same block is submitted again.
+        """
+        self._refuse_other_process()
+        with self._changed:
+            return (self._ready or self._open()).block(rows)
+
+    def evaluate(
+        self,
+        rows: NDArray[Any],
+        *,
+        timeout: float | None = None,
+        priority: Priority = Priority.NORMAL,
+        group: Hashable = None,
+    ) -> Result:
+        """The model's answer to `rows`, an array [rows, features] in the model's input dtype: float32 arrays [rows, …],
+        alone, in a tuple or in a dict as the model answers.
+
+        Raises `BackendError` when the rows do not fit the model or the model fails on them, `BadResult`, `QueueFull`,
+        `Expired` after `timeout` seconds, `BackendDied` when the server is gone, `Closed`.
+        """
+        return self.submit(rows, timeout=timeout, priority=priority, group=group).result(timeout)
+
+    def submit(
+        self,
+        rows: NDArray[Any],
+        *,
+        timeout: float | None = None,
+        priority: Priority = Priority.NORMAL,
+        group: Hashable = None,
+    ) -> Pending:
+        """Send the rows and go on; `result()` of what this returns waits. Raises what is known to be wrong already."""
+        deadline = _deadline(timeout)
+        self._refuse_other_process()
+        with self._changed:
+            connection = self._ready or self._open(deadline)
+            if connection.abandoned or connection.outstanding >= POOLED:
+                self._glance()
+                connection = self._ready or self._open(deadline)
+            count = rows.shape[0] if getattr(rows, "shape", ()) else 0
+            number = connection.ask(rows, count, priority=priority, deadline=deadline, group=group)
+            pending = self._pending[number] = Pending(self, number)
+            return pending
+
+    def _open(self, deadline: float = float("inf")) -> Connection:
+        """The connection, made by whoever needs it first; while its server comes back, that is awaited."""
+        while self._ready is None:
+            left = deadline - time.monotonic()
+            if self._closed:
+                raise Closed("this client is closed. Take another from server.client().")
+            if self._lost is not None:
+                raise self._lost
+            if left <= 0:
+                raise Expired("the server was not there in time. Allow more time, or try again later.")
+            if self._connection is None:
+                self._connect(deadline)
+            else:
+                self._changed.wait(min(left, LOOK_S))
+        return self._ready
+
+    def _connect(self, deadline: float) -> None:
+        connection = self._connection = Connection(*self._arguments)  # already, so that `close` can interrupt it
+        try:
+            connection.open(min(deadline - time.monotonic(), GREETING_S))
+        except GpuinferError as error:
+            self._connection = None
+            if isinstance(error, BackendDied) and time.monotonic() >= deadline:
+                return  # too late, whyever
+            raise
+        self._poll.register(connection.fileno(), select.POLLIN)
+        self._ready, self._process = connection, os.getpid()
+
+    def _refuse_other_process(self) -> None:
+        """Before the lock is taken: a thread that is not here may have held it."""
+        if self._process not in (0, os.getpid()):
+            raise UsageError(
+                "this client was opened in another process and came here by fork: two cannot share one line. Hand over "
+                "server.client() itself, and use it in the child only."
+            )
+
+    # Waiting
+
+    def wait(self, pending: Pending, timeout: float | None = None) -> Result:
+        """The answer of `pending`, or its error raised."""
+        give_up_at = _deadline(timeout)
+        self._refuse_other_process()
+        with self._changed:
+            while not pending.done:
+                left = give_up_at - time.monotonic()
+                if left <= 0:
+                    self._abandon(pending, f"no answer within {timeout:g} s. Allow more time, or send fewer rows.")
+                elif self._reading or self._ready is None:  # another thread takes in everybody's answers
+                    self._changed.wait(min(left, LOOK_S))
+                else:
+                    self._read(min(left, LOOK_S))
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
+
+    def _abandon(self, pending: Pending, why: str) -> None:
+        self._settle(pending.number, Expired(why))
+        if self._connection is not None:
+            self._connection.abandon(pending.number)
+
+    def _read(self, seconds: float) -> None:
+        """Wait that long at most, without the lock, and take in what has come."""
+        self._reading = True
+        try:
+            self._changed.release()
+            try:
+                self._sleep(seconds)
+            finally:
+                self._changed.acquire()
+            self._take_in()
+        finally:
+            self._reading = False
+            self._changed.notify_all()
+
+    def _sleep(self, seconds: float) -> None:
+        """Until something arrives. Spins a little first, as long as that pays."""
+        if self._asleep < PROBES or self._asleep % PROBE_AGAIN == 0:
+            until = time.perf_counter() + (PROBE_S if self._asleep else SPIN_S)
+            while time.perf_counter() < until:
+                if self._poll.poll(0):
+                    self._asleep = 0
+                    return
+        self._asleep += 1
+        self._poll.poll(1000 * seconds)
+
+    def _glance(self) -> None:
+        """Take in what has come: blocks may be free, and nobody has looked. Whoever reads does so without us."""
+        if not self._reading:
+            self._take_in()
+            self._changed.notify_all()
+
+    def _take_in(self) -> None:
+        connection = self._connection
+        if connection is None or self._closed:
+            return self._fail_all(Closed("this client was closed. Take another from server.client()."))
+        try:
+            settled = connection.receive()
+            if not settled and (stopped := connection.stopped()) is not None:
+                raise stopped
+        except GpuinferError as error:
+            return self._come_back(connection, error)
+        for number, outcome in settled:
+            self._settle(number, outcome)
+        return None
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        if (pending := self._pending.pop(number, None)) is not None:
+            pending.done = True
+            if isinstance(outcome, GpuinferError):
+                pending.error = outcome
+            else:
+                pending.value = outcome
+
+    def _come_back(self, connection: Connection, error: GpuinferError) -> None:
+        """The server has gone: on to the one that takes its place, or fail all that wait.
+
+        In a thread of its own, without the lock: whoever waits keeps to a deadline.
+        """
+        self._ready = None
+        self._poll.unregister(connection.fileno())
+        if not (isinstance(error, BackendDied) and connection.comes_back):
+            return self._lose(connection, error)
+        try:
+            threading.Thread(target=self._return, args=(connection, error), name="gpuinfer-return", daemon=True).start()
+        except RuntimeError:  # this process ends
+            self._lose(connection, error)
+        return None
+
+    def _return(self, connection: Connection, cause: BackendDied) -> None:
+        final: GpuinferError | None = None
+        try:
+            connection.come_back(cause)
+        except GpuinferError as error:
+            final = error
+        except Exception as strange:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+            final = BackendDied(f"the way to the central server is lost: {strange!r}. Start it again.")
+        with self._changed:
+            if final is not None or self._closed:
+                self._lose(connection, final or cause)
+            else:
+                self._poll.register(connection.fileno(), select.POLLIN)
+                self._ready = connection
+            self._changed.notify_all()
+
+    def _lose(self, connection: Connection, error: GpuinferError) -> None:
+        self._lost = error
+        connection.close()
+        self._fail_all(error)
+
+    def _fail_all(self, error: GpuinferError) -> None:
+        for number in tuple(self._pending):
+            self._settle(number, error)
+
+    def close(self) -> None:
+        """Hang up. What is outstanding fails with `Closed`."""
+        if self._process not in (0, os.getpid()):  # in a forked child: the line is its parent's
+            return
+        if self._connection is not None:
+            self._connection.give_up()  # a thread may be waiting for a server that comes back
+        with self._changed:
+            self._closed, self._ready = True, None
+            if self._connection is not None:
+                self._connection.close()
+            self._fail_all(Closed("this client was closed. Take another from server.client()."))
+            self._changed.notify_all()
+
+
+def _deadline(timeout: float | None) -> float:
+    """When so many seconds are over; inf for None. Raises `UsageError` for NaN."""
+    if timeout is None:
+        return math.inf
+    if math.isnan(timeout):
+        raise UsageError("timeout is NaN. Give seconds, or None to wait as long as it takes.")
+    return time.monotonic() + timeout

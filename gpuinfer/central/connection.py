@@ -1,0 +1,416 @@
+"""A client's end of the line to its server: blocks of shared memory, what has been asked, and what came back.
+
+It neither waits nor knows threads or loops: `client.py` (for any program) and the backend (for an event loop) do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from numpy.typing import NDArray
+
+from gpuinfer.api import Limits, Priority
+from gpuinfer.central import memory
+from gpuinfer.central.address import Address
+from gpuinfer.central.blocks import PER_CLIENT, Block, Form
+from gpuinfer.central.pulse import AWAY_S, LATE_S, Pulse
+from gpuinfer.central.pulse import SIZE as PULSE_SIZE
+from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
+from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.layouts import misfit
+
+GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches
+LEAST_ROOM = 64  # rows of a block of ours: smaller payloads share one size
+CHUNK = 1 << 16  # bytes read at once
+SEND_TIMEOUT = struct.pack("@ll", 10, 0)  # seconds, microseconds: for a server that reads nothing any more
+SEND_BUFFER = 212_992  # bytes, doubled by Linux: room for all that a client can send while all lanes compute
+LARGEST_GROUP = 1 << 15  # bytes
+POOLED = PER_CLIENT - 64  # blocks at most in the pool, for payloads that lie anywhere; `block` hands out the others
+
+
+@dataclass(slots=True)
+class Question:
+    """One request that has been sent."""
+
+    number: int
+    block: Block
+    rows: int
+    client: int
+    priority: int
+    deadline: float
+    group: Any
+    borrowed: bool  # the block is the pool's: the answer is copied out of it
+    abandoned: bool = False
+
+
+class Connection:
+    """Not thread-safe: one thread, or one lock, at a time."""
+
+    def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
+        """`restarts_within_s`: how long a server that died may take to come back; 0 when it will not."""
+        self.limits: Limits
+        self.form: Form
+        self._address, self._patience_s = address, restarts_within_s
+        self._socket: socket.socket | None = None
+        self._pulse: Pulse
+        self._unpacker = Unpacker()
+        self._blocks: list[Block] = []
+        self._descriptors: list[memory.Descriptor] = []  # of the blocks: a server that comes back needs them again
+        self._idle: list[Block] = []  # the pool: nobody uses them
+        self._owned: dict[int, Block] = {}  # by the address of their memory: handed out by `block`
+        self._asked: dict[int, Question] = {}
+        self._busy: set[int] = set()  # numbers of blocks whose rows are with the server
+        self.abandoned = 0  # questions that nobody waits for, and the server has not let go of
+        self._numbers = 0
+        self._ended: GpuinferError | None = None  # why nothing more will come on this line
+        self._knocking: socket.socket | None = None  # the line on which a greeting is awaited
+        self._presenting = threading.Lock()  # one thread may take a block, or give up, while another comes back
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether a server that died is worth waiting for."""
+        return self._patience_s > 0 and not self._closed
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._asked)
+
+    def fileno(self) -> int:
+        return -1 if self._socket is None else self._socket.fileno()
+
+    # Opening
+
+    def open(self, timeout_s: float = GREETING_S) -> None:
+        """Introduce ourselves. Blocks; raises `BackendDied` when nobody answers, or why the server will not have us."""
+        self._socket = self._greet(timeout_s)
+
+    def _greet(self, timeout_s: float) -> socket.socket:
+        """A line on which the server has welcomed us."""
+        line = self._knocking = _new_line()
+        until = time.monotonic() + timeout_s
+        try:
+            line.settimeout(timeout_s)
+            line.connect(self._address.path)
+            line.sendall(pack(Record(Kind.HELLO, body={"token": self._address.token, "version": VERSION})))
+            record, descriptors, self._unpacker = _greeting(line, until)
+            if record.kind != Kind.WELCOME or len(descriptors) != 1:
+                raise _parting(record)
+            self._learn(record.body, descriptors[0])
+            line.settimeout(None)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        except GpuinferError:
+            line.close()
+            raise
+        except Exception as error:
+            line.close()
+            raise BackendDied(f"the central server does not answer ({error or 'too late'}). Start it again.") from error
+        finally:
+            self._knocking = None
+        return line
+
+    def _learn(self, told: Any, pulse: int) -> None:
+        """What the server says of itself in its greeting."""
+        self.limits = Limits(told["max_rows"], PER_CLIENT)
+        self.form = Form.from_wire(told["form"])
+        self._pulse = Pulse(memory.attach(pulse, PULSE_SIZE))
+
+    def come_back(self, cause: BackendDied) -> None:
+        """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.
+
+        Raises `cause` at once when it will not come back, `BackendDied` when it does not within its time.
+        """
+        self._hang_up()
+        if not self.comes_back:
+            raise cause
+        line = self._greet(self._patience_s)
+        with self._presenting:
+            if self._closed:
+                line.close()
+                raise cause
+            self._socket = line
+            for block, descriptor in zip(self._blocks, self._descriptors, strict=True):
+                self._present(block, descriptor)
+            for question in self._asked.values():
+                self._send_question(question)
+
+    # Blocks
+
+    def block(self, rows: int) -> NDArray[Any]:
+        """Room for `rows` rows [rows, ...] that travel without a copy."""
+        if not 1 <= rows <= self.limits.max_rows:
+            raise RequestError(
+                f"a block of {rows} rows cannot be served: a batch takes 1 to {self.limits.max_rows}. "
+                "Take smaller blocks, or give the server a larger max_rows."
+            )
+        block = self._new_block(rows)
+        self._owned[_place(block.rows)] = block
+        return block.rows
+
+    def _new_block(self, room: int, full: bool = False) -> Block:
+        """One block more. When there may be no more (`full`) it takes the place of the pool's smallest idle one."""
+        number = len(self._blocks)
+        if full or number >= PER_CLIENT:
+            if not self._idle:
+                raise QueueFull(
+                    f"a client has at most {PER_CLIENT} blocks, {POOLED} of them for arrays that lie elsewhere, and "
+                    "none is free. Wait for answers in between, or send larger requests."
+                )
+            number = min(self._idle, key=lambda block: block.room).number
+        descriptor, mapping = memory.create(self.form.size(room))
+        with self._presenting:
+            block = Block(number, room, mapping, self.form)
+            self._install(block, memory.Descriptor(descriptor))
+            self._present(block, self._descriptors[number])
+        return block
+
+    def _install(self, block: Block, descriptor: memory.Descriptor) -> None:
+        """Keep it under its number; whichever idle block had that number is no more."""
+        if block.number == len(self._blocks):
+            self._blocks.append(block)
+            self._descriptors.append(descriptor)
+            return
+        replaced = self._blocks[block.number]
+        self._idle.remove(replaced)
+        replaced.let_go()
+        self._descriptors[block.number].close()
+        self._blocks[block.number], self._descriptors[block.number] = block, descriptor
+
+    def _present(self, block: Block, descriptor: memory.Descriptor) -> None:
+        self._send(Record(Kind.BLOCK, block=block.number, rows=block.room), [descriptor.number])
+
+    def _borrow(self, rows: int) -> Block:
+        """A block of the pool with room for so many rows."""
+        for index, block in enumerate(self._idle):
+            if block.room >= rows:
+                return self._idle.pop(index)
+        room = min(self.limits.max_rows, max(LEAST_ROOM, 1 << (rows - 1).bit_length()))
+        return self._new_block(room, full=len(self._blocks) - len(self._owned) >= POOLED)
+
+    # Asking
+
+    def ask(
+        self,
+        payload: Any,
+        rows: int,
+        *,
+        client: int = 0,
+        priority: int = Priority.NORMAL,
+        deadline: float = float("inf"),
+        group: Hashable = None,
+    ) -> int:
+        """Send a request; returns its number. `payload` is an array [rows, ...]: ours to copy, or a view of a `block`.
+
+        Raises `BackendError` for one that does not fit the model, `QueueFull` with too many outstanding, `BackendDied`.
+        """
+        if self._socket is None:
+            raise Closed("this client is closed. Open another with server.client().")
+        if error := misfit(payload, rows, self.form.spec):
+            raise error
+        if rows > self.limits.max_rows:
+            raise RequestError(
+                f"a request of {rows} rows can never be served: a batch takes 1 to {self.limits.max_rows}. "
+                "Send smaller blocks, or give the server a larger max_rows."
+            )
+        _refuse_group(group)
+        block = self._owned.get(_place(payload)) if payload.flags.c_contiguous else None
+        if (borrowed := block is None or block.room < rows) or block is None:
+            block = self._borrow(rows)
+            block.rows[:rows] = payload
+        elif block.number in self._busy:
+            raise RequestError("this block is with the server already. Await its answer first, or take a second block.")
+        self._numbers = (self._numbers + 1) % 2**32
+        question = Question(self._numbers, block, rows, client, priority, deadline, group, borrowed)
+        self._asked[question.number] = question
+        self._busy.add(block.number)
+        self._send_question(question)
+        return question.number
+
+    def _send_question(self, question: Question) -> None:
+        left_s = question.deadline - time.monotonic() if question.deadline < float("inf") else question.deadline
+        body = None if question.group is None else {"group": question.group}
+        self._send(
+            Record(
+                Kind.ASK,
+                question.priority,
+                question.block.number,
+                question.number,
+                question.client,
+                question.rows,
+                left_s,
+                body,
+            )
+        )
+
+    def abandon(self, number: int) -> None:
+        """Nobody wants this answer any more. Its block is used again when the server has let go of it."""
+        with self._presenting:
+            if (question := self._asked.get(number)) is not None and not question.abandoned:
+                question.abandoned = True
+                self.abandoned += 1
+                self._send(Record(Kind.CANCEL, number=number))
+
+    def _send(self, record: Record, descriptors: Sequence[int] = ()) -> None:
+        """A broken line is noticed by whoever reads from it: what is sent now will be sent again then, or never."""
+        if (line := self._socket) is None:
+            return
+        try:
+            if descriptors:
+                socket.send_fds(line, [pack(record)], descriptors)
+            else:
+                line.sendall(pack(record))
+        except OSError:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    # Answers
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """What has come by now: numbers of requests with their results, or errors. Never blocks.
+
+        Raises `BackendDied` when the server is gone, or has said that it will not serve us any more.
+        """
+        if self._socket is None:
+            return []
+        if self._ended is not None:
+            raise self._ended
+        try:
+            data = self._socket.recv(CHUNK, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            raise BackendDied("the central server is gone. Start it again; with the option restart it comes back.")
+        settled = self._take(data)
+        if self._ended is not None and not settled:  # else the next call raises: what was answered before is answered
+            raise self._ended
+        return settled
+
+    def _take(self, data: bytes) -> list[tuple[int, Any]]:
+        settled = []
+        try:
+            for record in self._unpacker.feed(data):
+                if (done := self._settle(record)) is not None:
+                    settled.append(done)
+        except Garbled as error:
+            self._ended = BackendDied(f"the central server sent {error}. Let both ends run the same version.")
+        except GpuinferError as error:
+            self._ended = error
+        return settled
+
+    def _settle(self, record: Record) -> tuple[int, Any] | None:
+        if record.kind == Kind.GOODBYE:
+            raise _parting(record)
+        question = self._asked.pop(record.number, None)
+        if question is None:
+            return None
+        outcome = self._outcome(question, record)
+        self._busy.discard(question.block.number)
+        self.abandoned -= question.abandoned
+        if question.borrowed:
+            self._idle.append(question.block)
+        return None if question.abandoned else (question.number, outcome)
+
+    def _outcome(self, question: Question, record: Record) -> Any:
+        if record.kind == Kind.ANSWER:
+            return None if question.abandoned else question.block.answer(question.rows, question.borrowed)
+        return error_from_wire(record.body) if record.kind == Kind.FAILED else BadResult("an answer of no known kind")
+
+    def stopped(self) -> BackendDied | None:
+        """Why to wait no longer, if the server is there but has no pulse. Ask at least every `pulse.AWAY_S` seconds."""
+        if self._socket is None or not self._pulse.stopped:
+            return None
+        return BackendDied(
+            f"the central server has given no sign of life for {LATE_S:g} s: it is stopped or stuck. Start it again."
+        )
+
+    # Closing
+
+    def close(self) -> None:
+        """Hang up. What is outstanding will not be answered."""
+        self.give_up()
+        with self._presenting:
+            self._hang_up()
+            for descriptor in self._descriptors:
+                descriptor.close()
+            for held in (self._descriptors, self._asked, self._owned, self._idle, self._blocks):
+                held.clear()  # type: ignore[attr-defined]
+
+    def give_up(self) -> None:
+        """Wait no longer for a server that comes back. Any thread may say so."""
+        self._closed = True
+        if (line := self._knocking) is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def _hang_up(self) -> None:
+        line, self._socket = self._socket, None
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)  # a forked child may hold another descriptor of it
+            line.close()
+        self._unpacker, self._ended = Unpacker(), None
+
+
+LOOK_S = AWAY_S / 4  # between two looks at the pulse
+
+
+def _new_line() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(
+            f"there can be no line to the central server: {error.strerror}. Hold fewer files open, or allow more "
+            "(`ulimit -n`)."
+        ) from error
+
+
+def _greeting(line: socket.socket, deadline: float) -> tuple[Record, list[int], Unpacker]:
+    """The server's first record, with the descriptors that came along."""
+    unpacker, descriptors = Unpacker(), []
+    while True:
+        line.settimeout(max(0.001, deadline - time.monotonic()))
+        data, found, _, _ = socket.recv_fds(line, CHUNK, 4)
+        descriptors += found
+        if not data:
+            raise ConnectionResetError("it hung up")
+        if records := list(unpacker.feed(data)):
+            return records[0], descriptors, unpacker
+
+
+def _parting(record: Record) -> GpuinferError:
+    if record.kind == Kind.GOODBYE:
+        return error_from_wire(record.body)
+    return BackendDied("the central server did not say what it serves. Let both ends run the same version.")
+
+
+def _place(rows: NDArray[Any]) -> int:
+    return int(rows.__array_interface__["data"][0])
+
+
+def _refuse_group(group: Hashable) -> None:
+    """The server hangs up on records that it cannot use: what cannot travel is refused here."""
+    if group is None:
+        return
+    try:
+        fits = len(msgpack.packb(group)) <= LARGEST_GROUP and hash(group) is not None
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise RequestError(
+            f"the group {str(group)[:80]!r} cannot travel to a server. Use a short string, a number or a tuple of them."
+        )

@@ -1,0 +1,457 @@
+"""`CentralServer`: starts the server process, watches it, hands out clients, and brings it back if it was asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+import msgpack
+
+from gpuinfer import children, machine, registry
+from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
+from gpuinfer.central import address, memory
+from gpuinfer.central.child import Order, Tuning, main
+from gpuinfer.central.client import Client
+from gpuinfer.central.pulse import LATE_S, SIZE, Pulse
+from gpuinfer.central.wire import error_from_wire
+from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
+from gpuinfer.stats import Snapshot, merge_in_turn, percentile, summarise
+
+log = logging.getLogger(__name__)
+
+START_S = 300.0  # for the model to be loaded
+BACK_S = 60.0  # for a server that died to be there again
+LOOK_S = 0.5
+STATS_S = 2.0
+CLOSE_S = 10.0
+TRIES = 3  # deaths in a row, each within `BACK_S` of its start, after which it is not started again
+
+
+class CentralServer:
+    """A model in a process of its own, for any number of client processes.
+
+    ```
+    with CentralServer("my_models:net", inputs=256) as server:
+        Process(target=work, args=(server.client(),)).start()
+    ```
+
+    `model` is `module:factory`, such a function itself, or a `ModelSpec`; `strategy` a name or an object. On a CPU
+    there are as many single-threaded forwards at once as cores, unless `forwards` and `threads` say otherwise. With
+    `restart` a server that died comes back, and its clients ask again for what they had outstanding.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSpec | Callable[..., Any],
+        *,
+        inputs: int = 0,
+        input_dtype: str = "float32",
+        weights: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        dtype: str = "float32",
+        seed: int = 0,
+        deterministic: bool = False,
+        strategy: str | Strategy = "dynamic",
+        max_rows: int | None = None,
+        forwards: int | None = None,
+        threads: int | None = None,
+        max_clients: int = 256,
+        batch_timeout: float = 300.0,
+        restart: bool = False,
+    ) -> None:
+        """Nothing is started yet. Raises `UsageError`."""
+        _refuse_odd(inputs=inputs, max_rows=max_rows, forwards=forwards, threads=threads, max_clients=max_clients)
+        if not batch_timeout > 0:
+            raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
+        spec = _spec(model, inputs, input_dtype, weights, arguments or {})
+        setup = Setup(spec, device, dtype, seed, deterministic=deterministic)
+        tuning = Tuning(max_rows, forwards, threads)
+        chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
+        self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
+
+    @classmethod
+    def of(
+        cls,
+        setup: Setup,
+        tuning: Tuning,
+        strategy: Strategy,
+        *,
+        roofline: Roofline | None = None,
+        max_clients: int = 256,
+        batch_timeout: float = 300.0,
+        restart: bool = False,
+    ) -> CentralServer:
+        """A server from a run's own terms."""
+        server = cls.__new__(cls)
+        server._prepare(setup, tuning, strategy, roofline, max_clients, batch_timeout, restart)
+        return server
+
+    def _prepare(
+        self,
+        setup: Setup,
+        tuning: Tuning,
+        strategy: Strategy,
+        roofline: Roofline | None,
+        max_clients: int,
+        batch_timeout: float,
+        restart: bool,
+    ) -> None:
+        self.limits: Limits  # once it has started
+        self._setup, self._tuning, self._strategy = setup, tuning, strategy
+        self._roofline, self._max_clients = roofline, max_clients
+        self._batch_timeout, self._restart = batch_timeout, restart
+        self._owner = os.getpid()
+        self._process: BaseProcess | None = None
+        self._watcher: threading.Thread | None = None  # once it has served
+        self._address: address.Address | None = None
+        self._line_lock = threading.Lock()  # one question to the process at a time
+        self._questions = 0  # asked so far: an answer that comes too late is not taken for the next one's
+        self._error: GpuinferError | None = None  # why it is not there
+        self._gone = False  # for good
+        self._at_exit: Finalize | None = None
+        self._before: list[Snapshot] = []  # what processes that died had counted, as far as known
+        self._latest = Snapshot()
+        self._closing = threading.Event()
+        self._final: Snapshot | None = None
+
+    # Starting
+
+    def __enter__(self) -> CentralServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process and wait until it serves. Raises `UsageError` for a model that cannot be had."""
+        if self._address is not None:
+            raise UsageError("this server has been started before. Make another.")
+        if self._owner != os.getpid():
+            raise UsageError("this server came here by fork. Start it where it was made, or make another here.")
+        self._listener, self._address = address.listen()
+        descriptor, mapping = memory.create(SIZE)
+        self._heart, self._pulse = memory.Descriptor(descriptor), Pulse(mapping)
+        self._at_exit = Finalize(None, self.close, kwargs={"quiet": True}, exitpriority=0)  # else it would be joined
+        try:
+            self._spawn()
+            self._watcher = threading.Thread(target=self._watch, name="gpuinfer-server-watch", daemon=True)
+            self._watcher.start()
+            self._refuse_when_closed()
+        except BaseException as error:
+            self._lose(error if isinstance(error, GpuinferError) else Closed("the server did not start. Make another."))
+            raise
+        _RUNNING.add(self)
+
+    def _spawn(self) -> None:
+        """One process, up to the moment when it serves."""
+        context = multiprocessing.get_context("spawn")
+        line, theirs = context.Pipe()
+        process = context.Process(target=main, args=(theirs, self._listener, self._heart, self._order()))
+        process.name = "gpuinfer server"
+        try:
+            with children.deaf(), children.threads_each(1):
+                process.start()
+        except Exception as error:
+            raise UsageError(
+                f"the server process could not be started: {error}. The strategy's class and options must be "
+                "picklable: define classes at the top of a module."
+            ) from error
+        finally:
+            theirs.close()
+        self._process = process
+        self._started_at = time.monotonic()
+        ready = self._first_words(line)
+        self._line = line  # not before: others ask on it, and would take its first words
+        self.limits = Limits(ready["max_rows"], ready["in_flight"])
+        self._pulse.late_s()  # from here on it counts
+
+    def _first_words(self, line: Connection) -> dict[str, Any]:
+        until = time.monotonic() + START_S
+        while not line.poll(LOOK_S):
+            if time.monotonic() > until or self._closing.is_set():
+                self._kill()
+                self._refuse_when_closed()
+                raise BackendDied(f"the central server did not come up within {START_S:g} s. Try a smaller model.")
+        try:
+            told = msgpack.unpackb(line.recv_bytes())
+        except (EOFError, OSError):
+            self._refuse_when_closed()
+            raise BackendDied(
+                f"the central server {self._obituary()} before it served anybody. See its last words above."
+            ) from None
+        if "error" in told:
+            self._kill()
+            raise error_from_wire(told["error"])
+        return dict(told["ready"])
+
+    def _refuse_when_closed(self) -> None:
+        if self._closing.is_set():
+            raise Closed(_CLOSED_EARLY)
+
+    def _order(self) -> Order:
+        assert self._address is not None
+        strategy = self._strategy
+        return Order(
+            setup=replace(self._setup, processes=1),
+            tuning=self._shares(),
+            roofline=self._roofline,
+            strategy=type(strategy),
+            strategy_setup=strategy.setup,
+            strategy_options=strategy.options.model_dump(),
+            token=self._address.token,
+            most_clients=self._max_clients,
+            batch_timeout_s=self._batch_timeout,
+            owner=self._owner,
+        )
+
+    def _shares(self) -> Tuning:
+        """On a CPU several single-threaded forwards at once beat one that has all threads."""
+        tuning = self._tuning
+        if self._setup.device.startswith("cuda") or (self._setup.device == "auto" and machine.has_cuda()):
+            return tuning
+        threads = tuning.threads or max(1, machine.cores() // (tuning.in_flight or machine.cores()))
+        return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, machine.cores() // threads))
+
+    # Serving
+
+    def client(self) -> Client:
+        """A way in for one process: hand it over, and use it there.
+
+        Raises `Closed` unless the server runs, and why it died when it will not come back.
+        """
+        if self._gone and self._error is not None and self._final is None:
+            raise self._error
+        if self._address is None or self._final is not None:
+            raise Closed("this server does not run. Use it as `with CentralServer(…) as server:`.")
+        return Client(self._address, self.restarts_within_s)
+
+    @property
+    def address(self) -> address.Address:
+        if self._address is None:
+            raise Closed("this server has not been started. Call start() first.")
+        return self._address
+
+    @property
+    def restarts_within_s(self) -> float:
+        return BACK_S if self._restart else 0.0
+
+    def stats(self) -> Snapshot:
+        """What the server has counted until now, over all its restarts; the latest known if it does not say."""
+        if self._final is not None:
+            return self._final
+        if self._address is None:
+            return Snapshot()
+        self._ask({"stats": True})
+        with self._line_lock:
+            return merge_in_turn([*self._before, self._latest])
+
+    def _ask(self, question: Mapping[str, Any], seconds: float = STATS_S) -> bool:
+        """Put a question to the process; its answer is the latest snapshot. Whether it came."""
+        with self._line_lock, contextlib.suppress(OSError, EOFError):
+            self._questions += 1
+            self._line.send_bytes(msgpack.packb({**question, "number": self._questions}))
+            until = time.monotonic() + seconds
+            while self._line.poll(max(0.0, until - time.monotonic())):
+                if self._take_in() == self._questions:
+                    return True
+        return False
+
+    def _take_in(self) -> int:
+        """One message of the process: the number of the question that it answers, 0 for last words."""
+        told = msgpack.unpackb(self._line.recv_bytes(), strict_map_key=False)
+        if "error" in told:
+            self._error = error_from_wire(told["error"])
+            return 0
+        self._latest = Snapshot.from_wire(told["stats"])
+        return int(told["number"])
+
+    # Watching
+
+    def _watch(self) -> None:
+        """Until it is closed: notice that the process died or stopped, and bring it back if that was asked for."""
+        deaths = 0
+        while not self._closing.is_set():
+            process = self._process
+            if process is None:
+                return
+            gone = multiprocessing.connection.wait([process.sentinel], LOOK_S)
+            if self._closing.is_set():
+                return
+            if not gone and not self._pulse.stopped:
+                continue
+            deaths = deaths + 1 if time.monotonic() - self._started_at < BACK_S else 1
+            error = self._mourn(stopped=not gone)
+            again = self._restart and deaths < TRIES
+            after = f" {deaths} deaths in a row are enough: it is not started again." if self._restart else ""
+            log.warning("%s%s", error, " It is started again." if again else after)
+            if not again or not self._revive():
+                self._lose(self._error or error)
+                return
+
+    def _mourn(self, *, stopped: bool) -> GpuinferError:
+        """Why it died: in its own last words, or as it looks from here."""
+        with self._line_lock, contextlib.suppress(OSError, EOFError):
+            while self._error is None and self._line.poll(0):
+                self._take_in()
+        self._kill()
+        why = f"gave no sign of life for {LATE_S:g} s" if stopped else self._obituary()
+        cure = "See its last words, if any" + ("." if self._restart else ". With the option restart it comes back.")
+        error = self._error = self._error or BackendDied(f"the central server {why}. {cure}")
+        with self._line_lock:
+            self._before.append(self._latest)
+            self._latest = Snapshot()
+        return error
+
+    def _revive(self) -> bool:
+        with self._line_lock:
+            self._line.close()
+        try:
+            self._spawn()
+        except GpuinferError as error:
+            if not self._closing.is_set():
+                log.warning("the central server cannot be brought back: %s", error)
+            self._error = error
+            return False
+        self._error = None
+        return True
+
+    def _obituary(self) -> str:
+        process = self._process
+        if process is None:
+            return "was never started"
+        process.join(1.0)
+        code = process.exitcode
+        if code == -signal.SIGKILL:
+            return "was killed (SIGKILL; out of memory?)"
+        return f"crashed ({signal.Signals(-code).name})" if code is not None and code < 0 else f"ended (code {code})"
+
+    # Closing
+
+    def close(self, quiet: bool = False) -> Snapshot:
+        """End the process; requests that wait fail. Returns its statistics, and prints them unless `quiet`."""
+        if self._final is not None:
+            return self._final
+        if self._owner != os.getpid():  # a forked child that unwinds its stack: the server is its parent's
+            return merge_in_turn([*self._before, self._latest])
+        self._closing.set()
+        if self._watcher is not None:
+            process = self._process
+            if process is not None and process.is_alive() and self._ask({"close": True}, CLOSE_S):
+                process.join(CLOSE_S)
+            self._kill()
+            self._watcher.join(CLOSE_S)  # it may have been about to start another process
+            self._let_go()
+            with self._line_lock:
+                self._line.close()
+        elif self._address is not None:  # another thread is about to start it
+            self._kill()
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+        self._final = merge_in_turn([*self._before, self._latest])
+        if not quiet:
+            print(summary(self._final), file=sys.stderr)
+        return self._final
+
+    def _lose(self, error: GpuinferError) -> None:
+        """It is not there, and will not be."""
+        self._error, self._gone = error, True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._kill()
+        with contextlib.suppress(OSError):
+            self._listener.close()  # clients that wait for a new server learn that none will come
+        self._heart.close()
+        if self._address is not None:
+            address.forget(self._address)
+
+    def _disown(self) -> None:
+        """In a forked child: hold nothing open that would seem to others to be our parent's."""
+        self._line_lock = threading.Lock()  # another thread may have held it
+        with contextlib.suppress(OSError):
+            self._listener.close()
+            self._line.close()
+        self._heart.close()
+
+    def _kill(self) -> None:
+        if (process := self._process) is not None:
+            process.kill()
+            process.join(CLOSE_S)
+
+
+_RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for server in tuple(_RUNNING):
+        server._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+_CLOSED_EARLY = "the server was closed while it started. Make another."
+
+
+def _refuse_odd(inputs: int, **counts: int | None) -> None:
+    """Raises `UsageError` for what is no count."""
+    if not isinstance(inputs, int) or inputs < 0:
+        raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row.")
+    for name, count in counts.items():
+        if count is not None and not (isinstance(count, int) and count >= 1):
+            raise UsageError(f"{name} is {count!r}. Give a whole number, at least 1, or leave it out.")
+
+
+def _spec(
+    model: str | ModelSpec | Callable[..., Any],
+    inputs: int,
+    input_dtype: str,
+    weights: str | None,
+    arguments: Mapping[str, Any],
+) -> ModelSpec:
+    if not (isinstance(model, str | ModelSpec) or callable(model)):
+        raise UsageError(f"model is {model!r}. Give a function, its name as 'module:function', or a ModelSpec.")
+    if isinstance(model, ModelSpec):
+        inputs = model.inputs
+    elif callable(model):
+        if "<" in model.__qualname__ or inspect.getmodule(model) is None:
+            raise UsageError(
+                f"the model factory '{model.__qualname__}' has no name at the top of a module, so that the server "
+                "process cannot find it. Define it there."
+            )
+        model = f"{model.__module__}:{model.__qualname__}"
+    if inputs < 1:
+        raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
+    return model if isinstance(model, ModelSpec) else ModelSpec(model, weights, inputs, input_dtype, arguments)
+
+
+def summary(stats: Snapshot) -> str:
+    """The statistics of a server for people, in three lines."""
+    batches = sum(stats.batches.values())
+    lines = [f"gpuinfer server: {stats.requests:,} requests, {stats.rows:,} rows in {batches:,} batches"]
+    if batches:
+        sizes = [percentile(stats.batches, share) for share in (0.5, 0.95)]
+        mean = sum(rows * count for rows, count in stats.batches.items()) / batches
+        lines.append(
+            f"  rows a batch: mean {mean:,.1f}, p50 {sizes[0]:,}, p95 {sizes[1]:,}, max {max(stats.batches):,}"
+        )
+        reasons = ", ".join(f"{name} {count:,}" for name, count in sorted(stats.reasons.items()) if count)
+        waits = summarise(stats.queue_wait)
+        lines.append(f"  cut: {reasons}; queue wait p50 {waits['p50'] * 1e3:.3g} ms, p99 {waits['p99'] * 1e3:.3g} ms")
+    return "\n".join(lines)

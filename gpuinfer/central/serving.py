@@ -1,0 +1,109 @@
+"""One batch at the server: blocks through the model, answers back into the blocks that they came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import Result
+from gpuinfer.batching.checks import find_fault
+from gpuinfer.central.blocks import Block
+from gpuinfer.errors import BackendError, BadResult, GpuinferError
+from gpuinfer.layouts import AnswerLayout
+
+if TYPE_CHECKING:
+    from gpuinfer.models.opening import Opened
+
+
+class Rows(Protocol):
+    """The first `rows` rows of a block."""
+
+    block: Block
+    rows: int
+
+    @property
+    def wanted(self) -> bool: ...
+
+
+class Answerer:
+    """The model of one server. As many threads as it allows forwards may call `answer` at once."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.pin = opened.pin
+        self._forward, self._layout = opened.forward, opened.answer
+
+    def answer(self, batch: Sequence[Rows]) -> tuple[list[GpuinferError | None], int]:
+        """Write each answer beside its rows. What went wrong with each, if anything; how many ran a second time.
+
+        A batch that the model raises on is run again one by one: whoever brought the row that it cannot take fails
+        alone.
+        """
+        try:
+            results = self._forward([ask.block.rows[: ask.rows] for ask in batch])
+            if len(batch) == 1 or not unlike(results[0], self._layout):  # one odd row makes the answers of all odd
+                return [self._keep(ask, result) for ask, result in zip(batch, results, strict=True)], 0
+        except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
+            if len(batch) == 1:
+                return [failure(error)], 0
+        return [self.answer([ask])[0][0] for ask in batch], len(batch)
+
+    def _keep(self, ask: Rows, result: Result) -> GpuinferError | None:
+        """Copy one answer into its block, if it is one."""
+        arrays = parts(result)
+        if not is_plainly_sound(arrays, ask.rows, self._layout) and (error := self._fault(ask, result)) is not None:
+            return error
+        if not ask.wanted:  # its memory may be with a new line of the same client, who took us for dead
+            return None
+        for room, array in zip(ask.block.answers, arrays, strict=True):
+            room[: ask.rows] = array
+        return None
+
+    def _fault(self, ask: Rows, result: Result) -> GpuinferError | None:
+        fault = find_fault(result, ask.rows) or unlike(result, self._layout)
+        if fault is None:
+            return None
+        rows = ask.block.rows[: ask.rows]
+        if rows.dtype.kind == "f" and np.isnan(rows.max()):
+            return BackendError("the rows hold NaN, and so does the answer. Check where the rows come from.")
+        return BadResult(f"the model answered badly: {fault}")
+
+
+def parts(result: Result) -> Sequence[NDArray[np.float32]]:
+    """The arrays of an answer, in order."""
+    if isinstance(result, tuple | list):
+        return result
+    return list(result.values()) if isinstance(result, Mapping) else [result]
+
+
+def is_plainly_sound(arrays: Sequence[NDArray[np.float32]], rows: int, layout: AnswerLayout) -> bool:
+    """The quick way to know that nothing is wrong, as nearly always; False says only that it takes a closer look."""
+    if layout.kind == "dict" or len(arrays) != len(layout.shapes):
+        return False
+    for array, shape in zip(arrays, layout.shapes, strict=True):
+        if array.shape != (rows, *shape) or not array.size or not array.max() < math.inf:  # a NaN wins every max
+            return False
+    return True
+
+
+def unlike(result: Result, layout: AnswerLayout) -> str | None:
+    """What differs from the answers that were agreed on."""
+    shapes = tuple(part.shape[1:] for part in parts(result))
+    names = tuple(result) if isinstance(result, Mapping) else ()
+    if shapes == layout.shapes and names != layout.names:
+        return f"the names {list(names)} where {list(layout.names)} were agreed. Let the model always answer alike."
+    if shapes == layout.shapes:
+        return None
+    return f"shapes {list(shapes)} a row where {list(layout.shapes)} were agreed. Let the model always answer alike."
+
+
+def failure(error: BaseException) -> GpuinferError:
+    if isinstance(error, GpuinferError):
+        return error
+    return BackendError(
+        f"the model raised {type(error).__name__}: {error}. Only the requests of this block failed; look at their "
+        "rows, or at the model."
+    )

@@ -1,0 +1,114 @@
+"""What travels on a client's socket: records of a fixed size, some followed by a msgpack body.
+
+Rows and answers never do: they lie in the client's blocks of shared memory, and a record only says which.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgpack
+
+from gpuinfer.error_wire import nearest, rebuilt
+from gpuinfer.errors import BackendError, GpuinferError
+
+VERSION = 2
+HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
+LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
+LONGEST_MESSAGE = 2_000  # characters of an error's text
+
+
+class Kind(enum.IntEnum):
+    """What a record says."""
+
+    # from a client
+    HELLO = 1  # body: token, version
+    BLOCK = 2  # from now on this is block number `block`, room for `rows` rows; its descriptor travels along
+    ASK = 3  # answer the first `rows` rows of `block`; body, if any: group
+    CANCEL = 4  # nobody wants the answer to request `number` any more
+    # from the server
+    WELCOME = 5  # body: what it serves; the descriptor of its pulse travels along
+    ANSWER = 6  # the answer to request `number` lies in its block
+    FAILED = 7  # request `number` failed; body: error
+    GOODBYE = 8  # this client is not served, or not any more; body: error
+
+
+KINDS = frozenset(Kind)
+
+
+class Record(NamedTuple):
+    """One record. Fields that its kind does not need are 0."""
+
+    kind: int
+    priority: int = 0
+    block: int = 0
+    number: int = 0
+    client: int = 0
+    rows: int = 0
+    left_s: float = (
+        0.0  # to the deadline: times that two processes mean by the same clock reading would not be portable
+    )
+    body: Any = None
+
+
+class Garbled(Exception):
+    """The other end does not speak this protocol."""
+
+
+def pack(record: Record) -> bytes:
+    kind, priority, block, number, client, rows, left_s, body = record
+    if body is None:
+        return HEADER.pack(kind, priority, block, number, client, rows, 0, left_s)
+    packed = msgpack.packb(body)
+    return HEADER.pack(kind, priority, block, number, client, rows, len(packed), left_s) + bytes(packed)
+
+
+class Unpacker:
+    """Records out of a stream of bytes that arrive in pieces."""
+
+    __slots__ = ("_largest_body", "_rest")
+
+    def __init__(self, largest_body: int = LARGEST_BODY) -> None:
+        self._rest = b""
+        self._largest_body = largest_body
+
+    def feed(self, data: bytes) -> Iterator[Record]:
+        """The records that are complete now. Raises `Garbled`."""
+        data = self._rest + data if self._rest else data
+        at, end = 0, len(data)
+        while end - at >= HEADER.size:
+            kind, priority, block, number, client, rows, length, left_s = HEADER.unpack_from(data, at)
+            if kind not in KINDS or length > self._largest_body:
+                self._rest = b""
+                raise Garbled(f"a record of kind {kind} with a body of {length:,} bytes")
+            if end - at - HEADER.size < length:
+                break
+            at += HEADER.size
+            body = None
+            if length:
+                body = _body(data[at : at + length])
+                at += length
+            yield Record(kind, priority, block, number, client, rows, left_s, body)
+        self._rest = data[at:]
+
+
+def _body(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:
+        raise Garbled("a body that is not msgpack") from error
+
+
+def error_to_wire(error: GpuinferError) -> dict[str, str]:
+    message = str(error)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+    return {"type": nearest(error) or "BackendError", "message": message}
+
+
+def error_from_wire(told: Any) -> GpuinferError:
+    message = str(told["message"])
+    return rebuilt(str(told["type"]), message) or BackendError(message)

@@ -1,0 +1,29 @@
+"""A server that nobody asks anything costs next to nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from programs import hold
+from servers import Program, pid_of, programs, serving
+
+SECONDS = 3.0
+CLIENTS = 8
+SHARE = 0.05  # of a core; the benchmark measures the true figure, which is far lower
+
+
+def cpu_s(pid):
+    """Seconds that a process has had of all cores."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_server_with_eight_idle_clients_uses_next_to_no_cpu():
+    with serving() as server, programs(*(Program(hold, server.client(), at=1) for _ in range(CLIENTS))) as clients:
+        assert [client.hear() for client in clients] == ["here"] * CLIENTS
+        pids = [pid_of(server), *(client.pid for client in clients)]
+        before, started = sum(map(cpu_s, pids)), time.monotonic()
+        time.sleep(SECONDS)
+        assert sum(map(cpu_s, pids)) - before < SHARE * (time.monotonic() - started)
