@@ -1,34 +1,40 @@
-"""One run in numbers, as the verdict looks at it."""
+"""One run in numbers, as the verdict looks at it: what was measured, and what follows from it by definition alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpuinfer.api import Roofline
 
-SMALL_BATCH = 0.75  # of the roofline's batch
+Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One run in numbers. `lanes` are `{name, stations}`; those named "forward …" serve batches, the others work."""
+    """One run in numbers. `lanes` named "forward …" serve batches, the others work."""
 
     wall_s: float = 0.0
-    lanes: Sequence[Mapping[str, Any]] = ()
+    lanes: Sequence[Lane] = ()
+    requests: int = 0  # that were answered
     rows_per_s: float = 0.0
     rows_mean: float = 0.0  # of a batch
+    batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result
     queue_wait_s: float = 0.0  # mean
+    longest_wait_s: float = 0.0  # in the queue, of all but a few
     roofline: Roofline | None = None
     facts: Mapping[str, float] = field(default_factory=dict)  # what the workload says of itself: `Progress.facts`
     total: int | None = None  # of the work that this run began with: `Progress.total` without what was done before
     cores: int = 1
+    cpu_s: float = 0.0  # that the processes ran on a core; 0: not known
+    cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
     on_cpu: bool = True
     dtype: str = "float32"
+    options: Mapping[str, Collection[str]] = field(default_factory=dict)  # the plugins' own, under "-B" and "-S"
     command: str = "gpuinfer"
 
     @property
@@ -36,34 +42,57 @@ class Evidence:
         return self.rows_per_s / self.roofline.rows_per_s if self.roofline else 0.0
 
     @property
-    def forwards(self) -> list[Mapping[str, Any]]:
+    def forwards(self) -> list[Lane]:
         return [lane for lane in self.lanes if is_forward(lane["name"])]
 
     @property
-    def work(self) -> list[Mapping[str, Any]]:
+    def work(self) -> list[Lane]:
         return [lane for lane in self.lanes if not (is_forward(lane["name"]) or is_aside(lane["name"]))]
 
     @property
+    def block_rows(self) -> float:
+        """Rows of a request, on average; 0 when nothing was answered."""
+        return self.rows_per_s * self.wall_s / self.requests if self.requests else 0.0
+
+    @property
+    def blocks_outstanding(self) -> float | None:
+        """Requests that may be under way at once; None when nobody tells: the N of the laws."""
+        if "clients" in self.facts:
+            return self.facts["clients"]
+        return self.facts["workers"] * self.facts.get("blocks", 1) if "workers" in self.facts else None
+
+    @property
     def threads_busy(self) -> float:
-        """How many threads were at work at once, on average."""
+        """How many threads were at work at once, on average, by the ledger."""
         each = self.facts.get("threads", 1)
         return (busy_s(self.forwards) * (each - 1) + busy_s(self.lanes)) / self.wall_s
+
+    @property
+    def cores_busy(self) -> float:
+        """How many cores were at work at once, on average; by the ledger where the system does not tell."""
+        return self.cpu_s / self.wall_s if self.cpu_s else min(self.threads_busy, self.cores)
+
+    @property
+    def runnable(self) -> float:
+        """How many threads wanted a core at once, on average: those that had one, and those that waited for one."""
+        return (self.cpu_s + self.cpu_wait_s) / self.wall_s if self.cpu_s else self.threads_busy
+
+    def with_option(self, flag: str, value: int, *names: str) -> str | None:
+        """The command with the first of these options that the plugin has; None where it has none of them."""
+        name = next((name for name in names if name in self.options.get(flag, ())), None)
+        return f"{self.command} {flag} {name}={value}" if name else None
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""
         return station_s(self.lanes, station) / (self.wall_s * len(self.lanes))
 
-    def busy(self, lanes: Sequence[Mapping[str, Any]]) -> float:
-        """The share of these lanes' time in which they were not idle."""
+    def busy(self, lanes: Sequence[Lane]) -> float:
+        """The share of these lanes' time in which they were not idle: their utilisation."""
         return busy_s(lanes) / (self.wall_s * len(lanes)) if lanes else 0.0
 
     def cut_by(self, *reasons: str) -> float:
         """The share of batches that were cut for one of these reasons."""
         return sum(self.reasons.get(reason, 0) for reason in reasons) / max(1, sum(self.reasons.values()))
-
-    @property
-    def batches_small(self) -> bool:
-        return self.roofline is not None and 0 < self.rows_mean < SMALL_BATCH * self.roofline.at_rows
 
 
 def is_forward(name: str) -> bool:
@@ -76,9 +105,19 @@ def is_aside(name: str) -> bool:
     return name.rpartition(": ")[2].startswith("records")
 
 
-def station_s(lanes: Sequence[Mapping[str, Any]], station: str) -> float:
+def place(name: str) -> str:
+    """The process of a lane: "worker 1" for "worker 1: forward 0", "" for this one's own and for a server's."""
+    return name.rpartition(": ")[0]
+
+
+def station_s(lanes: Sequence[Lane], station: str) -> float:
     return math.fsum(lane["stations"].get(station, 0.0) for lane in lanes)
 
 
-def busy_s(lanes: Sequence[Mapping[str, Any]]) -> float:
+def busy_s(lanes: Sequence[Lane]) -> float:
     return math.fsum(seconds for lane in lanes for name, seconds in lane["stations"].items() if name != "idle")
+
+
+def visits(lane: Lane) -> int:
+    """How many pieces of work a lane has seen: the visits to the station that it entered most."""
+    return max((count for name, count in lane.get("visits", {}).items() if name != "idle"), default=0)

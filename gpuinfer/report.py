@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
@@ -13,7 +14,7 @@ from typing import Any
 from gpuinfer import machine
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.evidence import Evidence
-from gpuinfer.stats import ERRORS, Snapshot, summarise
+from gpuinfer.stats import ERRORS, Snapshot, percentile, summarise
 from gpuinfer.verdict import judge
 
 SCHEMA = "gpuinfer.report/1"
@@ -73,6 +74,7 @@ def build(run: Run) -> dict[str, Any]:
         "classes": {},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
+        "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
@@ -121,20 +123,19 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "count": count,
         "rows_mean": sum(rows * times for rows, times in snapshot.batches.items()) / count if count else None,
-        "rows_p50": _median(snapshot.batches) if count else None,
+        "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
         "rows_max": max(snapshot.batches) if count else None,
+        "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
         "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
     }
 
 
-def _median(sizes: Mapping[int, int]) -> int:
-    """The smallest size that at least half of the batches do not exceed."""
-    seen, half = 0, sum(sizes.values()) / 2
-    for size in sorted(sizes):
-        seen += sizes[size]
-        if seen >= half:
-            return size
-    raise ValueError("there is no median of no batches")
+def doublings(sizes: Mapping[int, int]) -> dict[int, int]:
+    """How many batches had at most so many rows, and more than half as many: powers of two → batches."""
+    counts: Counter[int] = Counter()
+    for size, times in sizes.items():
+        counts[1 << max(0, size - 1).bit_length()] += times
+    return dict(counts)
 
 
 def time_s(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
@@ -151,6 +152,22 @@ def time_s(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, float
             total[station] = total.get(station, 0.0) + spent * scale
         total["idle"] += max(0.0, wall_s - seconds)
     return total
+
+
+def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dict[str, float]]:
+    """`{visits, busy_s, servers}` of every station but idle: how often it was entered and left, the seconds of all
+    lanes in it, and how many lanes were ever in it.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for lane in lanes:
+        for name, spent in time_s([lane], wall_s).items():
+            if name == "idle":
+                continue
+            station = found.setdefault(name, {"visits": 0, "busy_s": 0.0, "servers": 0})
+            station["visits"] += lane.get("visits", {}).get(name, 0)
+            station["busy_s"] += spent
+            station["servers"] += 1
+    return found
 
 
 def against_roofline(run: Run) -> dict[str, Any] | None:
@@ -175,17 +192,28 @@ def evidence(run: Run) -> Evidence:
     snapshot = run.snapshot
     return Evidence(
         wall_s=run.wall_s,
-        lanes=[{"name": lane["name"], "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
+        lanes=[{**lane, "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
+        requests=snapshot.requests,
         rows_per_s=throughput(run).get("rows_per_s", 0.0),
         rows_mean=batches(snapshot)["rows_mean"] or 0.0,
+        batch_s=snapshot.batch_s,
         reasons=snapshot.reasons,
         latency_s=summarise(snapshot.latency).get("mean", 0.0),
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
+        longest_wait_s=summarise(snapshot.queue_wait).get("p95", 0.0),
         roofline=run.roofline,
         facts=run.progress.facts,
         total=None if run.progress.total is None else run.progress.total - run.progress.before,
         cores=machine.cores(),
+        cpu_s=snapshot.cpu_s,
+        cpu_wait_s=snapshot.cpu_wait_s,
         on_cpu="reserved_mb" not in snapshot.device,
         dtype=run.setup.dtype,
+        options={"-B": _options(run, "backends", run.backend), "-S": _options(run, "strategies", run.strategy)},
         command=run.command,
     )
+
+
+def _options(run: Run, kind: str, name: str) -> list[str]:
+    """The names of a plugin's options, as far as the settings show them."""
+    return list(run.settings.get(kind, {}).get(name, ()))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
-from gpuinfer.report import Run, batches, build, schema, throughput, time_s
+from gpuinfer.report import Run, batches, build, evidence, schema, throughput, time_s
 from gpuinfer.stats import Histogram, Snapshot, merge, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)
@@ -125,9 +125,29 @@ def test_a_workload_that_evaluates_by_itself_has_no_rows():
     assert throughput(run) == {"evaluations_per_s": 5.0}
 
 
+def test_stations_are_told_with_their_visits_busy_time_and_servers():
+    lanes = (
+        {"name": "worker 0: search", "stations": {"search": 6.0, "idle": 4.0}, "visits": {"search": 30, "idle": 30}},
+        {"name": "worker 1: search", "stations": {"search": 3.0, "idle": 7.0}, "visits": {"search": 12, "idle": 12}},
+        {"name": "forward 0", "stations": {"forward": 4.0, "transfer": 1.0}, "visits": {"forward": 8, "transfer": 9}},
+    )
+    assert build(a_run(snapshot=Snapshot(lanes=lanes)))["stations"] == {
+        "search": {"visits": 42, "busy_s": 9.0, "servers": 2},
+        "forward": {"visits": 8, "busy_s": 4.0, "servers": 1},
+        "transfer": {"visits": 9, "busy_s": 1.0, "servers": 1},
+    }
+
+
+def test_the_verdicts_commands_name_options_of_the_plugins_in_force():
+    settings = {"backends": {"inprocess": {"threads": None}, "other": {}}, "strategies": {"dynamic": {"max_wait": 0}}}
+    assert evidence(a_run(settings=settings)).options == {"-B": ["threads"], "-S": ["max_wait"]}
+    assert evidence(a_run()).options == {"-B": [], "-S": []}
+
+
 def test_batches_are_told_by_their_size():
     told = batches(FULL)
     assert (told["count"], told["rows_mean"], told["rows_p50"], told["rows_max"]) == (30, 300.0, 400, 400)
+    assert told["sizes"] == {"128": 10, "512": 20}
     assert told["reasons"]["full"] == 20
     assert told["reasons"]["drain"] == 0
 

@@ -1,0 +1,78 @@
+"""Planted bottlenecks on real processes and a real server: the verdict names them, and predicts what mending brings.
+
+The ordinary run tries a seed or two of each and asks for the classes alone, since a machine that runs other tests too
+wakes sleepers late. The full counts are `make soak`'s, best on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from bench import (
+    CLOSE,
+    PLANTS,
+    STRONG,
+    Outcome,
+    healthy,
+    healthy_verdicts,
+    matrix,
+    predictions,
+    report_of,
+    strong,
+    table,
+    try_plant,
+)
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(14_400)]
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bottleneck_is_named(name):
+    for seed in (1000, 1001):
+        outcome = try_plant(name, seed, cure=False)
+        if outcome.strength >= STRONG:
+            assert outcome.right, f"{outcome.told['class']}: {outcome.told['why']}"
+            return
+    pytest.skip("on this machine, now, the plant made no run a fifth slower")
+
+
+def test_a_healthy_run_is_left_in_peace():
+    told = [report_of(healthy(random.Random(seed)))["bottleneck"] for seed in range(4)]
+    assert sum(not verdict["healthy"] for verdict in told) <= 1, [verdict["why"] for verdict in told]
+
+
+def test_the_matrix_counts_strong_runs_by_what_was_planted_and_what_was_said():
+    def told(kind, healthy=False):
+        return {"class": kind, "healthy": healthy, "gain": {"expected": 1.5}}
+
+    well, alarmed = told("device-saturated", healthy=True), told("search-bound")
+    outcomes = [
+        Outcome("slow search", 0, told("search-bound"), 50.0, well, 100.0, after=100.0),
+        Outcome("slow search", 1, told("timer-bound"), 50.0, alarmed, 100.0),
+        Outcome("slow search", 2, told("timer-bound"), 95.0, well, 100.0),  # too weak to be counted
+    ]
+    heading, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in matrix(outcomes)]
+    counted = {row[0]: dict(zip(heading[1:], row[1:], strict=True)) for row in rows}
+    assert {kind: n for kind, n in counted["slow search"].items() if n != "·"} == {
+        "runs": "2", "search-bound": "1", "timer-bound": "1",
+    }  # fmt: skip
+    assert {kind: n for kind, n in counted["nothing"].items() if n != "·"} == {
+        "runs": "3", "search-bound": "1", "nothing to mend": "2",
+    }  # fmt: skip
+    assert "| slow search | median 0.75, 0 of 1 within 15% |" in predictions(outcomes)
+
+
+@pytest.mark.parametrize("runs", [pytest.param(20, id="20 a class", marks=SOAK)])
+def test_classes_alarms_and_predictions_hold_their_promises(runs, capsys):
+    outcomes = [try_plant(name, seed) for seed in range(runs) for name in PLANTS]
+    with capsys.disabled():
+        print(f"\n{table(outcomes)}")
+    for name in PLANTS:
+        counted = strong(outcomes, name)
+        assert sum(outcome.right for outcome in counted) >= 0.95 * len(counted), name
+    bases = healthy_verdicts(outcomes)
+    assert len(bases) >= 5 * runs
+    assert sum(not told["healthy"] for told in bases) <= 0.02 * len(bases)
+    ratios = [outcome.ratio for outcome in outcomes if outcome.strength >= STRONG and outcome.ratio is not None]
+    assert sum(abs(ratio - 1) <= CLOSE for ratio in ratios) >= 0.9 * len(ratios)

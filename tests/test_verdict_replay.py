@@ -1,0 +1,243 @@
+"""What the verdict predicts with: the curve of batch times, the bounds, and the replay of a run."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuinfer.api import Roofline
+from gpuinfer.evidence import Evidence
+from gpuinfer.verdict.bounds import bounds, cap, served_s, think_s
+from gpuinfer.verdict.curve import Curve, curve_of
+from gpuinfer.verdict.forecast import alike, forecast, systems_of, with_rows, with_workers
+from gpuinfer.verdict.replay import System, rows_per_s
+
+FLAT = Curve([(64, 0.020), (512, 0.020)])  # a batch costs the same whatever its size, up to 512 rows
+
+
+def a_system(**changes):
+    plain = {"search_s": [0.001] * 4, "shares": [100] * 4, "blocks": 2, "rows": 64.0, "lanes": 1, "curve": FLAT}
+    return System(**{**plain, **changes})
+
+
+def lane(name, station, seconds, count=0, wall_s=10.0):
+    return {"name": name, "stations": {station: seconds, "idle": wall_s - seconds}, "visits": {station: count}}
+
+
+# The curve
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [
+        pytest.param(64, 0.020, id="at a point"),
+        pytest.param(288, 0.030, id="between two points, on their line"),
+        pytest.param(1024, 0.080, id="beyond the last, in proportion"),
+        pytest.param(8, 0.0175, id="below the first, down to the fixed cost"),
+    ],
+)
+def test_a_batch_takes(rows, seconds):
+    assert Curve([(64, 0.020), (512, 0.040)]).seconds(rows) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_one_point_says_nothing_of_other_sizes():
+    curve = Curve([(64, 0.020)])
+    assert curve.rate(1) == pytest.approx(curve.rate(64)) == pytest.approx(curve.rate(1000))
+
+
+def test_the_best_size_is_the_smallest_that_is_as_good():
+    assert Curve([(64, 0.020), (128, 0.0202), (256, 0.0400)]).best() == 128
+
+
+def test_the_roofline_is_a_point_where_the_run_has_none():
+    run = Evidence(
+        wall_s=10.0,
+        lanes=[lane("forward 0", "forward", 5.0), lane("forward 1", "forward", 5.0)],
+        batch_s={64: (500, 10.0)},
+        roofline=Roofline(20_000.0, 400, "2 forwards × 1 thread"),
+    )
+    assert curve_of(run).points == [(64, pytest.approx(0.020)), (400, pytest.approx(0.040))]
+
+
+sizes = st.dictionaries(st.integers(1, 5000), st.tuples(st.integers(1, 100), st.floats(1e-6, 10)), min_size=1)
+
+
+@given(sizes, st.floats(1, 10_000), st.floats(1, 10_000))
+def test_a_larger_batch_never_takes_less_time(batch_s, one, other):
+    curve = curve_of(Evidence(wall_s=10.0, batch_s=batch_s))
+    low, high = sorted((one, other))
+    assert curve.seconds(low) <= curve.seconds(high) * (1 + 1e-9)
+
+
+# The bounds
+
+
+def test_the_bounds_are_those_of_the_laws():
+    run = Evidence(
+        wall_s=10.0,
+        lanes=[lane("search", "search", 8.0, 1000), lane("forward 0", "forward", 5.0)],
+        requests=1000,
+        rows_per_s=6400.0,
+        batch_s={64: (1000, 5.0)},
+        latency_s=0.006,
+        facts={"workers": 1, "blocks": 2, "offered_rows_per_s": 7000.0},
+        cores=2,
+        cpu_s=10.0,
+    )
+    told = bounds(run, curve_of(run))
+    assert told == {
+        "forward": pytest.approx(64 / 0.005),  # one batch of 64 rows after the other
+        "outstanding": pytest.approx(128 / 0.010),  # both blocks in one batch
+        "search": pytest.approx(6400 / 0.8),  # U = X D
+        "cores": pytest.approx(6400 / 0.5),
+        "arrival": 7000.0,
+        "concurrency": pytest.approx(2 * 64 / (0.008 + 0.005)),  # N / (ΣD + Z)
+    }
+
+
+def test_clients_think_for_what_is_left_of_their_cycle():
+    run = Evidence(wall_s=10.0, requests=1000, latency_s=0.03, facts={"clients": 8})
+    assert think_s(run) == pytest.approx(8 / 100 - 0.03)  # Z = N / X - R
+
+
+def test_the_time_of_a_request_counts_large_batches_more():
+    run = Evidence(wall_s=1.0, batch_s={1: (1, 0.1), 9: (1, 0.2)})
+    assert served_s(run) == pytest.approx((1 * 0.1 + 9 * 0.2) / 10)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "rows_outstanding", "felt"),
+    [
+        pytest.param({"full": 9, "free": 1}, 1000, 64, id="full batches and more outstanding than fits"),
+        pytest.param({"full": 9, "free": 1}, 64, math.inf, id="full batches of all that is outstanding"),
+        pytest.param({"full": 1, "free": 9}, 1000, math.inf, id="batches that are seldom full"),
+    ],
+)
+def test_a_cap_is_one_that_is_felt(reasons, rows_outstanding, felt):
+    run = Evidence(
+        wall_s=1.0,
+        lanes=[lane("forward 0", "forward", 1.0, wall_s=1.0)],
+        batch_s={64: (10, 1.0)},
+        reasons=reasons,
+        facts={"rows_outstanding": rows_outstanding},
+    )
+    assert cap(run) == felt
+
+
+# The replay
+
+
+@pytest.mark.parametrize(
+    ("system", "rate"),
+    [
+        pytest.param(a_system(), 256 / 0.020, id="busy lanes: half of all blocks a batch, while the others search"),
+        pytest.param(a_system(cap=64.0), 64 / 0.020, id="a cap of one block"),
+        pytest.param(a_system(cap=64.0, lanes=2), 128 / 0.020, id="a cap of one block, two lanes"),
+        pytest.param(a_system(search_s=[0.1] * 4), 4 * 64 / 0.1, id="slow searches: workers that are never idle"),
+        pytest.param(a_system(blocks=1, search_s=[0.02], shares=[300]), 64 / 0.04, id="one block: there and back"),
+    ],
+)
+def test_a_replay_does(system, rate):
+    assert rows_per_s([system]) == pytest.approx(rate, rel=0.1)
+
+
+def test_a_wait_costs_what_it_lasts():
+    lonely = a_system(search_s=[0.01, 10.0], shares=[100, 1], blocks=1, wait_s=0.07)
+    assert rows_per_s([lonely]) == pytest.approx(64 * 100 / (100 * 0.1), rel=0.1)
+
+
+def test_several_queues_work_beside_one_another():
+    assert rows_per_s([a_system(), a_system()]) == pytest.approx(2 * rows_per_s([a_system()]), rel=0.01)
+
+
+systems = st.builds(
+    System,
+    search_s=st.lists(st.floats(0, 0.1), min_size=3, max_size=3),
+    shares=st.lists(st.floats(0, 60), min_size=3, max_size=3),
+    blocks=st.integers(1, 4),
+    rows=st.floats(1, 512),
+    lanes=st.integers(1, 3),
+    curve=st.just(Curve([(1, 0.01), (512, 0.05)])),
+    cap=st.just(math.inf) | st.floats(1, 1024),
+    wait_s=st.sampled_from([0.0, 0.02]),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(systems)
+def test_no_replay_beats_the_laws(system):
+    done = [max(1, round(share)) for share in system.shares]
+    rate = rows_per_s([system])
+    lanes = system.lanes * system.curve.rate(512) * 1.001
+    search = min(sum(done) * system.rows / (0.9 * seconds * count + 1e-9)
+                 for seconds, count in zip(system.search_s, done, strict=True))  # fmt: skip
+    assert 0 < rate <= min(lanes, search) * (1 + 1e-6)
+
+
+# Forecasts
+
+SLOW = Evidence(
+    wall_s=10.0,
+    lanes=[
+        *(lane(f"worker {n}: search", "search", 9.9 if n == 0 else 2.0, 100) for n in range(4)),
+        lane("forward 0", "forward", 4.0),
+    ],
+    requests=400,
+    rows_per_s=64 * 40,
+    batch_s={64: (400, 4.0)},
+    facts={"workers": 4, "blocks": 2},
+)
+
+
+def test_workers_that_are_alike_end_together():
+    now = systems_of(SLOW, curve_of(SLOW))
+    gain = forecast(SLOW, now, alike)
+    assert gain.expected == pytest.approx(10.0 / 4.0, rel=0.1)  # then the model is busy all the time
+    assert gain.low <= gain.expected <= gain.high
+
+
+def test_a_replay_that_does_not_fit_promises_nothing():
+    elsewhere = Evidence(**{name: getattr(SLOW, name) for name in SLOW.__slots__} | {"rows_per_s": 300.0})
+    assert forecast(elsewhere, systems_of(SLOW, curve_of(SLOW)), alike).expected is None
+
+
+@pytest.mark.parametrize("clients", [0, 0.4])
+def test_without_clients_there_is_nothing_to_replay(clients):
+    run = Evidence(
+        wall_s=10.0,
+        lanes=[lane("forward 0", "forward", 4.0)],
+        requests=400,
+        rows_per_s=64 * 40,
+        batch_s={64: (400, 4.0)},
+        facts={"clients": clients},
+    )
+    assert systems_of(run, curve_of(run)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "workers"),
+    [
+        pytest.param(lambda now: with_rows(now, 2.0, 2.0), 128.0, 4, id="twice the rows"),
+        pytest.param(lambda now: with_workers(now, 1.5), 64.0, 6, id="half as many workers again"),
+    ],
+)
+def test_a_change_keeps_the_work(change, rows, workers):
+    (now,) = systems_of(SLOW, curve_of(SLOW))
+    (then,) = change([now])
+    assert (then.rows, len(then.search_s)) == (pytest.approx(rows), workers)
+    assert sum(then.shares) * then.rows == pytest.approx(sum(now.shares) * now.rows)
+
+
+def test_each_process_with_forward_lanes_of_its_own_is_a_queue_of_its_own():
+    lanes = [
+        lane(f"worker {n}: {name}", station, 5.0, 100)
+        for n in range(3)
+        for name, station in (("search", "search"), ("forward 0", "forward"))
+    ]
+    run = Evidence(
+        wall_s=10.0, lanes=lanes, requests=300, rows_per_s=1920.0, batch_s={64: (300, 15.0)}, facts={"workers": 3}
+    )
+    found = systems_of(run, curve_of(run))
+    assert [(len(system.search_s), system.lanes, system.blocks) for system in found] == [(1, 1, 1)] * 3
+    assert rows_per_s(found) == pytest.approx(1920.0, rel=0.1)
