@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
 
 ACCENT, FAINT, BAD, GOOD = "cyan", "dim", "red", "green"
 TONES = {"plain": "", "strong": "bold", "command": ACCENT, "bad": BAD, "warning": "yellow"}
+NOTES = {"verdict": "bold", "command": ACCENT} | dict.fromkeys(("skipped", "stopped", "unquiet"), "yellow")
+NOTES |= dict.fromkeys(("failed", "wrong answers"), BAD)
 STATUS = {"done": GOOD, "partial": "yellow", "failed": BAD}
 
 EXACT_BELOW_S = 10.0  # a short run is worth its decimals
 WIDE = 72  # columns inside the panel from which the two charts stand side by side
 WIDEST = 112  # a longer bar says nothing more
+FIRST = 16  # columns for the names of what is compared
 GAP = 4  # columns between the two
 ASIDE = 2  # columns left free: the terminal's echo of ^C must not wrap and tear the view
 
@@ -132,6 +136,28 @@ def facts(title: str, rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(Text(title, style=f"bold {ACCENT}"), table, "", sep="\n")
+
+
+def comparison(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[tuple[str, str]],
+    *,
+    on_stderr: bool = False,
+) -> None:
+    """Print a table with a row for each thing compared, and below it what there is to say."""
+    table = Table(box=box.SIMPLE_HEAD, header_style=FAINT, pad_edge=False, collapse_padding=True)
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index else "left", min_width=0 if index else FIRST)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    below = Table.grid(padding=(0, 2))
+    below.add_column(style=FAINT, no_wrap=True)
+    below.add_column(overflow="fold")
+    for name, text in notes:
+        below.add_row(Text(name), Text(text, style=NOTES.get(name, "")))
+    Console(stderr=on_stderr).print(Text(title, style=f"bold {ACCENT}"), table, below, "", sep="\n")
 
 
 def svg(renderable: RenderableType, title: str, width: int = 80) -> str:

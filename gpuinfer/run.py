@@ -26,6 +26,16 @@ ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes includ
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a run needs, built and checked, nothing started."""
+
+    workload: Workload
+    backend: Backend
+    strategy: Strategy
+    settings: dict[str, Any]  # as the report shows them
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """A look at a run while it goes on."""
 
@@ -50,6 +60,7 @@ async def execute(
     settings: Mapping[str, Any] | None = None,
     roofline: bool | Roofline = True,
     on_update: Callable[[Update], None] = lambda update: None,
+    until: Callable[[Update], bool] = lambda update: False,
     update_s: float = 0.25,
     command: str | None = None,
     grace_s: float = GRACE_S,
@@ -58,10 +69,11 @@ async def execute(
 
     `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
     whether to measure the bare model first, or is what was measured before. `command` is what the verdict's advice is
-    appended to. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second
-    cancels it. What the workload raises is raised again, with the report so far as its `report`.
+    appended to. `until` is asked at every update, and once it says yes the run is over, and done. The first SIGINT or
+    SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it. What the workload
+    raises is raised again, with the report so far as its `report`.
     """
-    execution = _Execution(workload, backend, strategy, on_update, update_s, grace_s)
+    execution = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s)
     status = "failed"
     async with execution.session:
         try:
@@ -78,6 +90,23 @@ async def execute(
         return execution.report(status, settings or {}, command)
 
 
+def roofline_of(workload: Workload, backend: Backend) -> Roofline | None:
+    """Measure the bare model in a process of its own; None without a model. Blocks; raises like `measure_in_child`."""
+    from gpuinfer.models.roofline import measure_in_child
+
+    spec, setup = workload.model(), backend.setup
+    if spec is None:
+        return None
+    return measure_in_child(
+        spec,
+        device=setup.device,
+        dtype=setup.dtype,
+        seed=setup.seed,
+        cores=machine.cores(),
+        deterministic=setup.deterministic,
+    )
+
+
 class _Execution:
     def __init__(
         self,
@@ -85,6 +114,7 @@ class _Execution:
         backend: Backend,
         strategy: Strategy,
         on_update: Callable[[Update], None],
+        until: Callable[[Update], bool],
         update_s: float,
         grace_s: float,
     ) -> None:
@@ -92,7 +122,7 @@ class _Execution:
         self.session = Session(backend, strategy)
         self.progress = Progress(0)
         self.phase = "starting"
-        self._on_update, self._update_s, self._grace_s = on_update, update_s, grace_s
+        self._on_update, self._until, self._update_s, self._grace_s = on_update, until, update_s, grace_s
         self._began = time.monotonic()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock_from: float | None = None  # None while the run prepares
@@ -101,6 +131,7 @@ class _Execution:
         self._counts_before: Mapping[str, float] = {}
         self._give_up_at = float("inf")
         self._interrupted = 0
+        self._enough = False  # `until` has said so
         self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
     # What it does
@@ -117,20 +148,8 @@ class _Execution:
         self.phase = "starting"
 
     def _roofline(self) -> Roofline | None:
-        from gpuinfer.models.roofline import measure_in_child
-
-        spec, setup = self.workload.model(), self.backend.setup
-        if spec is None:
-            return None
         try:
-            return measure_in_child(
-                spec,
-                device=setup.device,
-                dtype=setup.dtype,
-                seed=setup.seed,
-                cores=machine.cores(),
-                deterministic=setup.deterministic,
-            )
+            return roofline_of(self.workload, self.backend)
         except WorkError as error:
             if not self.session.stopping.is_set():  # a Ctrl-C reaches the measuring process too
                 log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
@@ -147,6 +166,7 @@ class _Execution:
             await self._end(task)
         finally:
             self._clock_to = time.monotonic()
+            await self.session.refresh()  # while there still is a far side
             await self._end(task, quietly=True)
 
     async def _end(self, task: asyncio.Task[None], quietly: bool = False) -> None:
@@ -158,7 +178,12 @@ class _Execution:
 
     async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
         while not task.done() and not enough():
-            self._on_update(self.update())
+            await self.session.refresh()
+            update = self.update()
+            self._on_update(update)
+            if self._until(update) and not self.session.stopping.is_set():
+                self._enough = True
+                self._stop(self._grace_s)
             await asyncio.wait({task}, timeout=self._update_s)
 
     async def _follow(self) -> None:
@@ -183,13 +208,17 @@ class _Execution:
     def interrupt(self) -> None:
         """A signal has come: the first asks, the second insists."""
         self._interrupted += 1
-        self._give_up_at = time.monotonic() + (self._grace_s if self._interrupted == 1 else 0.0)
+        self._stop(self._grace_s if self._interrupted == 1 else 0.0)
+
+    def _stop(self, grace_s: float) -> None:
+        self._give_up_at = time.monotonic() + grace_s
         self._keep.add(asyncio.create_task(self.session.stop()))
 
     # What it says
 
     def status(self) -> str:
         finished = self.progress.total is not None and self.progress.done >= self.progress.total
+        finished |= self._enough and not self._interrupted
         return "partial" if self.session.stopping.is_set() and not finished else "done"
 
     def wall_s(self) -> float:

@@ -36,14 +36,14 @@ class Doubler(Backend):
 
     async def start(self) -> None:
         self.limits = Limits(self.options.max_rows)
-        _note(self.options.ready_file)
+        note(self.options.ready_file)
 
     async def infer(self, batch):
         enter_station("forward")
         return [request.payload * 2 for request in batch]
 
     async def close(self) -> None:
-        _note(self.options.closed_file)
+        note(self.options.closed_file)
 
 
 class Unreachable(Doubler):
@@ -138,7 +138,7 @@ class Spread(Workload):
                 yield Progress(done, total, "questions", {"questions": done})
 
 
-def _note(path: str) -> None:
+def note(path: str) -> None:
     if path:
         with Path(path).open("a") as file:
             file.write(f"{os.getpid()}\n")

@@ -308,3 +308,18 @@ def test_a_frame_can_be_a_picture():
     picture = svg(frame(update(), {}, "selfplay", 80, 24), "gpuinfer selfplay")
     assert picture.startswith("<svg")
     assert "games" in picture
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        pytest.param(
+            {"low": 1.3, "high": 1.7, "expected": 1.5}, "Predicted: 1.5 times as fast (1.3 to 1.7).", id="all"
+        ),
+        pytest.param({"low": 1.0, "high": 2.0, "expected": None}, "At most 2.0 times as fast.", id="a range"),
+        pytest.param({"low": 1.0, "high": 1.0, "expected": None}, "Use bfloat16. ", id="nothing"),
+    ],
+)
+def test_the_final_panel_says_what_the_advice_should_bring(gain, words):
+    bottleneck = {**REPORT["bottleneck"], "gain": gain}
+    assert words in drawn(result_panel({**REPORT, "bottleneck": bottleneck}), 140)

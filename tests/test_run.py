@@ -13,6 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreachable
+from remotes import Far
 
 from gpuinfer import report
 from gpuinfer.api import Roofline
@@ -53,6 +54,15 @@ def test_worker_processes_count_in_the_report():
     assert made["progress"]["done"] == 10
     assert made["lanes"] == 4
     assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"])
+
+
+def test_a_remote_run_reports_the_batches_of_the_far_side():
+    made = checked(go(Spread(workers=2, each=5), Far))
+    assert 0 < made["throughput"]["rows_per_s"] * made["wall_s"] < 10.5
+    assert made["batches"]["rows_p50"] == 7
+    assert made["lanes"] == 3
+    assert made["time_s"]["forward"] > 0
+    assert made["device"]["name"] == "far away"
 
 
 def test_what_is_asked_as_setup_counts_neither_in_the_clock_nor_in_the_rates():
@@ -203,3 +213,15 @@ def test_a_signal_to_the_whole_group_ends_workers_by_way_of_the_parent(number, t
     assert parent.returncode == 0
     assert made["status"] == "partial"
     assert made["progress"]["done"] == 4
+
+
+@pytest.mark.timeout(60)
+def test_a_run_ends_as_done_once_it_is_said_to_be_enough():
+    made = checked(go(Counting(total=10_000_000), until=lambda update: update.progress.done >= 10))
+    assert made["status"] == "done"
+    assert 10 <= made["progress"]["done"] < 10_000_000
+
+
+def test_a_signal_while_enough_is_near_is_still_a_stop():
+    made = checked(go(Counting(total=10_000_000, stop_after=3), until=lambda update: update.progress.done >= 3))
+    assert made["status"] == "partial"

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from helpers import AtOnce, Doubler, Unreachable
+from remotes import Far
 
 from gpuinfer.api import Roofline
 from gpuinfer.errors import Closed, UsageError
@@ -131,3 +132,65 @@ async def test_workers_know_the_roofline():
     session = Session(Doubler(), AtOnce(), roofline=roofline)
     async with session as infer, infer.workers("helpers:tell_roofline", [{}]) as workers:
         assert await anext(aiter(workers)) == (0, {"rows_per_s": 1000.0, "at_rows": 64})
+
+
+async def test_a_remote_backend_starts_here_before_its_workers_and_is_told_strategy_and_roofline(tmp_path):
+    ready, roofline = tmp_path / "ready", Roofline(1000.0, 64, "1 forward × 1 thread")
+    backend, strategy = Far(ready_file=str(ready)), AtOnce()
+    async with Session(backend, strategy, roofline=roofline) as infer:
+        async with infer.workers("helpers:ask", [{"each": 1}] * 2) as workers:
+            pids = {str(message["pid"]) async for _, message in workers if message}
+        assert (backend.strategy, backend.roofline) == (strategy, roofline)
+    first, *others = lines(ready)
+    assert first == str(os.getpid())
+    assert set(others) == pids
+
+
+async def test_a_block_comes_from_the_backend():
+    async with Session(Far(), AtOnce()) as infer:
+        await infer.ready()
+        assert len(infer.block(5)) == 5
+    async with session() as infer:
+        assert infer.block(5) is None
+
+
+async def test_a_remote_run_counts_requests_where_they_are_asked_and_batches_where_they_form(tmp_path):
+    asked = tmp_path / "asked"
+    async with Session(Far(asked_file=str(asked)), AtOnce()) as infer:
+        async with infer.workers("helpers:ask", [{"each": 3}, {"each": 4}]) as workers:
+            async for _ in workers:
+                pass
+        await infer(1)
+        await infer.refresh()
+        snapshot = infer.snapshot()
+    assert snapshot.requests == snapshot.rows == sum(snapshot.latency["counts"].values()) == 8
+    assert (snapshot.batches, snapshot.reasons) == ({7: 1}, {"clients": 1})
+    assert sum(snapshot.queue_wait["counts"].values()) == 1
+    assert snapshot.errors.get("failed", 0) == 0
+    assert snapshot.errors["retried"] == 1
+    assert [lane["name"] for lane in snapshot.lanes] == ["worker 0: asker", "worker 1: asker", "forward 0"]
+    assert snapshot.rss_peak_mb > 100_000
+    assert snapshot.device == {"name": "far away"}
+    assert set(lines(asked)) == {str(os.getpid())}  # the workers ask nothing
+
+
+async def test_a_mark_forgets_what_the_far_side_did_before_it():
+    async with Session(Far(), AtOnce()) as infer:
+        async with infer.workers("helpers:ask", [{"each": 1}]) as workers:
+            await infer.mark()
+            await infer.refresh()
+            await infer.refresh()
+            async for _ in workers:
+                pass
+        snapshot = infer.snapshot()
+    assert snapshot.batches == {7: 2}
+    assert [lane["stations"] for lane in snapshot.lanes if lane["name"] == "forward 0"] == [{"forward": 2.0}]
+
+
+async def test_a_far_side_that_says_nothing_holds_nobody_up_and_what_was_known_stays(monkeypatch):
+    monkeypatch.setattr("gpuinfer.runtime.session.FAR_S", 0.01)
+    async with Session(Far(silent_after=2), AtOnce()) as infer:
+        await infer.ready()
+        for _ in range(4):
+            await infer.refresh()
+        assert infer.snapshot().batches == {7: 2}

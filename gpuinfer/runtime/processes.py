@@ -9,28 +9,30 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import math
 import multiprocessing
-import os
 import signal
 import socket
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from gpuinfer import errors, machine
+from gpuinfer import children
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
-from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
+from gpuinfer.errors import GpuinferError, WorkerDied
+from gpuinfer.runtime.endings import as_error, cannot_start, obituary
 from gpuinfer.runtime.line import Line, LineClosed
+from gpuinfer.runtime.pulse import LATE_LOOKS, LOOK_S, Pulse
 from gpuinfer.stats import Snapshot, since
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # for workers to end by themselves when their line closes, before they are killed
 BURIAL_S = 5.0  # for the system to take a killed process away
 POLL_S = 0.005
-THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -47,22 +49,26 @@ class Job:
     roofline: Roofline | None
 
 
-def _enter(line: socket.socket, job: Job) -> None:
-    from gpuinfer.runtime.worker import (
-        main,
-    )  # imported by the child alone: it needs the session, which needs this module
+def _enter(line: socket.socket, pulse: Connection, job: Job) -> None:
+    from gpuinfer.runtime.worker import main  # by the child alone: it needs the session, which needs this module
 
-    main(line, job)
+    main(line, pulse, job)
 
 
 class Workers:
-    """The workload's side of its worker processes (`api.Workers`), as an asynchronous context."""
+    """The workload's side of its worker processes (`api.Workers`), as an asynchronous context.
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    `prepare` says on entering what each of them is to do.
+    """
+
+    def __init__(self, prepare: Callable[[], Awaitable[Sequence[Job]]]) -> None:
         self.snapshots: dict[int, Snapshot] = {}  # the latest of each worker, kept when it has ended
-        self._jobs = jobs
+        self._prepare = prepare
+        self._jobs: Sequence[Job] = ()
         self._processes: list[BaseProcess] = []
         self._lines: list[Line] = []
+        self._pulses: list[Pulse] = []
+        self._watch: asyncio.Task[None] | None = None
         self._listeners: list[asyncio.Task[None]] = []
         self._inbox: asyncio.Queue[tuple[int, Mapping[str, Any] | GpuinferError | None]] = asyncio.Queue()
         self._ended: dict[int, GpuinferError | None] = {}  # worker → why, if it said so
@@ -70,12 +76,13 @@ class Workers:
         self._stopped = False
 
     async def __aenter__(self) -> Workers:
+        self._jobs = await self._prepare()
         atexit.register(self._kill)  # runs before multiprocessing waits for its children without end
         try:
-            resource_tracker.ensure_running()  # here, since its start would unblock the signals that `_deaf` blocks
-            with _threads_each(len(self._jobs)):
+            with children.threads_each(len(self._jobs)):
                 for job in self._jobs:
                     await self._start(job)
+            self._watch = asyncio.create_task(self._watch_over())
         except BaseException:
             await self.__aexit__()
             raise
@@ -83,18 +90,22 @@ class Workers:
 
     async def _start(self, job: Job) -> None:
         ours, theirs = socket.socketpair()
+        pulse = Pulse()
         process = multiprocessing.get_context("spawn").Process(
-            target=_enter, args=(theirs, job), name=f"gpuinfer worker {job.index}"
+            target=_enter, args=(theirs, pulse.theirs, job), name=f"gpuinfer worker {job.index}"
         )
         try:
-            with _deaf():
+            with children.deaf():
                 process.start()
         except Exception as error:
             ours.close()
-            raise _cannot_start(error) from error
+            pulse.close()
+            raise cannot_start(error) from error
         finally:
             theirs.close()
+            pulse.theirs.close()
         self._processes.append(process)
+        self._pulses.append(pulse)
         self._lines.append(await Line.open(ours))
         self._listeners.append(asyncio.create_task(self._listen(job.index, self._lines[-1])))
         if self._stopped:
@@ -112,6 +123,23 @@ class Workers:
             self._inbox.put_nowait((worker, error))
             line.close()
 
+    async def _watch_over(self) -> None:
+        """Kill the workers that are stuck: what follows is the same as when someone else kills them."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for worker, process in enumerate(self._processes):
+                if worker not in self._ended and self._pulses[worker].is_stuck(process.pid or 0):
+                    log.warning(
+                        "worker %d has given no sign of life for %g s and is killed", worker, LATE_LOOKS * LOOK_S
+                    )
+                    await self._put_down(worker)
+
+    async def _put_down(self, worker: int) -> None:
+        self._processes[worker].kill()
+        await _until_gone([self._processes[worker]], BURIAL_S)
+        if self._processes[worker].is_alive():  # not even that ends it, and its line would never close
+            self._lines[worker].close()
+
     async def _hear(self, worker: int, line: Line) -> GpuinferError | None:
         """Take in what a worker sends until it says that it ends. Raises `LineClosed` when it never does."""
         while True:
@@ -122,7 +150,7 @@ class Workers:
                 told = Snapshot.from_wire(frame["snapshot"])
                 self.snapshots[worker] = told if frame["marks"] == self._marks else since(told, told)
             elif "error" in frame:
-                return _as_error(worker, frame["error"])
+                return as_error(worker, frame["error"])
             elif "end" in frame:
                 return None
 
@@ -167,6 +195,8 @@ class Workers:
                 await line.send(frame)
 
     async def __aexit__(self, *_: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         try:
             for line in self._lines:
                 line.finish()
@@ -182,6 +212,8 @@ class Workers:
             _, deaf = await asyncio.wait(self._listeners, timeout=1.0)
             for listener in deaf:
                 listener.cancel()
+        for pulse in self._pulses:
+            pulse.close()
         for process in self._processes:
             with contextlib.suppress(ValueError):  # not even SIGKILL has ended it
                 process.close()
@@ -195,8 +227,8 @@ class Workers:
         return obituary(worker, await self._exitcode(worker))
 
     async def _exitcode(self, worker: int) -> int | None:
-        """The exit code of a process whose line has closed; None when it lingers for over a second."""
-        await _until_gone([self._processes[worker]], 1.0)
+        """The exit code of a process whose line has closed; None when it does not end even so."""
+        await _until_gone([self._processes[worker]], BURIAL_S)
         return self._processes[worker].exitcode
 
 
@@ -205,72 +237,3 @@ async def _until_gone(processes: Sequence[BaseProcess], seconds: float) -> None:
         if not any(process.is_alive() for process in processes):
             return
         await asyncio.sleep(POLL_S)
-
-
-def obituary(worker: int, exitcode: int | None) -> str:
-    """What to say of a worker process that is gone without having said why."""
-    if exitcode == 0:
-        return f"worker {worker} has ended and takes no more messages. Send nothing after the message that ends it."
-    if exitcode == -signal.SIGKILL:
-        return (
-            f"worker {worker} was killed (SIGKILL). If nobody did it by hand, the machine ran out of memory: "
-            "use fewer workers, or less work in flight."
-        )
-    if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        return f"worker {worker} crashed ({name}). Its last words are above; run again with one worker to see it alone."
-    return (
-        f"worker {worker} ended with exit code {exitcode} and did not say why. See its last words above; a script that "
-        "starts workers must do so under `if __name__ == '__main__':`."
-    )
-
-
-def _as_error(worker: int, told: Mapping[str, str]) -> GpuinferError:
-    """The worker's error, with its own traceback as a note."""
-    kind = getattr(errors, told["type"], None)
-    if isinstance(kind, type) and issubclass(kind, GpuinferError):
-        error = kind.__new__(kind)
-        GpuinferError.__init__(error, told["message"])  # some of ours build their message from other arguments
-    else:
-        text = f"worker {worker} failed: {told['type']}: {told['message']}. Run again with -vv for its traceback."
-        error = WorkerDied(text)
-    error.add_note(f"In worker {worker}:\n{told['traceback']}")
-    return error
-
-
-def _cannot_start(error: Exception) -> UsageError:
-    return UsageError(
-        f"a worker process could not be started: {error}. What a backend's connect() returns, its options, the "
-        "strategy's class and the arguments must be picklable: define classes at the top of a module."
-    )
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Let a child start with SIGINT and SIGTERM blocked: a terminal signals it too, and the parent decides.
-
-    It inherits that, and ignores them for good as soon as it can (`worker.main`). A signal to the parent in that
-    instant is kept and delivered afterwards.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-@contextlib.contextmanager
-def _threads_each(processes: int) -> Iterator[None]:
-    """Give the children their share of the cores: numeric libraries read these variables once, when imported."""
-    share = str(max(1, machine.cores() // max(1, processes)))
-    added = {name: share for name in THREAD_COUNTS if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import logging
 import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,12 +19,17 @@ from gpuinfer.engine import Engine
 from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot, merge, since
 
+log = logging.getLogger(__name__)
+
+FAR_S = 1.0  # for a remote backend to say what it has measured
+
 
 class Session(Infer):
     """Binds one backend and one strategy to the workload, as an asynchronous context.
 
     The backend starts with the first request or at `ready`: a workload that asks nothing in this process, because its
-    workers do, loads no model here.
+    workers do, loads no model here. A remote one starts before the workers do, since they connect to what it starts;
+    what its far side has measured is as fresh as the last `refresh`.
     """
 
     def __init__(self, backend: Backend, strategy: Strategy, *, roofline: Roofline | None = None) -> None:
@@ -36,6 +43,8 @@ class Session(Infer):
         self._workers: list[Workers] = []
         self._clients = itertools.count()
         self._mark = Snapshot()
+        self._far, self._far_mark = Snapshot(), Snapshot()
+        self._asking: asyncio.Task[None] | None = None  # the far side
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]  # read-only: the backend's own
@@ -43,8 +52,8 @@ class Session(Infer):
 
     @property
     def has_model(self) -> bool:
-        """Whether the backend has been given a model to serve."""
-        return self._backend.setup.model is not None
+        """Whether the backend has been given a model to serve, here or where it is connected to."""
+        return self._backend.remote or self._backend.setup.model is not None
 
     async def __aenter__(self) -> Session:
         return self
@@ -54,6 +63,7 @@ class Session(Infer):
 
     async def ready(self) -> Limits:
         if self._starting is None:
+            self._backend.strategy, self._backend.roofline = self._strategy, self.roofline
             self._starting = asyncio.create_task(self._engine.start())
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
         self._started = True
@@ -75,6 +85,9 @@ class Session(Infer):
             payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client
         )
 
+    def block(self, rows: int) -> Any:
+        return self._backend.block(rows)
+
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
         me = f"{os.getpid()}.{next(self._clients)}"  # text: it may travel
@@ -91,7 +104,13 @@ class Session(Infer):
         return self._lanes[-1]
 
     def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> Workers:
-        jobs = [
+        self._workers.append(Workers(functools.partial(self._jobs, target, arguments)))
+        return self._workers[-1]
+
+    async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[Job]:
+        if self._backend.remote:
+            await self.ready()
+        return [
             Job(
                 index=index,
                 target=target,
@@ -104,8 +123,6 @@ class Session(Infer):
             )
             for index, given in enumerate(arguments)
         ]
-        self._workers.append(Workers(jobs))
-        return self._workers[-1]
 
     async def stop(self) -> None:
         """Ask the workload and all its workers to keep what is finished and return."""
@@ -114,30 +131,56 @@ class Session(Infer):
             await workers.stop()
 
     async def mark(self) -> None:
-        """Count from here on, in every process: what came before was preparation."""
+        """Count from here on, in every process and on the far side: what came before was preparation."""
+        await self.refresh()
+        self._far_mark = self._far
+        await self.count_anew()
+
+    async def count_anew(self) -> None:
+        """`mark` without a question to the far side, which several processes share: only one of them asks it."""
         self._mark = self._counted()
         for workers in self._workers:
             await workers.mark()
 
+    async def refresh(self) -> None:
+        """Ask a remote backend what its far side has measured. What was known stays when it takes over a second."""
+        if not (self._backend.remote and self._started):
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_far())
+        await asyncio.wait({self._asking}, timeout=FAR_S)
+
+    async def _ask_far(self) -> None:
+        try:
+            wire = await self._backend.stats()
+            self._far = self._far if wire is None else Snapshot.from_wire(wire)
+        except Exception as error:  # noqa: BLE001  a plugin's, or a server that is gone: its requests say so
+            log.info("the far side's counters are those of before: %r", error)
+
     def snapshot(self) -> Snapshot:
-        """The counters since the mark, of this process and the latest of every worker, lanes of the dead included."""
+        """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
+
+        With a remote backend: requests, rows, latency and errors as those who asked saw them, the rest of the far side.
+        """
         parts = [since(self._counted(), self._mark)]
         for workers in self._workers:
             parts += [_named(worker, part) for worker, part in sorted(workers.snapshots.items())]
-        return merge(parts)
+        return merge([*parts, _served(since(self._far, self._far_mark))])
 
     def _counted(self) -> Snapshot:
         """This process alone, since its start."""
-        own = tuple({"name": lane.name, "stations": lane.stations()} for lane in self._lanes)
+        lanes, (ran, waited) = tuple(lane.to_wire() for lane in self._lanes), machine.cpu_times()
+        own = Snapshot(lanes=lanes, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
         if not self._started:
-            return Snapshot(lanes=own, rss_peak_mb=machine.rss_peak_mb())
+            return own
         engine = self._engine.snapshot()
-        return replace(
-            engine, lanes=(*engine.lanes, *own), rss_peak_mb=machine.rss_peak_mb(), device=self._backend.device()
-        )
+        served = _asked(engine) if self._backend.remote else replace(engine, device=self._backend.device())
+        return merge([served, own])
 
     async def close(self) -> None:
         """Settle every request and let go of the backend."""
+        if self._asking is not None:
+            self._asking.cancel()
         if self._starting is None:
             return
         await asyncio.wait({self._starting})
@@ -149,3 +192,20 @@ class Session(Infer):
 def _named(worker: int, part: Snapshot) -> Snapshot:
     lanes = ({**lane, "name": f"worker {worker}: {lane['name']}"} for lane in part.lanes)
     return replace(part, lanes=tuple(lanes))
+
+
+def _asked(engine: Snapshot) -> Snapshot:
+    """What those who ask see of it: an engine that only passes on forms no batches of its own."""
+    return Snapshot(
+        requests=engine.requests,
+        rows=engine.rows,
+        latency=engine.latency,
+        errors=engine.errors,
+        waiting=engine.waiting,
+    )
+
+
+def _served(far: Snapshot) -> Snapshot:
+    """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
+    retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
+    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import importlib
-import multiprocessing
 import os
-import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
-from gpuinfer import errors
+from gpuinfer import children, errors
 from gpuinfer.api import Infer
+from gpuinfer.error_wire import nearest
 from gpuinfer.errors import UsageError
 from gpuinfer.runtime.line import Line, LineClosed
 from gpuinfer.runtime.processes import Job
+from gpuinfer.runtime.pulse import Heart
 from gpuinfer.runtime.session import Session
 
 REPORT_S = 0.5  # between two snapshots
@@ -43,32 +43,20 @@ class Channel:
         return await self.inbox.get()
 
 
-def main(end: socket.socket, job: Job) -> None:
+def main(end: socket.socket, pulse: Connection, job: Job) -> None:
     """Run one job, and leave no later than the parent."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:  # a terminal or a scheduler signals the whole group: the parent decides
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked since the parent started us
-    faulthandler.enable()
-    os.dup2(2, 1)  # standard output belongs to the parent's report
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    asyncio.run(_serve(end, job))
+    children.settle_in()
+    asyncio.run(_serve(end, Heart(pulse), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
 
 
-def _leave_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-async def _serve(end: socket.socket, job: Job) -> None:
+async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
     line = await Line.open(end)
     last: dict[str, Any] = {"end": True}
     try:
-        await _work(line, job)
+        await _work(line, heart, job)
     except (asyncio.CancelledError, LineClosed):
         pass  # the parent has hung up: nobody wants the rest
     except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
@@ -80,7 +68,7 @@ async def _serve(end: socket.socket, job: Job) -> None:
     line.close()
 
 
-async def _work(line: Line, job: Job) -> None:
+async def _work(line: Line, heart: Heart, job: Job) -> None:
     target = find(job.target)
     strategy = job.strategy(job.setup, **job.options)
     async with Session(job.connector.open(), strategy, roofline=job.roofline) as session:
@@ -90,6 +78,7 @@ async def _work(line: Line, job: Job) -> None:
         try:
             if session.has_model:
                 await session.ready()
+            heart.work()
             await target(session, channel, job.arguments)
         finally:
             for task in tasks:
@@ -107,7 +96,7 @@ class _Reporter:
         self._line, self._marks = line, 0
 
     async def mark(self) -> None:
-        await self.session.mark()
+        await self.session.count_anew()
         self._marks += 1
 
     async def send(self) -> None:
@@ -156,9 +145,8 @@ def find(target: str) -> Target:
 def describe(error: BaseException) -> dict[str, str]:
     """An error as plain values: the nearest of our own types when it is one of them, its message, its traceback."""
     first = errors.unwrap(error)
-    ours = (kind.__name__ for kind in type(first).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return {
-        "type": next(ours, type(first).__name__),
+        "type": nearest(first) or type(first).__name__,
         "message": str(first),
         "traceback": "".join(traceback.format_exception(error)),
     }

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from gpuinfer.screen.units import number, short, whole
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of
 
+LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
 FIRST_RATES = ("games_per_min", "simulations_per_s", "evaluations_per_s")
 
 
@@ -90,9 +91,19 @@ def _bottleneck(bottleneck: Mapping[str, Any]) -> Iterator[Row]:
     why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
     yield Row("bottleneck", f"{bottleneck['class']}{why}", "strong")
     if bottleneck.get("advice"):
-        yield Row("advice", str(bottleneck["advice"]))
+        yield Row("advice", f"{bottleneck['advice']}{_gain(bottleneck.get('gain') or {})}")
     if bottleneck.get("command"):
         yield Row("", str(bottleneck["command"]), "command")
+
+
+def _gain(gain: Mapping[str, float | None]) -> str:
+    """What following the advice should bring, where it may bring anything."""
+    low, high, expected = (gain.get(name) for name in ("low", "high", "expected"))
+    if not low or not high or high < LEAST_GAIN:
+        return ""
+    if expected:
+        return f" Predicted: {expected:.1f} times as fast ({low:.1f} to {high:.1f})."
+    return f" At most {high:.1f} times as fast."
 
 
 def _machine(report: Mapping[str, Any]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.report import doublings
 from gpuinfer.screen.units import duration, number, whole
 
 if TYPE_CHECKING:
@@ -83,9 +84,7 @@ class Chart:
 
 def batch_chart(snapshot: Snapshot, rows: int) -> Chart:
     """How many batches were of which size, in powers of two; the `rows` most common ones."""
-    counts: Counter[int] = Counter()
-    for size, count in snapshot.batches.items():
-        counts[1 << max(0, size - 1).bit_length()] += count
+    counts = Counter(doublings(snapshot.batches))
     most, total = max(counts.values(), default=0), counts.total()
     common = sorted(size for size, _ in counts.most_common(rows))
     bars = [(f"≤ {whole(size)}", counts[size] / most, f"{counts[size] / total:.0%}") for size in common]
