@@ -10,7 +10,7 @@ import pytest
 
 from gpuinfer import stats
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.workloads.selfplay import player, records
+from gpuinfer.workloads.selfplay import keeping, player, records
 
 
 class Session:
@@ -24,8 +24,8 @@ def part(number):
 
 @pytest.fixture
 def writer(tmp_path, monkeypatch):
-    monkeypatch.setattr(player, "SHARD_BYTES", 1)  # every part is worth a shard
-    return player.Writer(tmp_path, Session())
+    monkeypatch.setattr(keeping, "SHARD_BYTES", 1)  # every part is worth a shard
+    return keeping.Writer(tmp_path, Session())
 
 
 @pytest.fixture

@@ -70,14 +70,28 @@ def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
-def test_a_killed_worker_ends_the_run_with_the_cure(whole, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped for good"])
+def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, number):
+    with started(*WORK, "--json", "-", cwd=tmp_path, run=SMALL_SHARDS) as process:
+        until(lambda: shards(tmp_path / "games"), process)
+        workers_of(process)[0].send_signal(number)
+        out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    assert same(records_of(tmp_path / "games"), whole[0])
+    assert not list((tmp_path / "games").glob("*.tmp"))
+    assert json.loads(out)["progress"]["done"] == GAMES
+
+
+def test_when_every_worker_is_killed_the_run_ends_with_the_cure(whole, tmp_path):
     with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
-        workers_of(process)[0].kill()
+        for worker in workers_of(process):
+            worker.kill()
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert "was killed" in errors
-    assert "run again with --resume" in errors
+    assert "every worker was killed" in errors
+    kept = len(records_of(tmp_path / "games")["finished"])
+    assert f"{kept} of {GAMES} games are kept in games: run again with --resume" in " ".join(errors.split())
     go_on(tmp_path)
     assert same(records_of(tmp_path / "games"), whole[0])
 

@@ -14,9 +14,14 @@ LOGGED_GAMES = 256  # at least; a full log makes slots wait until it is collecte
 
 
 class Arena:
-    """Games in lockstep. `play` → a block of leaves; its answers go into the next `play`."""
+    """Games in lockstep. `play` → a block of leaves; its answers go into the next `play`, which looks at all of them.
 
-    def __init__(self, game: Game, kernels: ModuleType, search: arrays.Search, slots: int) -> None:
+    `features` is where the leaves are written: [slots × determinizations, features], by default memory of its own.
+    """
+
+    def __init__(
+        self, game: Game, kernels: ModuleType, search: arrays.Search, slots: int, features: np.ndarray | None = None
+    ) -> None:
         self.game = game
         self.slots = slots
         self.search = search
@@ -36,7 +41,7 @@ class Arena:
         self._no_logits = np.zeros((0, game.actions), np.float32)
         self._no_values = np.zeros((0, game.seats), np.float32)
         self.counters = np.zeros(7, np.int64)
-        self.features = np.zeros((trees, game.features), game.feature_dtype)
+        self.features = np.zeros((trees, game.features), game.feature_dtype) if features is None else features
 
     def add_games(self, ids: Sequence[int]) -> None:
         """Queue games; a slot that falls free takes the next."""

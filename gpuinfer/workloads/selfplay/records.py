@@ -43,6 +43,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._known: dict[str, list[int]] = {}  # the games of shards that have been read
         self._release: Callable[[], object] = lambda: None
 
     def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
@@ -91,10 +92,14 @@ class Folder:
         return self.finished()
 
     def close(self, games: int) -> None:
-        """Note in the manifest what there is, and let others in. Raises WorkError when it cannot be written."""
+        """Note in the manifest what there is, and let others in. Raises WorkError when it cannot be written.
+
+        Nobody may be writing any more: what a killed worker left half written goes.
+        """
         manifest = self._manifest() or {}
         shards = [shard.name for shard in sorted(self.shards())]
         try:
+            self._remove_torn()
             self._write_manifest({**manifest, "games": games, "shards": shards})
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -105,15 +110,15 @@ class Folder:
         return self.path.glob("shard-*.npz")
 
     def finished(self) -> set[int]:
-        """The numbers of all games in whole shards; a shard that cannot be read is set aside."""
-        games: set[int] = set()
+        """The numbers of all games in whole shards; a shard that cannot be read is set aside. Each is read once."""
         for shard in self.shards():
             try:
-                games.update(_finished(shard))
+                if shard.name not in self._known:
+                    self._known[shard.name] = _finished(shard)
             except UNREADABLE as error:
                 log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
                 shard.rename(shard.with_suffix(".broken"))
-        return games
+        return {game for games in self._known.values() for game in games}
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Path:
         """Add one shard: on disk, under its final name, when this returns. Raises WorkError when it cannot be."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +12,19 @@ import numpy as np
 from pydantic import Field
 
 from gpuinfer import api, machine
-from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workers, Workload
-from gpuinfer.errors import UnknownName, UsageError, WorkerDied
+from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
+from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.workloads.selfplay import games
+from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.records import Folder
+
+PLAYER = "gpuinfer.workloads.selfplay.player:play"
 
 EVALUATORS = ("network", "uniform", "rollout")
 MODELS = ("blobnet", "blobnet-small", "uniform", "rollout", "module:factory")
-ROWS_WITHOUT_ROOFLINE = 512  # a block's, where the best batch was not measured
+LEAST_ROWS = 640  # half a block's, where the best batch is smaller or was not measured: blocks shrink as games end
+HEAVY_ROWS = 1280  # the same for a heavy model, where the search hardly counts and each block's change of hands does
+HEAVY_PER_S = 200_000  # rows: a model is heavy that the machine does fewer of
 CACHED_BYTES = 512 << 10  # of trees a worker, where no network wants large blocks: they stay in the core's own cache
 MOST_CUDA_WORKERS = 8
 MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
@@ -117,9 +121,6 @@ class SelfPlay(Workload):
         return self.options.determinizations or (3 if self.game.hidden else 1)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        """Messages to a worker: {games: [numbers], more: are there others}. From it: {ready: slots of each block},
-        {need: how many games}, {counts: {games, simulations, evaluations}, begun}, and the same with {ended}.
-        """
         folder = Folder(self.options.out) if self.options.out else None
         finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
         if finished and max(finished) >= self.options.games:
@@ -127,10 +128,11 @@ class SelfPlay(Workload):
                 f"{self.options.out} holds games up to number {max(finished)} already, more than --games "
                 f"{self.options.games}. Ask for {max(finished) + 1} or more."
             )
-        match = Match(self.options.games, finished, self.arguments(infer, len(finished)))
+        on_disk = folder.finished if folder else set
+        match = Match(self.options.games, finished, self.arguments(infer, len(finished)), on_disk)
         if match.left:
             yield match.progress("starting the workers", setup=True)
-            async with infer.workers("gpuinfer.workloads.selfplay.player:play", match.arguments) as workers:
+            async with infer.workers(PLAYER, match.arguments) as workers:
                 async for progress in match.follow(workers):
                     yield progress
         if folder:
@@ -173,8 +175,7 @@ class SelfPlay(Workload):
         if self.options.games_in_flight is not None:
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
-            rows = infer.roofline.at_rows if infer.roofline else ROWS_WITHOUT_ROOFLINE
-            share = 2 * max(1, rows // self.determinizations)
+            share = 2 * max(1, half_block(infer.roofline) // self.determinizations)
         else:
             share = CACHED_BYTES // (self.determinizations * self.tree_bytes)
         if self.options.games_in_flight is None:
@@ -209,95 +210,11 @@ class SelfPlay(Workload):
         }
 
 
-class Match:
-    """Hands games out to workers, each to exactly one, and adds up what they report."""
-
-    def __init__(self, total: int, finished: set[int], arguments: list[dict[str, Any]]) -> None:
-        self.arguments = arguments
-        self.left = total - len(finished)
-        self._total, self._before = total, len(finished)
-        self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
-        self._counts: list[Mapping[str, int]] = [{} for _ in arguments]
-        self._begun = [0.0] * len(arguments)
-        self._slots: dict[int, list[int]] = {}  # of each block, by worker
-        self._ended: set[int] = set()
-
-    @property
-    def done(self) -> int:
-        return self._before + sum(counts.get("games", 0) for counts in self._counts)
-
-    async def follow(self, workers: Workers) -> AsyncIterator[Progress]:
-        async for worker, message in workers:
-            if message is None:
-                if worker not in self._ended:
-                    raise WorkerDied(lost(worker, self.arguments[worker]["out"]))
-            elif "ready" in message:
-                self._slots[worker] = message["ready"]
-                if self.all_ready:
-                    yield self.progress()  # the run's clock starts
-                    await self._deal(workers)
-                else:
-                    yield self.progress("starting the workers", setup=True)
-            elif "need" in message:
-                await self._give(workers, worker, min(message["need"], math.ceil(self.left / len(self.arguments))))
-            elif "note" in message:
-                yield self.progress(message["note"], setup=True)
-            else:
-                self._counts[worker], self._begun[worker] = message["counts"], message["begun"]
-                if "ended" in message:
-                    self._ended.add(worker)
-                if self.all_ready:
-                    yield self.progress()
-
-    @property
-    def all_ready(self) -> bool:
-        return len(self._slots) == len(self.arguments)
-
-    async def _deal(self, workers: Workers) -> None:
-        """The first games: as many as fit, in equal shares."""
-        for worker, arguments in enumerate(self.arguments):
-            share = math.ceil(self.left / (len(self.arguments) - worker))
-            await self._give(workers, worker, min(arguments["slots"], share))
-
-    async def _give(self, workers: Workers, worker: int, games: int) -> None:
-        if worker in self._ended:  # it was asked to stop meanwhile
-            return
-        given = list(itertools.islice(self._ids, games))
-        self.left -= len(given)
-        await workers.send(worker, {"games": given, "more": self.left > 0})
-
-    def progress(self, note: str = "", setup: bool = False) -> Progress:
-        counts = {
-            name: sum(part.get(name, 0) for part in self._counts) for name in ("games", "simulations", "evaluations")
-        }
-        return Progress(
-            done=self.done,
-            total=self._total,
-            unit="games",
-            before=self._before,
-            begun=sum(self._begun),
-            counts=counts,
-            facts=self.facts(),
-            note=note,
-            setup=setup,
-        )
-
-    def facts(self) -> dict[str, float]:
-        slots = sum(arguments["slots"] for arguments in self.arguments)
-        return {
-            "workers": len(self.arguments),
-            "blocks": max((len(blocks) for blocks in self._slots.values()), default=1),
-            "games_in_flight": slots,
-            "rows_outstanding": slots * self.arguments[0]["search"]["determinizations"],
-        }
-
-
-def lost(worker: int, out: str | None) -> str:
-    """What to say of a worker that was killed."""
-    kept = (
-        f"Finished games are kept in {out}: run again with --resume." if out else "Run again, with --out to keep games."
-    )
-    return f"worker {worker} was killed before its games were done (SIGKILL; out of memory?). {kept}"
+def half_block(roofline: Roofline | None) -> int:
+    """Rows of half a block: the best batch, or more where that costs nothing. See docs/decisions/halves.md."""
+    if roofline is None:
+        return LEAST_ROWS
+    return max(HEAVY_ROWS if roofline.rows_per_s < HEAVY_PER_S else LEAST_ROWS, roofline.at_rows)
 
 
 def parsed(text: str) -> dict[str, str]:
