@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from gpuinfer import registry
 from gpuinfer.errors import UnknownName
 
-OWN = ("plugins", "doctor", "config")
+OWN = ("bench", "tune", "plugins", "doctor", "config")
 
 
 class Commands(TyperGroup):
@@ -43,14 +43,18 @@ class Commands(TyperGroup):
 
 
 def _stand_in(name: str) -> Any:
-    target = f"gpuinfer.cli.{name}" if name in OWN else _target(name)
+    return _named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
+
+
+def workload_stand_in(name: str) -> Any:
+    """A workload's name and first sentence, as a command that does nothing. Imports no plugin."""
+    return _named(name, next(record.module for record in registry.listing("workloads") if record.name == name))
+
+
+def _named(name: str, target: str) -> Any:
     stand_in = typer.Typer(add_completion=False)
     stand_in.command(name, help=first_sentence(target))(lambda: None)
     return typer.main.get_command(stand_in)
-
-
-def _target(workload: str) -> str:
-    return next(record.module for record in registry.listing("workloads") if record.name == workload)
 
 
 def first_sentence(target: str) -> str:

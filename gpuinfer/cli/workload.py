@@ -7,8 +7,8 @@ import inspect
 import logging
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,19 +23,11 @@ from gpuinfer.options import Given
 
 if TYPE_CHECKING:
     from gpuinfer.display import Display
+    from gpuinfer.run import Plan
 
 DEFAULT_BACKEND = "inprocess"
+NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that are not settings by themselves
 EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that a run needs, built and checked, nothing started."""
-
-    workload: Workload
-    backend: Backend
-    strategy: Strategy
-    settings: dict[str, Any]  # as the report shows them
 
 
 def command(name: str) -> Any:
@@ -46,10 +38,15 @@ def command(name: str) -> Any:
     def call(**values: Any) -> None:
         raise typer.Exit(execute(name, values))
 
+    return made(name, parameters, inspect.getdoc(plugin) or "", call)
+
+
+def made(name: str, parameters: flags.Parameters, text: str, call: Callable[..., None]) -> Any:
+    """A command of these flags, which calls `call` with their values (None: not given)."""
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, help=inspect.getdoc(plugin), context_settings={"help_option_names": ["-h", "--help"]})(call)
+    app.command(name, help=text, context_settings={"help_option_names": ["-h", "--help"]})(call)
     return typer.main.get_command(app)
 
 
@@ -59,7 +56,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     common = merged.common
     destination = output.Destination(common.report)
     plan = build(name, merged)
-    _log(common.verbose)
+    log_to_people(common.verbose)
     from gpuinfer.display import Display
 
     title = f"{name} · {common.backend} · {common.strategy}"
@@ -118,7 +115,7 @@ class _ToPeople(logging.Handler):
         print(f"gpuinfer: {record.getMessage()}", file=sys.stderr)
 
 
-def _log(verbose: int) -> None:
+def log_to_people(verbose: int) -> None:
     log = logging.getLogger("gpuinfer")
     log.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
     log.handlers = [_ToPeople()]
@@ -126,24 +123,32 @@ def _log(verbose: int) -> None:
 
 def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
     """The settings with these flags on top. The plugins' options are not yet checked."""
-    values = dict(values)
-    config = values.pop("config", None)
-    backend_options = values.pop("backend_options", None) or []
-    strategy_options = values.pop("strategy_options", None) or []
+    merged = settings.load(plain_flags(name, values), values.get("config"))
+    return replace(merged, given={**merged.given, **option_flags(values, merged.common)})
+
+
+def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
+    """What was given by flags of their own, as settings."""
     common = flags.common()
-    given = {
+    return {
         key if key in common else f"{name}.{key}": Given(value, flags.flag(key))
         for key, value in values.items()
-        if value is not None and not (key == "verbose" and value == 0)
+        if value is not None and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }
-    merged = settings.load(given, config)  # says which backend and strategy -B and -S are about
-    pairs = flags.pairs(backend_options, "-B", settings.table_name("backends", merged.common.backend))
-    pairs |= flags.pairs(strategy_options, "-S", settings.table_name("strategies", merged.common.strategy))
-    return replace(merged, given={**merged.given, **pairs})
+
+
+def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, Given]:
+    """What was given by -B and -S, as settings of the backend and the strategy in force."""
+    backend = settings.table_name("backends", common.backend)
+    strategy = settings.table_name("strategies", common.strategy)
+    pairs = flags.pairs(values.get("backend_options") or [], "-B", backend)
+    return pairs | flags.pairs(values.get("strategy_options") or [], "-S", strategy)
 
 
 def build(name: str, merged: settings.Settings) -> Plan:
     """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
+    from gpuinfer.run import Plan
+
     common = merged.common
     chosen = {"workloads": name, "backends": common.backend, "strategies": common.strategy}
     classes = {kind: registry.load(kind, one) for kind, one in chosen.items()}

@@ -1,0 +1,73 @@
+"""How sure a handful of repeats lets one be: medians and ratios with 95 % intervals.
+
+Speeds are positive and their noise multiplies, so all arithmetic is on logarithms. Up to five values the interval is
+Student's t (Student, "The probable error of a mean", 1908) on the logarithms, which supposes that they are normally
+distributed; from six on it is the distribution-free one between two order statistics (Thompson, "On confidence ranges
+for the median", 1936), which fewer values cannot give: no two of five values enclose the median with 95 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+STUDENT = (12.7062, 4.3027, 3.1824, 2.7764)  # the 0.975 quantile for 1 to 4 degrees of freedom
+DOUBT = 0.025  # on each side
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median and where it may lie, with 95 %. Both ends are None when nothing is known of the noise."""
+
+    median: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.low is not None
+
+    def holds(self, value: float) -> bool:
+        """Whether the data leave this value possible. Without an interval they leave everything possible."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
+
+    @property
+    def ends(self) -> list[float] | None:
+        return None if self.low is None or self.high is None else [self.low, self.high]
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The median of positive values and its 95 % interval; none for fewer than two, or where one is not positive.
+
+    Raises `ValueError` when there are no values.
+    """
+    if not values:
+        raise ValueError("there is no median of no values")
+    middle = median(values)
+    if len(values) < 2 or min(values) <= 0:
+        return Interval(middle)
+    return Interval(middle, *(_by_student(values) if len(values) < 6 else _by_order(values)))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Ours ÷ theirs, pair by pair: what slowed both runs of a pair cancels out."""
+    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if other > 0]
+    return interval([one / other for one, other in pairs]) if pairs else Interval(math.nan)
+
+
+def _by_student(values: Sequence[float]) -> tuple[float, float]:
+    logs = [math.log(value) for value in values]
+    reach = STUDENT[len(logs) - 2] * stdev(logs) / math.sqrt(len(logs))
+    # The median of so few lies within one standard deviation of their mean, and `reach` is more than that.
+    return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
+
+
+def _by_order(values: Sequence[float]) -> tuple[float, float]:
+    """The outermost pair of values but as many from each end as chance allows: half of them lie below the median."""
+    ordered, n, below, left_out = sorted(values), len(values), 0.0, 0
+    while below + math.comb(n, left_out) / 2**n <= DOUBT:
+        below += math.comb(n, left_out) / 2**n
+        left_out += 1
+    return ordered[left_out - 1], ordered[n - left_out]

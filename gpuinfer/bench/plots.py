@@ -1,0 +1,160 @@
+"""The plots of a comparison. Drawn without a screen, with matplotlib, which is imported when it is needed."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.bench.words import unit
+from gpuinfer.screen.units import number, short, whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Document = Mapping[str, Any]
+Report = Mapping[str, Any]
+
+# A palette that the colour-blind can read (Okabe and Ito, "Color universal design", 2008).
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#000000")
+STATIONS = ("search", "forward", "transfer", "encode", "reply", "record")  # each keeps its colour; others follow
+IDLE = "#dddddd"
+WIDTH, BAR, AROUND = 8.0, 0.42, 1.2  # inches: the plot, one bar, axis and title
+
+
+def plots(document: Document) -> dict[str, Figure]:
+    """By file name, each with its own subject. Empty when nothing was measured."""
+    reports = reports_of(document)
+    if not reports:
+        return {}
+    drawn = {
+        "throughput": _drawn(len(reports), lambda axes: throughput(axes, document)),
+        "time": _drawn(len(reports), lambda axes: time(axes, reports)),
+    }
+    if any(report["batches"]["count"] for runs in reports.values() for report in runs):
+        drawn["batches"] = _drawn(6, lambda axes: batches(axes, reports))
+        drawn["queue_wait"] = _drawn(len(reports), lambda axes: queue_wait(axes, reports))
+    return drawn
+
+
+def image(figure: Figure, kind: str) -> bytes:
+    """The figure as `png` or `svg`, the same bytes for the same figure."""
+    import matplotlib as mpl
+
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "gpuinfer", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=kind, dpi=144, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def reports_of(document: Document) -> dict[str, list[Report]]:
+    """The reports of each variant, in the order of the table."""
+    found: dict[str, list[Report]] = {row["name"]: [] for row in document["comparison"]}
+    for sample, report in zip(document["samples"], document["runs"], strict=True):
+        if sample["variant"] in found:
+            found[sample["variant"]].append(report)
+    return {name: reports for name, reports in found.items() if reports}
+
+
+def throughput(axes: Axes, document: Document) -> None:
+    """Each run a dot, the median a bar, its interval a whisker."""
+    rows = document["comparison"]
+    for place, row in enumerate(rows):
+        axes.barh(place, row["median"], color=_colour(place), alpha=0.35, height=0.6)
+        if row["ci95"]:
+            axes.plot(row["ci95"], [place, place], color=_colour(place), linewidth=2.5, solid_capstyle="butt")
+        axes.plot(row["rates"], [place] * len(row["rates"]), "o", color=_colour(place), markersize=5)
+    axes.set_xlabel(f"{unit(rows[0]['metric'])}: median, runs, 95 % interval")
+    axes.set_xlim(left=0)
+    _name_rows(axes, [row["name"] for row in rows])
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
+
+
+def time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+    """Where the lanes' time went: shares of all lanes' time, idle last."""
+    shares = {name: _shares(runs) for name, runs in reports.items()}
+    seen = {station for parts in shares.values() for station, share in parts.items() if share >= 0.005}
+    known = [station for station in STATIONS if station in seen]
+    stations = [*known, *sorted(seen - {*known, "idle"}), "idle"]
+    left = [0.0] * len(shares)
+    for index, station in enumerate(stations):
+        widths = [parts.get(station, 0.0) for parts in shares.values()]
+        colour = IDLE if station == "idle" else _colour(index)
+        axes.barh(range(len(widths)), widths, left=left, color=colour, label=station, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of all lanes' time")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _name_rows(axes, list(shares))
+    axes.legend(ncols=len(stations), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
+
+
+def batches(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+    """How many of the batches were of which size, in doublings."""
+    counts = {name: _sizes(runs) for name, runs in reports.items()}
+    seen = {size for each in counts.values() for size in each}
+    sizes = [1 << power for power in range(min(seen).bit_length() - 1, max(seen).bit_length())]
+    width = 0.8 / len(counts)
+    for place, (name, each) in enumerate(counts.items()):
+        total = sum(each.values()) or 1
+        at = [index + (place - (len(counts) - 1) / 2) * width for index in range(len(sizes))]
+        axes.bar(at, [each[size] / total for size in sizes], width, color=_colour(place), label=name)
+    axes.set_xticks(range(len(sizes)), [f"≤ {whole(size)}" for size in sizes], fontsize=8)
+    axes.set_xlabel("rows in a batch")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylabel("of all batches")
+    axes.legend(ncols=len(counts), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
+
+
+def queue_wait(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+    """How long requests waited for their batch: median, 95th and 99th percentile, each the mean over the runs."""
+    for place, runs in enumerate(reports.values()):
+        waits = [report["queue_wait_s"] for report in runs if report["queue_wait_s"]]
+        if not waits:
+            continue
+        ends = [sum(wait[name] for wait in waits) / len(waits) for name in ("p50", "p95", "p99")]
+        axes.plot(ends, [place] * 3, color=_colour(place), linewidth=2.5)
+        for end, marker in zip(ends, "o|d", strict=True):
+            axes.plot([end], [place], marker, color=_colour(place), markersize=9)
+    axes.set_xscale("log")
+    axes.set_xlabel("wait in the queue: ● median, | 95 %, ◆ 99 %")
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    _name_rows(axes, list(reports))
+
+
+def _drawn(bars: int, draw: Callable[[Axes], None]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, AROUND + BAR * max(2, bars)), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    return figure
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """First on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _shares(runs: Sequence[Report]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
+    for report in runs:
+        seconds.update(report["time_s"])
+    total = sum(seconds.values()) or 1.0
+    return {station: spent / total for station, spent in seconds.items()}
+
+
+def _sizes(runs: Sequence[Report]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for report in runs:
+        counts.update({int(size): times for size, times in report["batches"]["sizes"].items()})
+    return counts
+
+
+def _colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]

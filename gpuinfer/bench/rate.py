@@ -1,0 +1,64 @@
+"""The honest speed of a run that is stopped while it is in full swing: without its start, and without an end.
+
+A run of a fixed amount of work is slow at both ends: batches are small while the last rows trickle in. A run that only
+lasts for a time has no such end, and its start is left out. What is counted are evaluations where there are any: how
+many of them a game takes differs little between its moves, while a finished game is a rare and sudden event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import linear_regression
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuinfer.run import Update
+
+STARTING = 0.2  # of the time, left out
+LOOK_S = 0.1  # between two looks at the counters
+STEADY = ("evaluations", "simulations")  # what to count, first choice first
+WHOLE = ("games_per_min", "simulations_per_s", "evaluations_per_s", "rows_per_s", "requests_per_s")
+
+
+class Meter:
+    """Watches one run: when it has lasted `seconds`, and how fast it was. With None the run ends by itself."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._looks: list[tuple[float, dict[str, float]]] = []
+
+    def enough(self, update: Update) -> bool:
+        if self._seconds is None or update.elapsed_s <= 0 or update.progress.setup:
+            return False
+        if update.elapsed_s >= STARTING * self._seconds:
+            self._looks.append((update.elapsed_s, {"evaluations": update.snapshot.rows, **update.progress.counts}))
+        return update.elapsed_s >= self._seconds
+
+    def rate(self, report: Mapping[str, Any]) -> tuple[str, float]:
+        """Name and value: the slope of the least-squares line through the counter, or the mean of that same counter
+        over the whole run where too little was seen of it. Which counter depends on the run as a whole alone.
+        """
+        rates = report["throughput"]
+        name = next((name for name in STEADY if rates.get(f"{name}_per_s")), None)
+        if self._seconds is None or name is None:
+            return whole(report)
+        if not self._grown(name):
+            return f"{name}_per_s", rates[f"{name}_per_s"]
+        times, counts = [at for at, _ in self._looks], [seen.get(name, 0.0) for _, seen in self._looks]
+        return f"{name}_per_s", linear_regression(times, counts).slope
+
+    def _grown(self, name: str) -> bool:
+        """Whether this counter moved at least twice: less than that has no speed."""
+        return len({seen.get(name, 0.0) for _, seen in self._looks}) > 2
+
+
+def in_metric(metric: str, rate: tuple[str, float], report: Mapping[str, Any]) -> tuple[str, float]:
+    """The rate, or that of the whole run where it is of another metric: 0 when the run has none of this one."""
+    return rate if rate[0] == metric else (metric, report["throughput"].get(metric, 0.0))
+
+
+def whole(report: Mapping[str, Any]) -> tuple[str, float]:
+    """The speed of a run from its start to its end. An empty name when it did nothing."""
+    rates = report["throughput"]
+    name = next((name for name in (*WHOLE, *rates) if rates.get(name)), "")
+    return name, rates.get(name, 0.0)

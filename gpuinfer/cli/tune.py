@@ -1,0 +1,143 @@
+"""Find good settings for this machine: backend, workers, games in flight and batch limit, within a time budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gpuinfer import machine, registry
+from gpuinfer.cli import flags, output, targets
+from gpuinfer.cli.bench import apply_winner, concluded, own_flag, refuse_records, show, single
+from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
+from gpuinfer.cli.progress import Progress, interruptible
+from gpuinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpuinfer.bench.search import Axis, Point
+    from gpuinfer.bench.tuning import Space
+    from gpuinfer.bench.variant import Variant
+
+BACKENDS = ("inprocess", "central")  # tried unless others are named, as far as they are installed
+BUDGET_S, LEAST_S = 60.0, 10.0
+SEARCHED = ("workers", "games_in_flight")  # flags that are searched unless they are given
+NO_SERVER = "inprocess"
+
+
+TEXT = """Find good settings for this machine: backend, workers, games in flight and batch limit, within a time budget.
+
+A setting that is given stays as it is: `--workers 2` searches the others. `--backend a,b` names the backends to try."""
+
+
+class Tune(targets.Targets):
+    """`gpuinfer tune TARGET`."""
+
+    text = TEXT
+
+    def own_flags(self) -> flags.Parameters:
+        return own_flags()
+
+    def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
+        return execute(target, values, own)
+
+
+app = typer.Typer(cls=Tune, add_completion=False, rich_markup_mode="rich", help=__doc__)
+
+
+@app.callback()
+def _root() -> None:
+    """Find good settings for this machine: backend, workers, games in flight and batch limit, within a time budget."""
+
+
+def own_flags() -> flags.Parameters:
+    return {
+        "budget": own_flag("budget", str | None, "S", f"Time for all of it: 60s, 2m, 90. [default: {BUDGET_S:g}s]"),
+        "apply": own_flag("apply", bool, "", "Write the settings found to gpuinfer.toml.", default=False),
+    }
+
+
+def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
+    """Search, show, write. The exit code."""
+    from gpuinfer.bench.series import Course
+    from gpuinfer.bench.tuning import Tuner, searched
+    from gpuinfer.cli.workload import log_to_people, merge
+
+    budget_s = BUDGET_S if own["budget"] is None else targets.seconds("--budget", own["budget"], least=LEAST_S)
+    common = merge(target, single(values)).common
+    destination = output.Destination(common.report)
+    refuse_records(target, values)
+    log_to_people(common.verbose)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    course = Course(seed=common.seed, roofline=common.roofline)
+    progress = Progress(f"tune {target}", common)
+    with interruptible():
+        tuner = Tuner(space(target, values), budget_s, course, progress.step)
+        progress.watch(tuner)
+        outcome = tuner.run()
+    document = concluded(target, outcome, tuner.course, began) | {"search": searched(tuner, budget_s)}
+    document["verdict"] += _advice(document)
+    show(f"tune {target}", document, on_stderr=destination.stdout)
+    destination.write(document)
+    if own["apply"]:
+        apply_winner(target, document, outcome.variants)
+    return _exit_code(document)
+
+
+def space(target: str, values: Mapping[str, Any]) -> Space:
+    """What may be varied: what the command line leaves open. Raises `UsageError` when no backend is there to try."""
+    from gpuinfer.bench.tuning import Space
+    from gpuinfer.cli.variants import parts
+
+    given = values.get("backend")
+    backends = parts(given) if given else [name for name in BACKENDS if name in registry.names("backends")]
+    if not backends:
+        raise UsageError("--backend names no backend to try. Write --backend inprocess,central, or leave it out.")
+    open_flags = {key: value for key, value in values.items() if key != "backend"}
+    free = [name for name in SEARCHED if values.get(name) is None]
+
+    def axes(backend: str, facts: Mapping[str, float]) -> list[Axis]:
+        from gpuinfer.bench import tuning
+
+        return tuning.axes(facts, machine.cores(), [*free, *(["max_rows"] if _may_cap(values, backend) else [])])
+
+    def point(settings: Point) -> Variant:
+        from gpuinfer.cli.variants import variant
+
+        chosen = {("backend_options", key) if key == "max_rows" else (key, ""): one for key, one in settings.items()}
+        return variant(target, open_flags, chosen, timed=True)
+
+    return Space(backends, point, axes)
+
+
+def _may_cap(values: Mapping[str, Any], backend: str) -> bool:
+    """Whether the backend has the option and the command line leaves it open."""
+    from gpuinfer import options
+    from gpuinfer.cli.variants import addressed
+
+    given = addressed(values.get("backend_options") or [], "backends", backend)
+    known = options.fields_of(registry.load("backends", backend).Options)
+    return "max_rows" in known and not any(word.partition("=")[0].replace("-", "_") == "max_rows" for word in given)
+
+
+def _advice(document: Mapping[str, Any]) -> str:
+    """What the winner means for someone who wonders whether to run a server."""
+    winner = next((row for row in document["comparison"] if row["name"] == document["winner"]), None)
+    if winner is None:
+        return ""
+    if not winner["ci95"]:
+        return " A larger --budget tells more."
+    alone = winner["settings"]["backend"] == NO_SERVER
+    return " No server is needed: each process runs the model itself." if alone else ""
+
+
+def _exit_code(document: Mapping[str, Any]) -> int:
+    """3 stopped, 4 one answered wrong, 1 the winner failed when it was checked, else 0."""
+    from gpuinfer.bench.document import wrong
+
+    if document["status"] == "partial":
+        return PARTIAL
+    if wrong(document):
+        return CHECK_FAILED
+    return FAILED if document["failed"] else 0

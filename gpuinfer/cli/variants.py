@@ -1,0 +1,190 @@
+"""Flags that name several values, `--workers 1,2,4`, as variants: one for each combination."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuinfer import options, registry
+from gpuinfer.bench.variant import Variant
+from gpuinfer.cli import flags
+from gpuinfer.cli.workload import build, merge, spelled
+from gpuinfer.errors import UnknownName, UsageError
+
+KINDS = {"backend_options": "backends", "strategy_options": "strategies"}
+SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
+# Flags that take one value: no part of a run, or, the seed, counted up by the repeats.
+SINGLE = ("json", "config", "live", "quiet", "verbose", "roofline", "seed")
+ENDLESS = {"games": str(10**9)}  # how much there is to do in a run that is ended by the clock
+
+Axis = tuple[str, str]  # a flag and "", or `backend_options` and the key of a -B
+Values = Mapping[str, Any]
+
+
+def expand(target: str, values: Values, compare: Sequence[str], *, timed: bool) -> list[Variant]:
+    """The variants in the order in which they are named, the last axis fastest. Raises `UsageError`.
+
+    `compare` holds `a,b` (backends) or `key=a,b`. With `timed` each run has more work than it will ever do.
+    """
+    plugin = registry.load("workloads", target)
+    axes = _comparisons(compare, {**options.fields_of(plugin.Options), **flags.common()})
+    for key, _ in axes:
+        if values.get(key) is not None:
+            raise UsageError(f"--compare and {flags.flag(key)} both name values of '{key}'. Leave one of them out.")
+    axes |= dict(_grids(plugin, values, axes.get(("backend", ""), [])))
+    found = (
+        variant(target, values, dict(zip(axes, chosen, strict=True)), timed=timed)
+        for chosen in itertools.product(*axes.values())
+    )
+    return list({one.command: one for one in found}.values())  # an option of one backend makes no two of another
+
+
+def variant(target: str, values: Values, chosen: Mapping[Axis, str], *, timed: bool) -> Variant:
+    """One variant: the flags as given, with these values on their axes."""
+    own = with_choices(values, chosen)
+    common = merge(target, {**own, **dict.fromkeys(KINDS)}).common
+    chosen = {axis: value for axis, value in chosen.items() if _concerns(axis, common)}
+    for flag, kind in KINDS.items():
+        own[flag] = addressed(own.get(flag) or [], kind, getattr(common, _owner(flag)))
+    endless = {key: amount for key, amount in ENDLESS.items() if timed and _has(target, key) and own.get(key) is None}
+    return Variant(
+        name=_name(chosen) or common.backend,
+        build=lambda seed: build(target, merge(target, {**own, **endless, "seed": str(seed)})),
+        settings={label: chosen[axis] for axis, label in _labels(chosen).items()},
+        command=spelled(target, own),
+        flags=own,
+    )
+
+
+def with_choices(values: Values, chosen: Mapping[Axis, str]) -> dict[str, Any]:
+    """The flags with the choices in their places."""
+    own = dict(values)
+    for (flag, key), value in chosen.items():
+        if key:
+            words = [word for word in own.get(flag) or [] if _key(word) != key]
+            own[flag] = [*words, f"{key}={value}"]
+        else:
+            own[flag] = value
+    return own
+
+
+def addressed(words: Sequence[str], kind: str, plugin: str) -> list[str]:
+    """The `key=value` words for this plugin: `central.forwards=2` is for central alone, and for it `forwards=2`.
+
+    Raises `UnknownName` for a word to a plugin that is not there.
+    """
+    found = []
+    for word in words:
+        owner, dot, rest = word.partition(".")
+        if not dot or "=" in owner:
+            found.append(word)
+        elif owner == plugin:
+            found.append(rest)
+        elif owner not in (known := {record.name for record in registry.listing(kind)}):
+            raise UnknownName(registry.KINDS[kind], owner, known)
+    return found
+
+
+def _concerns(axis: Axis, common: Any) -> bool:
+    """Whether an option's axis is about the plugin in force."""
+    owner, dot, _ = axis[1].partition(".")
+    return not dot or owner == getattr(common, _owner(axis[0]))
+
+
+def parts(text: str) -> list[str]:
+    """`a,b` as its parts, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _comparisons(words: Sequence[str], known: Mapping[str, Any]) -> dict[Axis, list[str]]:
+    """What all the words compare: two about one setting are one list."""
+    axes: dict[Axis, list[str]] = {}
+    for word in words:
+        axis, named = _compared(word, known)
+        axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *named]))
+    return axes
+
+
+def _compared(word: str, known: Mapping[str, Any]) -> tuple[Axis, list[str]]:
+    key, _, listed = word.partition("=") if "=" in word else ("backend", "", word)
+    key = key.strip().removeprefix("--").replace("-", "_")
+    if key not in known or key in (*SINGLE, *KINDS):
+        raise UnknownName("setting to compare", key, set(known) - {*SINGLE, *KINDS}, label="Settings")
+    if not parts(listed):
+        raise UsageError(f"--compare {word}: names nothing to compare. Write --compare {key}=a,b.")
+    return (key, ""), parts(listed)
+
+
+def _grids(plugin: Any, values: Values, backends: Sequence[str]) -> Iterator[tuple[Axis, list[str]]]:
+    """The flags whose values are lists where one value is due."""
+    fields = options.fields_of(plugin.Options)
+    for flag, given in values.items():
+        if isinstance(given, str) and flag not in SINGLE and _splits(given, fields.get(flag)):
+            yield (flag, ""), parts(given)
+    for flag, kind in KINDS.items():
+        named = values.get(_owner(flag)) or ",".join(backends if kind == "backends" else [])
+        for word in values.get(flag) or []:
+            key, _, given = word.partition("=")
+            if _splits(given, *(_field(kind, name, _key(word)) for name in parts(named))):
+                yield (flag, _key(word)), parts(given)
+            elif not key or "=" not in word:
+                flags.pairs([word], SHORTS[flag], kind)  # raises
+
+
+def _splits(text: str, *fields: Any) -> bool:
+    """Whether this text names several values: an option that takes a list, a path or pairs keeps its commas."""
+    return "," in text and "=" not in text and not any(field and _keeps_commas(field.annotation) for field in fields)
+
+
+def _keeps_commas(annotation: Any) -> bool:
+    members = [annotation, *typing.get_args(annotation)]
+    return any(typing.get_origin(member) in (list, tuple, set) or member is Path for member in members)
+
+
+def _field(kind: str, name: str, key: str) -> Any:
+    try:
+        return options.fields_of(registry.load(kind, name).Options).get(key)
+    except UsageError:  # said when the variant is built
+        return None
+
+
+def _has(target: str, key: str) -> bool:
+    return key in options.fields_of(registry.load("workloads", target).Options)
+
+
+def _key(word: str) -> str:
+    """Of a `key=value` word; a plugin's name before it stays as it is."""
+    owner, dot, key = word.partition("=")[0].strip().rpartition(".")
+    return owner + dot + key.replace("-", "_")
+
+
+def _owner(flag: str) -> str:
+    """`backend` for `backend_options`: the flag that names the plugin."""
+    return flag.removesuffix("_options")
+
+
+def _labels(axes: Iterable[Axis]) -> dict[Axis, str]:
+    """A name for each: that of its setting, with `strategy.` or `backend.` before it when another has that name."""
+    labels: dict[Axis, str] = {}
+    for flag, key in axes:
+        label = key or flag
+        labels[flag, key] = f"{_owner(flag)}.{label}" if label in labels.values() else label
+    return labels
+
+
+def _name(chosen: Mapping[Axis, str]) -> str:
+    """Such as `central, 2 workers, model blobnet`."""
+    return ", ".join(_said(label, chosen[axis]) for axis, label in _labels(chosen).items())
+
+
+def _said(label: str, value: str) -> str:
+    if label in ("backend", "strategy"):
+        return value
+    words = label.replace("_", " ")
+    counted = value[:1].isdecimal() and any(word.endswith("s") for word in words.split())
+    if value == "1":
+        words = words.removesuffix("s")
+    return f"{value} {words}" if counted else f"{words} {value}"

@@ -1,0 +1,61 @@
+"""Outcomes of comparisons as if they had been measured: real reports, invented rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuinfer import report
+from gpuinfer.api import Progress, Roofline, Setup
+from gpuinfer.bench.compare import compare
+from gpuinfer.bench.document import build
+from gpuinfer.bench.parity import Parity
+from gpuinfer.bench.series import Course, Measured, Outcome
+from gpuinfer.bench.variant import Variant
+from gpuinfer.stats import Histogram, Snapshot
+
+
+def waits() -> dict[str, Any]:
+    filled = Histogram()
+    for seconds in (1e-4, 2e-4, 5e-3):
+        filled.add(seconds)
+    return filled.to_wire()
+
+
+def a_report(rate: float) -> dict[str, Any]:
+    lanes = ({"name": "search", "stations": {"search": 3.0}}, {"name": "forward 0", "stations": {"forward": 4.0}})
+    snapshot = Snapshot(
+        requests=30,
+        rows=int(5 * rate),
+        batches={100: 10, 400: 20},
+        reasons={"full": 30},
+        queue_wait=waits(),
+        lanes=lanes,
+    )
+    return report.build(
+        report.Run("selfplay", "inprocess", "dynamic", "2025-01-01T00:00:00+00:00", 1.0, 5.0, "done", Setup(), snapshot,
+                   Progress(3, 9, "games"), roofline=Roofline(1e5, 512, "1 forward × 2 threads"))
+    )  # fmt: skip
+
+
+def variant(name: str) -> Variant:
+    return Variant(name, lambda seed: None, {"backend": name}, f"gpuinfer selfplay --backend {name}")
+
+
+def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> Outcome:
+    """Of variants by name, with the rates of their repeats."""
+    made = Outcome([variant(name) for name in rates], **more)
+    for name, each in rates.items():
+        made.runs += [
+            Measured(name, repeat, repeat, "evaluations_per_s", rate, a_report(rate))
+            for repeat, rate in enumerate(each)
+        ]
+    return made
+
+
+def document(rates: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+    made = outcome(rates, **more)
+    return build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+
+
+RIGHT, WRONG, MISSHAPEN = Parity(1e-7, 1e-5, 400), Parity(0.5, 1e-5, 400), Parity(float("inf"), 1e-5, 400)

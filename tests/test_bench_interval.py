@@ -1,0 +1,65 @@
+"""Intervals from a handful of runs hold what they promise."""
+
+import math
+import random
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import t as student
+
+from gpuinfer.bench.interval import STUDENT, Interval, interval, ratio
+
+speeds = st.floats(0.1, 1e7)
+
+
+def test_the_quantiles_are_students():
+    for degrees, quantile in enumerate(STUDENT, 1):
+        assert quantile == pytest.approx(student.ppf(0.975, degrees), abs=1e-4)
+
+
+@given(st.lists(speeds, min_size=2, max_size=20))
+def test_the_median_lies_within_its_interval(values):
+    found = interval(values)
+    assert found.median == median(values)
+    assert found.low <= found.median * (1 + 1e-9)
+    assert found.high >= found.median * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 9, 20])
+def test_the_interval_holds_the_truth_in_95_of_100_series(n):
+    noise = random.Random(n)
+    series = 4000
+    held = sum(interval([100 * math.exp(noise.gauss(0, 0.1)) for _ in range(n)]).holds(100) for _ in range(series))
+    assert held / series > 0.95 - 0.01
+
+
+@pytest.mark.parametrize(
+    "values", [pytest.param([5.0], id="one run"), pytest.param([5.0, 0.0], id="a run that did nothing")]
+)
+def test_without_noise_to_go_by_there_is_no_interval(values):
+    found = interval(values)
+    assert (found.known, found.ends) == (False, None)
+    assert found.holds(1e9)
+
+
+def test_no_values_have_no_median():
+    with pytest.raises(ValueError, match="no median"):
+        interval([])
+
+
+@given(st.lists(st.tuples(speeds, st.floats(0.5, 2.0)), min_size=2, max_size=9))
+def test_what_slows_both_runs_of_a_pair_does_not_touch_their_ratio(pairs):
+    theirs = [speed for speed, _ in pairs]
+    ours = [speed * times for speed, times in pairs]
+    assert ratio(ours, theirs).median == pytest.approx(median(times for _, times in pairs))
+
+
+def test_a_ratio_to_nothing_is_no_number():
+    assert math.isnan(ratio([1.0], [0.0]).median)
+    assert not ratio([1.0], [0.0]).known
+
+
+def test_ends_are_plain_numbers():
+    assert Interval(1.0, 0.5, 2.0).ends == [0.5, 2.0]

@@ -1,0 +1,79 @@
+"""The files of a report: whole, offline, and what users named in them harmless."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import jsonschema
+import pytest
+from bench_outcomes import RIGHT, WRONG, document
+
+from gpuinfer.bench import pages, plots
+from gpuinfer.bench.document import schema
+from gpuinfer.bench.folder import write
+from gpuinfer.errors import WorkError
+
+RATES = {"inprocess": [100, 102, 98], "central": [131, 133, 129]}
+EVIL = '<script>alert("|")</script>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report")
+    write(path, document(RATES, parity={"inprocess": RIGHT, "central": WRONG}))
+    return path
+
+
+def test_a_report_has_all_its_files(folder):
+    pictures = {"throughput.png", "batches.png", "time.png", "queue_wait.png"}
+    assert {path.name for path in folder.iterdir()} == {"bench.json", "bench.md", "bench.html"} | pictures
+    jsonschema.validate(json.loads((folder / "bench.json").read_text()), schema())
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_the_page_needs_no_network(folder):
+    class Sources(HTMLParser):
+        found: list[str] = []  # noqa: RUF012 (one test, one page)
+
+        def handle_starttag(self, tag, attributes):
+            self.found += [value for name, value in attributes if name in ("src", "href")]
+
+    text = (folder / "bench.html").read_text()
+    parser = Sources()
+    parser.feed(text)
+    assert len(parser.found) == 4
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in parser.found)
+    assert not re.search(r"<(script|link|iframe)|@import|url\(", text)
+
+
+def test_the_markdown_shows_every_plot_and_variant(folder):
+    text = (folder / "bench.md").read_text()
+    assert set(re.findall(r"\]\((\w+)\.png\)", text)) == {"throughput", "batches", "time", "queue_wait"}
+    assert all(name in text for name in RATES)
+
+
+def test_names_are_text_wherever_they_stand():
+    made = document({EVIL: [1.0, 2.0], "b": [3.0, 4.0]}, skipped={"c": EVIL})
+    assert "<script" not in pages.page(made, {})
+    lines = pages.markdown(made, {}).splitlines()
+    assert not [line for line in lines if "<script" in line and not line.startswith("    ")]  # but in a block of code
+    columns = [line.replace("\\|", "").count("|") for line in lines if line[:1] == "|"]
+    assert len(set(columns)) == 1
+
+
+def test_a_comparison_without_runs_has_a_page_and_no_plots():
+    made = document({"a": []}, skipped={"a": "no such device"})
+    assert plots.plots(made) == {}
+    assert "no such device" in pages.page(made, {})
+
+
+def test_the_same_comparison_makes_the_same_plots():
+    made = document(RATES)
+    once, again = (plots.image(plots.plots(made)["throughput"], "svg") for _ in range(2))
+    assert once == again
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "bench.json").mkdir()
+    with pytest.raises(WorkError, match="give another --report"):
+        write(tmp_path, document(RATES))

@@ -1,0 +1,127 @@
+"""Answers are compared with the model's own, by the way that a worker's requests take."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bench_plugins import CrookedBlocks, Liar, Swapper
+from helpers import AtOnce, Counting, Doubler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.central import Central
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.bench.parity import BLOCKS, arrays, check, cut, difference, sample
+from gpuinfer.run import Plan
+from gpuinfer.strategies.dynamic import Dynamic
+
+SPEC = ModelSpec("blobnet-small", inputs=40, input_dtype="uint8", arguments={"actions": 8, "seats": 2})
+
+
+class Asks(Counting):
+    """Says which model it would ask."""
+
+    def model(self):
+        return SPEC
+
+
+def plan(backend, dtype="float32"):
+    setup = Setup(model=SPEC, device="cpu", dtype=dtype, seed=3)
+    return Plan(Asks(), backend(setup, threads=1), AtOnce(), {})
+
+
+def found(backend, **setup):
+    return check(plan(backend, **setup), lambda update: None)
+
+
+def test_the_models_own_answers_hold():
+    parity = found(InProcess)
+    assert parity.holds
+    assert (parity.rows, parity.tolerance) == (sum(BLOCKS), 1e-5)
+
+
+def test_16_bits_are_given_more_room_and_said_so():
+    parity = found(InProcess, dtype="bfloat16")
+    assert parity.holds
+    assert parity.tolerance == pytest.approx(0.03125)
+
+
+@pytest.mark.parametrize("backend", [pytest.param(Liar, id="a little off"), pytest.param(Swapper, id="rows mixed up")])
+def test_wrong_answers_do_not_hold(backend):
+    parity = found(backend)
+    assert not parity.holds
+    assert parity.difference > 5e-4
+
+
+def test_without_a_model_nothing_is_compared():
+    assert check(Plan(Counting(), Doubler(), AtOnce(), {}), lambda update: None) is None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bits"])
+def test_rows_of_every_dtype_are_checked(dtype):
+    spec = replace(SPEC, inputs=43, input_dtype=dtype)  # features that fill no last byte
+
+    class Asked(Counting):
+        def model(self):
+            return spec
+
+    made = Plan(Asked(), InProcess(Setup(model=spec, device="cpu", seed=3), threads=1), AtOnce(), {})
+    assert check(made, lambda update: None).holds
+
+
+def test_what_lies_in_the_backends_own_memory_is_checked_too():
+    spec = replace(SPEC, input_dtype="float32")
+    answers = {}
+
+    class Asked(Counting):
+        def model(self):
+            return spec
+
+    for backend in (Central, CrookedBlocks):
+        setup = Setup(model=spec, device="cpu", seed=3)
+        answers[backend] = check(Plan(Asked(), backend(setup, forwards=1), Dynamic(), {}), lambda update: None)
+    assert answers[Central].holds
+    assert not answers[CrookedBlocks].holds
+
+
+def test_the_rows_are_the_seeds_and_of_the_models_dtype():
+    rows = sample(SPEC, 1)
+    assert (rows.shape, rows.dtype) == ((sum(BLOCKS), 40), np.uint8)
+    assert np.array_equal(rows, sample(SPEC, 1))
+    assert not np.array_equal(rows, sample(SPEC, 2))
+    assert sample(replace(SPEC, input_dtype="float32"), 1).dtype == np.float32
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 400))
+def test_no_block_is_larger_than_a_batch_and_no_row_is_lost(blocks, most):
+    parts = cut(blocks, most)
+    assert sum(parts) == sum(blocks)
+    assert 0 < min(parts) <= max(parts) <= most
+
+
+def test_masked_moves_are_equal_and_a_mask_in_another_place_is_not():
+    mask = np.array([[1.0, -np.inf]], np.float32)
+    assert difference([mask], [mask.copy()]) == 0
+    assert difference([mask[:, ::-1]], [mask]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        pytest.param([1.0], [1.5], 1 / 3, id="relative where the right answer is large"),
+        pytest.param([0.0], [0.25], 0.25, id="absolute where it is small"),
+        pytest.param([np.nan], [1.0], math.inf, id="no number"),
+        pytest.param([], [], 0.0, id="nothing"),
+        pytest.param([1.0], [1.0, 1.0], math.inf, id="another shape"),
+    ],
+)
+def test_differences(one, other, apart):
+    assert difference([np.array(one, np.float32)], [np.array(other, np.float32)]) == pytest.approx(apart)
+
+
+def test_answers_of_every_form_have_parts():
+    part = np.ones((2, 3), np.float64)
+    for answer in (part, (part, part), {"b": part, "a": part}):
+        assert all(one.dtype == np.float32 and one.shape == (2, 3) for one in arrays(answer))
