@@ -14,6 +14,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
 PLACEHOLDERS = {"module:Class": "nim:Nim"}  # what a reader puts their own name for
 SMALL = {"--games": "4"}  # counts that only cost time
+BRIEFER = {  # what makes a command shorter that runs games
+    "selfplay": ["--no-roofline"],
+    "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
+    "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
+}
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
 
@@ -29,8 +34,8 @@ def shortened(line: str) -> list[str]:
     for flag, count in SMALL.items():
         if flag in words:
             words[words.index(flag) + 1] = count
-    if words[1] == "selfplay" and "--help" not in words:
-        words.append("--no-roofline")
+    if words[1] in BRIEFER and "--help" not in words:
+        words += BRIEFER[words[1]]
     return words
 
 

@@ -16,22 +16,28 @@ LAYERS = [
     ["gpuinfer.cli"],
     ["gpuinfer.display"],
     ["gpuinfer.screen", "gpuinfer.testing"],
+    ["gpuinfer.bench"],
     ["gpuinfer.run"],
     ["gpuinfer.report"],
     ["gpuinfer.verdict"],
     ["gpuinfer.evidence"],
     ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
-    ["gpuinfer.engine"],
+    ["gpuinfer.engine", "gpuinfer.central"],
     ["gpuinfer.batching"],
     ["gpuinfer.models"],
+    ["gpuinfer.children"],
     ["gpuinfer.settings"],
     ["gpuinfer.registry"],
-    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine"],
-    ["gpuinfer.api"],
+    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts"],
+    ["gpuinfer.api", "gpuinfer.error_wire"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.display"]}
-HEAVY = {"torch": ["gpuinfer.models", "gpuinfer.workloads.selfplay.dataset"], "numba": ["gpuinfer.workloads.selfplay"]}
+HEAVY = {
+    "torch": ["gpuinfer.models", "gpuinfer.workloads.selfplay.dataset"],
+    "numba": ["gpuinfer.workloads.selfplay"],
+    "matplotlib": [],
+}
 # A screen-only helper that knows no more than numbers and their units.
 FREE = ("gpuinfer.screen.units",)
 
