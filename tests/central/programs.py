@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import time
 from multiprocessing.connection import Connection as Line
 from typing import Any
@@ -192,9 +193,24 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
-def is_alive(pid: int) -> bool:
+def state_of(task: str) -> str:
+    """The letter that the kernel gives the state of a process or thread in `/proc`; X once it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        with open(f"/proc/{task}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(str(pid)) not in "ZX"
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it holds: on a busy machine threads run on for a while after the signal was sent."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while any(state_of(f"{pid}/task/{task}") not in "TXZ" for task in os.listdir(f"/proc/{pid}/task")):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {pid} does not stop")
+        time.sleep(0.001)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import ask_forever, ask_in_loop, is_alive, named, own, use_inherited, wait_until_gone, wrong
+from programs import ask_forever, ask_in_loop, is_alive, named, own, stop, use_inherited, wait_until_gone, wrong
 from servers import Program, listening, mapped, pid_of, programs, served, serving, until
 
 from gpuinfer.api import Request
@@ -147,7 +147,7 @@ def test_a_server_that_dies_again_and_again_is_given_up():
 def test_a_stopped_server_is_noticed_and_replaced():
     with serving(restart=True) as server, server.client() as client:
         stopped = pid_of(server)
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         try:
             assert wrong(named(1, 1, 9), client.evaluate(named(1, 1, 9), timeout=NOTICED + 60)) is None
             assert pid_of(server) != stopped
@@ -161,12 +161,14 @@ async def test_a_stopped_server_that_will_not_come_back_is_noticed_by_all_who_wa
     with serving() as server, server.client() as client:
         backend = Remote(server._setup, address=server.address)
         await backend.start()
-        os.kill(pid_of(server), signal.SIGSTOP)
+        stop(pid_of(server))
         asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))
-        with pytest.raises(BackendDied):
-            await asyncio.to_thread(client.evaluate, named(1, 1, 1), timeout=NOTICED)
-        assert [type(answer) for answer in await asyncio.wait_for(asked, NOTICED)] == [BackendDied]
-        await backend.close()
+        try:
+            with pytest.raises(BackendDied):
+                await asyncio.to_thread(client.evaluate, named(1, 1, 1), timeout=NOTICED)
+            assert [type(answer) for answer in await asyncio.wait_for(asked, NOTICED)] == [BackendDied]
+        finally:
+            await backend.close()
 
 
 def test_deadlines_are_kept_while_a_server_comes_back():
@@ -245,7 +247,7 @@ def test_with_a_killed_owner_all_ends_and_nothing_is_left(restart):
 def test_an_owner_that_is_stopped_and_continued_changes_nothing():
     program, _, pids = owned(True, 1)
     with programs(program):
-        program.kill(signal.SIGSTOP)
+        stop(program.pid)
         time.sleep(0.5)
         assert all(map(is_alive, pids))
         program.kill(signal.SIGCONT)
@@ -332,7 +334,7 @@ def test_statistics_are_there_while_a_server_comes_back_and_count_all_its_lives(
 
 def test_an_answer_about_statistics_that_comes_too_late_is_not_taken_for_the_next():
     with serving() as server, server.client() as client:
-        os.kill(pid_of(server), signal.SIGSTOP)
+        stop(pid_of(server))
         assert not server._ask({"stats": True}, 0.05)
         os.kill(pid_of(server), signal.SIGCONT)
         client.evaluate(named(1, 1, 10))

@@ -11,7 +11,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import ask_ahead, ask_forever, ask_in_loop, named, wrong
+from programs import ask_ahead, ask_forever, ask_in_loop, named, stop, wrong
 from servers import Program, counts, mapped, pid_of, programs, serving, until
 
 from gpuinfer.api import Priority
@@ -142,7 +142,7 @@ def test_clients_killed_beside_them_change_no_answer_and_leave_no_memory(server,
 def test_a_stopped_client_holds_nobody_up_and_goes_on_when_continued(server):
     with programs(*(Program(ask_forever, server.client(), who, who, WIDEST) for who in range(2))) as (stopped, other):
         assert [stopped.hear(), other.hear()] == ["here", "here"]
-        stopped.kill(signal.SIGSTOP)
+        stop(stopped.pid)
         with server.client() as client:
             for request in range(50):
                 rows = named(7, request, 30)
