@@ -101,6 +101,8 @@ class QueueView:
     arrival_rate: float = 0.0  # rows per second, a moving average
     think_s: float = math.inf  # from an answer to the same client's next request, a moving average; inf: not known
     outstanding: int = 0  # requests of all groups that wait or are being served
+    deadline: float = math.inf  # no request that waits has an earlier one
+    class_rows: Sequence[int] = (0, 0, 0)  # of `rows`, those of each class, by `Priority`
 
     @property
     def all_clients_wait(self) -> bool:
@@ -129,6 +131,7 @@ class Setup:
     seed: int = 0
     processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
     deterministic: bool = False  # same answer for a row whatever it shares its batch with
+    trace: str | None = None  # where each engine records what happens (`gpuinfer.trace`); None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,13 @@ class OwnCopy:
 
 
 class Strategy(Plugin, ABC):
-    """Decides when the waiting requests become a batch. It never reads a clock and never sleeps."""
+    """Decides when the waiting requests become a batch. It never reads a clock and never sleeps.
+
+    `cut_at`, `reason` and `select` may be asked any number of times about one queue and answer the same; what must be
+    remembered is remembered in `account` and `observe`.
+    """
+
+    notices: Sequence[str] = ()  # what the user should know of what was learnt: each is shown once
 
     @abstractmethod
     def cut_at(self, queue: QueueView) -> float:
@@ -282,8 +291,21 @@ class Strategy(Plugin, ABC):
             return Reason.FULL
         return Reason.CLIENTS if queue.all_clients_wait else Reason.FREE
 
+    def account(self, batch: Sequence[Request], now: float) -> None:
+        """These requests have been cut, at the same time of the same clock as `select` saw."""
+
     def observe(self, batch: BatchRecord) -> None:
         """A batch has run: learn from it."""
+
+    def shed(self, queue: QueueView, arriving: Request) -> Sequence[Request]:
+        """Which waiting requests to turn away to make room for `arriving`, as the queue is full. Nobody, the default:
+        then `arriving` itself is turned away, as it is when their rows are too few.
+        """
+        return ()
+
+    def retry_after(self, queue: QueueView, request: Request) -> float | None:
+        """In how many seconds there may be room for a request like this one, which is turned away; None: not known."""
+        return None
 
 
 class Lane(Protocol):

@@ -59,7 +59,9 @@ class RequestError(WorkError):
 
 
 class QueueFull(RequestError):
-    """Refused at once, because the bounded queue has no room for the request's rows."""
+    """Turned away, because the bounded queue has no room for the request's rows."""
+
+    retry_after_s: float | None = None  # when there may be room, as far as that is known
 
 
 class Expired(RequestError):
