@@ -51,4 +51,6 @@ def waiting(
         arrival_rate,
         think_s,
         len(requests) if outstanding is None else outstanding,
+        min((request.deadline for request in requests), default=math.inf),
+        [sum(request.rows for request in requests if request.priority == priority) for priority in Priority],
     )

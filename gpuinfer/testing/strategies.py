@@ -109,10 +109,15 @@ def _fault_of_purity(strategy: Strategy, view: QueueView) -> str | None:
 
 
 def _fault_of_clock(strategy: Strategy, view: QueueView) -> str | None:
-    """A strategy that reads a clock of its own gives itself away when all times of the queue are shifted."""
-    shifted = _shifted(view)
-    late = max(strategy.cut_at(shifted), shifted.now) - SHIFT_S
-    if math.isclose(max(strategy.cut_at(view), view.now), late, abs_tol=1e-6):
+    """A strategy that reads a clock of its own gives itself away when all times of the queue are shifted: to before
+    what any clock shows, and to long after.
+    """
+    due = max(strategy.cut_at(view), view.now)
+    for shift in (-SHIFT_S, SHIFT_S):
+        shifted = _shifted(view, shift)
+        if not math.isclose(due, max(strategy.cut_at(shifted), shifted.now) - shift, abs_tol=1e-6):
+            break
+    else:
         return None
     return "the same queue at another time of day is cut differently. Read queue.now, never a clock."
 
@@ -128,12 +133,12 @@ def _seen_at(view: QueueView, now: float) -> QueueView:
     return replace(view, now=now)
 
 
-def _shifted(view: QueueView) -> QueueView:
+def _shifted(view: QueueView, seconds: float) -> QueueView:
     requests = tuple(
-        replace(request, arrived=request.arrived + SHIFT_S, deadline=request.deadline + SHIFT_S)
+        replace(request, arrived=request.arrived + seconds, deadline=request.deadline + seconds)
         for request in view.waiting
     )
-    return replace(view, waiting=requests, now=view.now + SHIFT_S)
+    return replace(view, waiting=requests, now=view.now + seconds, deadline=view.deadline + seconds)
 
 
 async def _load(strategy: Strategy) -> str | None:
