@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
@@ -24,9 +24,13 @@ from gpuinfer.batching.answering import answer, as_failure
 from gpuinfer.batching.cutting import Cut, Fault, PassThrough, next_cut
 from gpuinfer.batching.queueing import Queue
 from gpuinfer.batching.settling import Unsettled
+from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
-from gpuinfer.errors import Closed, Expired
+from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull
 from gpuinfer.stats import Lane, Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +40,8 @@ CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
 class Engine:
     """Batches requests for one backend, which it starts and closes.
 
-    `max_queue_rows` bounds the rows that may wait (see `Admission`); `patience_s` is how long `close` waits with
-    nothing coming back. All methods belong to the event loop that called `start`.
+    `max_queue_rows` bounds the rows that may wait (see `Admission`); `recorder` writes down what happens, and whoever
+    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods belong to the event loop that called `start`.
     """
 
     limits: Limits  # the backend's, once it has started
@@ -48,6 +52,7 @@ class Engine:
         strategy: Strategy,
         *,
         max_queue_rows: int | None = None,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = 30.0,
     ) -> None:
@@ -55,6 +60,7 @@ class Engine:
         self.strategy = PassThrough() if backend.remote else strategy
         self.lanes: list[Lane] = []  # "forward 0", …: one for each batch that may be in flight
         self._max_queue_rows = max_queue_rows
+        self._recorder = recorder
         self._clock = clock
         self._patience_s = patience_s
         self._queue = Queue()
@@ -102,11 +108,12 @@ class Engine:
         """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
         if self._shut is not None:
             raise Closed(f"the engine {self._shut}")
-        if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
-            self._tally.error("expired" if isinstance(refusal, Expired) else "rejected")
-            raise refusal
         now = self._clock()
         request = Request(payload, rows, now, priority, now + timeout, group, client)
+        if self._recorder is not None:
+            self._recorder.arrived(request)
+        if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
+            self._refuse_unless_others_go(request, refusal)
         self._queue.add(request)
         future = self._loop.create_future()
         self._unsettled.add(request, future)
@@ -119,6 +126,21 @@ class Engine:
         finally:
             if request in self._unsettled:  # whoever asked was cancelled
                 self._withdraw(request)
+
+    def _refuse_unless_others_go(self, request: Request, refusal: GpuinferError) -> None:
+        """Raise why this request cannot enter, unless the strategy turns others away for it."""
+        if isinstance(refusal, QueueFull):
+            shed = make_room(self.strategy, self._queue, request, self.limits, refusal, self._admission.bound)
+            for other, error in shed.turned_away:
+                self._unsettled.fail(other, error)
+            if shed.refusal is None:
+                return
+            refusal = shed.refusal
+        kind = "expired" if isinstance(refusal, Expired) else "rejected"
+        self._tally.error(kind, request.priority)
+        if self._recorder is not None:
+            self._recorder.settled(request, kind, request.arrived)
+        raise refusal
 
     def _withdraw(self, request: Request) -> None:
         self._unsettled.drop(request)
@@ -141,7 +163,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        return self._tally.snapshot(self._queue.rows, self.lanes)
+        return self._tally.snapshot(self._queue.rows, self.lanes, self.strategy.notices)
 
     # Cutting
 
@@ -157,7 +179,7 @@ class Engine:
         for request in self._queue.expire(now):
             waited = f"its deadline passed after {now - request.arrived:.3f} s in the queue"
             error = Expired(f"{waited}. Allow more time, or keep fewer requests outstanding.")
-            self._unsettled.fail(request, error, "expired")
+            self._unsettled.fail(request, error)
         when = min(self._cut_what_is_due(now), self._queue.next_deadline())
         if when < math.inf:
             self._alarm.ring_within(max(0.0, when - now))
@@ -190,20 +212,25 @@ class Engine:
             cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
         if cut.requests:
             self._tally.cut(cut, now)
+            number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
             lane = self._free.pop()
-            task = self._running[lane] = self._loop.create_task(self._serve(cut, lane, now), name=lane.name)
+            task = self._running[lane] = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
             task.add_done_callback(functools.partial(self._ended, cut, lane))
 
     # Serving
 
-    async def _serve(self, cut: Cut, lane: Lane, cut_at: float) -> None:
-        """Run one batch in one lane. Whatever happens, each of its requests is settled."""
+    async def _serve(self, cut: Cut, lane: Lane, cut_at: float, number: int) -> None:
+        """Run one batch in one lane. Whatever happens, each of its requests is settled. The recorder knows it by
+        `number`.
+        """
         forward_lane.set(lane)
         lane.enter("forward")
         started = self._clock()
         try:
             seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
             self._tally.ran(cut.rows, seconds)
+            if self._recorder is not None:
+                self._recorder.ran(number, seconds, self._clock())
             waited = cut_at - min(request.arrived for request in cut.requests)
             with self._harmless(f"the strategy {type(self.strategy).__name__} raised in observe"):
                 self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
@@ -221,8 +248,11 @@ class Engine:
         self._free.append(lane)
         self._wake()
 
-    def _left(self, request: Request) -> None:
-        self._queue.clients.answered(request.client, self._clock())
+    def _left(self, request: Request, outcome: str) -> None:
+        now = self._clock()
+        self._queue.clients.answered(request.client, now)
+        if self._recorder is not None:
+            self._recorder.settled(request, outcome, now)
         if self.limits.slots is not None:  # those it took are free, though its batch runs on
             self._wake()
 

@@ -71,7 +71,7 @@ def build(run: Run) -> dict[str, Any]:
         "batches": batches(snapshot),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
-        "classes": {},
+        "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
         "stations": stations(snapshot.lanes, run.wall_s),
@@ -79,6 +79,7 @@ def build(run: Run) -> dict[str, Any]:
         "bottleneck": judge(evidence(run)),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "memory": memory(snapshot),
+        "notices": list(snapshot.notices),
         "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
     }
 
@@ -126,8 +127,30 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
         "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
         "rows_max": max(snapshot.batches) if count else None,
         "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
+        "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
         "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
     }
+
+
+def of_class(count: Mapping[str, Any]) -> dict[str, Any]:
+    """The latency of the requests of one class, and what became of them."""
+    return {
+        **summarise(count["latency"]),
+        "requests": count["requests"],
+        "rows": count["rows"],
+        "errors": {name: count["errors"].get(name, 0) for name in ERRORS},
+        "queue_wait_s": summarise(count["queue_wait"]),
+    }
+
+
+def service_times(batch_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Mean rows → mean seconds of the batches of about one size: four sizes for each doubling."""
+    alike: dict[int, list[float]] = {}
+    for rows, (count, seconds) in batch_s.items():
+        sums = alike.setdefault(round(4 * math.log2(max(rows, 1))), [0, 0.0, 0.0])
+        for index, value in enumerate((count, count * rows, seconds)):
+            sums[index] += value
+    return {round(rows / count): seconds / count for _, (count, rows, seconds) in sorted(alike.items()) if count}
 
 
 def doublings(sizes: Mapping[int, int]) -> dict[int, int]:

@@ -112,6 +112,31 @@ class Lane:
         return {"name": self.name, "stations": self.stations(), "visits": self.visits()}
 
 
+class ClassCount:
+    """What became of the requests of one class, and how long they took."""
+
+    __slots__ = ("errors", "latency", "queue_wait", "requests", "rows")
+
+    def __init__(self) -> None:
+        self.requests = self.rows = 0  # answered
+        self.errors = dict.fromkeys(ERRORS, 0)
+        self.latency, self.queue_wait = Histogram(), Histogram()
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was any request of this class."""
+        return bool(self.requests or self.queue_wait.counts or any(self.errors.values()))
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "rows": self.rows,
+            "errors": dict(self.errors),
+            "latency": self.latency.to_wire(),
+            "queue_wait": self.queue_wait.to_wire(),
+        }
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Frozen counters at one moment, since the start of a run. Snapshots of several processes add up."""
@@ -124,6 +149,8 @@ class Snapshot:
     latency: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → result
     queue_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → batch
     errors: Mapping[str, int] = field(default_factory=dict)  # requests, by ERRORS
+    classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `ClassCount.to_wire()`
+    notices: tuple[str, ...] = ()  # what the strategy has to say to the user
     waiting: int = 0  # rows in the queue now
     lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}, visits{station: how often}}
     cpu_s: float = 0.0  # that the processes' threads ran on a core
@@ -137,7 +164,7 @@ class Snapshot:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
-        return cls(**{**wire, "lanes": tuple(wire["lanes"])})
+        return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire["notices"])})
 
 
 def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
@@ -148,6 +175,26 @@ def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list
             before = total.get(rows, (0, 0.0))
             total[rows] = [before[0] + count, before[1] + seconds]
     return total
+
+
+def merge_classes(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Add `Snapshot.classes` of several processes up."""
+    parts = list(parts)
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _merge_class([part[name] for part in parts if name in part]) for name in names}
+
+
+def _merge_class(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    errors: Counter[str] = Counter()
+    for part in parts:
+        errors.update(part["errors"])
+    return {
+        "requests": sum(part["requests"] for part in parts),
+        "rows": sum(part["rows"] for part in parts),
+        "errors": dict(errors),
+        "latency": merge_histograms(part["latency"] for part in parts),
+        "queue_wait": merge_histograms(part["queue_wait"] for part in parts),
+    }
 
 
 def sums_beyond(
@@ -185,6 +232,8 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         latency=merge_histograms(p.latency for p in parts),
         queue_wait=merge_histograms(p.queue_wait for p in parts),
         errors=added("errors"),
+        classes=merge_classes(p.classes for p in parts),
+        notices=tuple(dict.fromkeys(notice for p in parts for notice in p.notices)),
         waiting=sum(p.waiting for p in parts),
         lanes=tuple(lane for p in parts for lane in p.lanes),
         cpu_s=math.fsum(p.cpu_s for p in parts),
@@ -232,6 +281,15 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
     def histogram(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
         return {**late, "counts": beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
 
+    def class_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "requests": late["requests"] - early["requests"],
+            "rows": late["rows"] - early["rows"],
+            "errors": beyond(late["errors"], early["errors"]),
+            "latency": histogram(late["latency"], early["latency"]),
+            "queue_wait": histogram(late["queue_wait"], early["queue_wait"]),
+        }
+
     def lane_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: beyond(late.get(name, {}), early.get(name, {})) for name in ("stations", "visits")}
         return {**late, **counted}
@@ -247,6 +305,10 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
         latency=histogram(now.latency, then.latency),
         queue_wait=histogram(now.queue_wait, then.queue_wait),
         errors=beyond(now.errors, then.errors),
+        classes={
+            name: class_beyond(late, then.classes[name]) if name in then.classes else late
+            for name, late in now.classes.items()
+        },
         lanes=tuple(lane_beyond(lane, earlier.get(lane["name"], {})) for lane in now.lanes),
         cpu_s=max(0.0, now.cpu_s - then.cpu_s),
         cpu_wait_s=max(0.0, now.cpu_wait_s - then.cpu_wait_s),  # threads that ended take what they counted along

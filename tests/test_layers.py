@@ -28,7 +28,7 @@ LAYERS = [
     ["gpuinfer.children"],
     ["gpuinfer.settings"],
     ["gpuinfer.registry"],
-    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts"],
+    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts", "gpuinfer.service"],
     ["gpuinfer.api", "gpuinfer.error_wire"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

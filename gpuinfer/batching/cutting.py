@@ -47,8 +47,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
     The group that is due first goes first. While draining every group is due, whatever the strategy says.
     """
     due, chosen = math.inf, None
-    for line in queue.lines():
-        view = line.view(now, limits, queue.clients)
+    for line, view in queue.views(now, limits):
         if view.waiting[0].rows > limits.max_rows:  # only when the backend's slots are taken: wait until they are not
             continue
         try:
@@ -67,6 +66,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
 def _cut(strategy: Strategy, queue: Queue, line: Line, view: QueueView, *, draining: bool) -> Cut | Fault:
     try:
         cut = choose(strategy, view, line.members, draining=draining)
+        _account(strategy, cut, view.now)
     except StrategyError as error:
         return _fault(queue, view, error)
     queue.remove(cut.requests)
@@ -88,9 +88,9 @@ def due_at(strategy: Strategy, view: QueueView) -> float:
     try:
         due = float(strategy.cut_at(view))
     except Exception as error:
-        raise _blamed(strategy, f"raised in cut_at: {error!r}") from error
+        raise blamed(strategy, f"raised in cut_at: {error!r}") from error
     if math.isnan(due):
-        raise _blamed(strategy, "answered cut_at with NaN, which is no time")
+        raise blamed(strategy, "answered cut_at with NaN, which is no time")
     return max(due, view.waiting[0].arrived)
 
 
@@ -104,20 +104,28 @@ def choose(strategy: Strategy, view: QueueView, members: Set[Request], *, draini
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
     except Exception as error:
-        raise _blamed(strategy, f"raised in reason or select: {error!r}") from error
+        raise blamed(strategy, f"raised in reason or select: {error!r}") from error
     if not chosen:
-        raise _blamed(strategy, "selected nothing although a batch was due")
+        raise blamed(strategy, "selected nothing although a batch was due")
     if len(distinct) != len(chosen):
-        raise _blamed(strategy, "selected a request twice")
+        raise blamed(strategy, "selected a request twice")
     if not distinct <= members:
-        raise _blamed(strategy, "selected a request that does not wait in this queue")
+        raise blamed(strategy, "selected a request that does not wait in this queue")
     rows = sum(request.rows for request in chosen)
     if rows > view.limits.max_rows:
-        raise _blamed(strategy, f"selected {rows} rows where {view.limits.max_rows} fit")
+        raise blamed(strategy, f"selected {rows} rows where {view.limits.max_rows} fit")
     return Cut(chosen, rows, reason)
 
 
-def _blamed(strategy: Strategy, what: str) -> StrategyError:
+def _account(strategy: Strategy, cut: Cut, now: float) -> None:
+    try:
+        strategy.account(cut.requests, now)
+    except Exception as error:
+        raise blamed(strategy, f"raised in account: {error!r}") from error
+
+
+def blamed(strategy: Strategy, what: str) -> StrategyError:
+    """The error that says what a strategy did wrong."""
     return StrategyError(
         f"the strategy {type(strategy).__name__} {what}. Choose another with --strategy, "
         f"or check the package that it came from with `gpuinfer plugins check`."

@@ -11,12 +11,13 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import overload
 
-from gpuinfer.api import Limits, QueueView, Request
+from gpuinfer.api import Limits, Priority, QueueView, Request
 from gpuinfer.batching.clients import Clients
 
 RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
 LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
 SLACK = 64  # entries that may be out of date before a list is swept
+NEWEST = 64  # requests among which one that is turned away is looked for before
 
 
 class Waiting(Sequence[Request]):
@@ -44,11 +45,12 @@ class Waiting(Sequence[Request]):
 class Line:
     """The waiting requests of one group, oldest first, and the rate at which their rows arrive."""
 
-    __slots__ = ("_arrived", "_looked", "_rate", "_requests", "_waiting", "members", "rows")
+    __slots__ = ("_arrived", "_class_rows", "_looked", "_rate", "_requests", "_waiting", "members", "rows")
 
     def __init__(self) -> None:
         self.members: set[Request] = set()
         self.rows = 0
+        self._class_rows = [0] * len(Priority)
         self._requests: list[Request] = []  # in order; those no longer in `members` are swept out later, all at once
         self._waiting = Waiting(self._requests)
         self._arrived = 0  # rows since the rate was last brought up to date
@@ -59,18 +61,22 @@ class Line:
         self._requests.append(request)
         self.members.add(request)
         self.rows += request.rows
+        self._class_rows[request.priority] += request.rows
         self._arrived += request.rows
 
-    def remove(self, requests: tuple[Request, ...], rows: int) -> None:
-        """Drop members whose rows add up to `rows`."""
+    def remove(self, requests: tuple[Request, ...]) -> None:
         self.members.difference_update(requests)
-        self.rows -= rows
+        for request in requests:
+            self.rows -= request.rows
+            self._class_rows[request.priority] -= request.rows
         if tuple(self._requests[: len(requests)]) == requests:  # the oldest first: the usual cut
             del self._requests[: len(requests)]
+        elif len(requests) == 1 and requests[0] in self._requests[-NEWEST:]:  # turned away: the newest first
+            del self._requests[self._requests.index(requests[0], len(self._requests) - NEWEST)]
         elif len(self._requests) > 2 * len(self.members) + SLACK:
             self._sweep()
 
-    def view(self, now: float, limits: Limits, clients: Clients) -> QueueView:
+    def view(self, now: float, limits: Limits, clients: Clients, deadline: float) -> QueueView:
         if len(self._requests) != len(self.members):
             self._sweep()
         return QueueView(
@@ -83,6 +89,8 @@ class Line:
             self._rate_at(now),
             clients.think_s,
             clients.outstanding,
+            deadline,
+            self._class_rows,
         )
 
     def _sweep(self) -> None:
@@ -110,9 +118,17 @@ class Queue:
         line = self._lines.get(request.group)
         return line is not None and request in line.members
 
-    def lines(self) -> list[Line]:
-        """The lines in which requests wait."""
-        return [line for line in self._lines.values() if line.members]
+    def views(self, now: float, limits: Limits) -> list[tuple[Line, QueueView]]:
+        """The lines in which requests wait, and how a strategy sees them now."""
+        deadline = self.next_deadline() if self._deadlines else math.inf
+        return [(line, line.view(now, limits, self.clients, deadline)) for line in self._lines.values() if line.members]
+
+    def view(self, group: Hashable, now: float, limits: Limits) -> QueueView | None:
+        """How a strategy sees the line of this group; None when nobody waits in it."""
+        line = self._lines.get(group)
+        if line is None or not line.members:
+            return None
+        return line.view(now, limits, self.clients, self.next_deadline())
 
     def add(self, request: Request) -> None:
         """Queue a request. It counts as outstanding until `clients.answered`, which whoever settles it calls."""
@@ -128,12 +144,11 @@ class Queue:
     def remove(self, requests: tuple[Request, ...]) -> None:
         """Take waiting requests of one group out: cut, cancelled or failed."""
         line = self._lines[requests[0].group]
-        rows = 0
-        for request in requests:
-            rows += request.rows
-            self._dated -= request.deadline < math.inf
-        line.remove(requests, rows)
-        self.rows -= rows
+        before = line.rows
+        line.remove(requests)
+        self.rows -= before - line.rows
+        if self._dated:
+            self._dated -= sum(request.deadline < math.inf for request in requests)
 
     def expire(self, now: float) -> list[Request]:
         """Take out the waiting requests whose deadlines have come."""

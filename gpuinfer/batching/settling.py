@@ -8,18 +8,18 @@ from typing import Any
 
 from gpuinfer.api import Request, Result
 from gpuinfer.batching.tally import Tally
-from gpuinfer.errors import GpuinferError
+from gpuinfer.errors import Expired, GpuinferError, QueueFull
 
 
 class Unsettled:
     """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing.
 
-    `left` is called with each request as it leaves.
+    `left` is called with each request as it leaves, and with how it ended: "ok", or one of `stats.ERRORS`.
     """
 
     __slots__ = ("_futures", "_left", "_tally", "rows")
 
-    def __init__(self, tally: Tally, left: Callable[[Request], None]) -> None:
+    def __init__(self, tally: Tally, left: Callable[[Request, str], None]) -> None:
         self.rows = 0
         self._futures: dict[Request, asyncio.Future[Any]] = {}
         self._tally = tally
@@ -43,14 +43,13 @@ class Unsettled:
         return self._futures[request].done()
 
     def answer(self, request: Request, result: Result, now: float) -> None:
-        if future := self._release(request):
-            self._tally.answered(request.rows, now - request.arrived)
+        if future := self._release(request, "ok"):
+            self._tally.answered(request, now)
             future.set_result(result)
 
-    def fail(self, request: Request, error: GpuinferError, kind: str = "failed") -> None:
-        """`kind` is one of `stats.ERRORS`."""
-        if future := self._release(request):
-            self._tally.error(kind)
+    def fail(self, request: Request, error: GpuinferError) -> None:
+        if future := self._release(request, kind := kind_of(error)):
+            self._tally.error(kind, request.priority)
             future.set_exception(error)
 
     def fail_all(self, requests: Iterable[Request], error: GpuinferError) -> None:
@@ -60,16 +59,23 @@ class Unsettled:
     def drop(self, request: Request) -> None:
         """Forget a request whose asker wants no answer any more."""
         self._futures[request].cancel()
-        self._release(request)
+        self._release(request, "cancelled")
 
-    def _release(self, request: Request) -> asyncio.Future[Result] | None:
+    def _release(self, request: Request, outcome: str) -> asyncio.Future[Result] | None:
         """Take a request off the books. Its future is for the caller to settle; None when nobody waits for it."""
         future = self._futures.pop(request, None)
         if future is None:
             return None
         self.rows -= request.rows
-        self._left(request)
+        self._left(request, "cancelled" if future.done() else outcome)
         if future.done():
-            self._tally.error("cancelled")
+            self._tally.error("cancelled", request.priority)
             return None
         return future
+
+
+def kind_of(error: BaseException) -> str:
+    """As which of `stats.ERRORS` a request counts that ends with this error."""
+    if isinstance(error, QueueFull):
+        return "rejected"
+    return "expired" if isinstance(error, Expired) else "failed"

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from gpuinfer.api import Priority, Request
 from gpuinfer.batching.cutting import Cut
-from gpuinfer.stats import ERRORS, Histogram, Lane, Snapshot
+from gpuinfer.stats import ERRORS, ClassCount, Lane, Snapshot, merge_histograms
 
 
 class Tally:
     """Running counters. Every request ends in exactly one of: answered, or one of `stats.ERRORS`."""
 
-    __slots__ = ("_batch_s", "_batches", "_errors", "_latency", "_queue_wait", "_reasons", "_requests", "_rows")
+    __slots__ = ("_batch_s", "_batches", "_classes", "_reasons")
 
     def __init__(self) -> None:
-        self._requests = self._rows = 0
-        self._errors = dict.fromkeys(ERRORS, 0)
+        self._classes = [ClassCount() for _ in Priority]
         self._batches: Counter[int] = Counter()
         self._batch_s: dict[int, list[float]] = {}
         self._reasons: Counter[str] = Counter()
-        self._latency, self._queue_wait = Histogram(), Histogram()
 
     def cut(self, batch: Cut, now: float) -> None:
         self._batches[batch.rows] += 1
         self._reasons[batch.reason.value] += 1
         for request in batch.requests:
-            self._queue_wait.add(now - request.arrived)
+            self._classes[request.priority].queue_wait.add(now - request.arrived)
 
     def ran(self, rows: int, seconds: float) -> None:
         """Count one batch of so many rows that the backend has answered, and the seconds that it took."""
@@ -34,25 +33,30 @@ class Tally:
         spent[0] += 1
         spent[1] += seconds
 
-    def answered(self, rows: int, latency_s: float) -> None:
-        self._requests += 1
-        self._rows += rows
-        self._latency.add(latency_s)
+    def answered(self, request: Request, now: float) -> None:
+        count = self._classes[request.priority]
+        count.requests += 1
+        count.rows += request.rows
+        count.latency.add(now - request.arrived)
 
-    def error(self, kind: str) -> None:
+    def error(self, kind: str, priority: Priority = Priority.NORMAL) -> None:
         """Count one request that got no result; `kind` is one of `stats.ERRORS`."""
-        self._errors[kind] += 1
+        self._classes[priority].errors[kind] += 1
 
-    def snapshot(self, waiting: int, lanes: Sequence[Lane]) -> Snapshot:
+    def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = ()) -> Snapshot:
+        counts = {priority.name.lower(): self._classes[priority] for priority in Priority}
+        seen = {name: count.to_wire() for name, count in counts.items() if count.seen}
         return Snapshot(
-            requests=self._requests,
-            rows=self._rows,
+            requests=sum(count.requests for count in self._classes),
+            rows=sum(count.rows for count in self._classes),
             batches=dict(self._batches),
             batch_s={rows: list(spent) for rows, spent in self._batch_s.items()},
             reasons=dict(self._reasons),
-            latency=self._latency.to_wire(),
-            queue_wait=self._queue_wait.to_wire(),
-            errors=dict(self._errors),
+            latency=merge_histograms(wire["latency"] for wire in seen.values()),
+            queue_wait=merge_histograms(wire["queue_wait"] for wire in seen.values()),
+            errors={kind: sum(count.errors[kind] for count in self._classes) for kind in ERRORS},
+            classes=seen,
+            notices=tuple(notices),
             waiting=waiting,
             lanes=tuple(lane.to_wire() for lane in lanes),
         )

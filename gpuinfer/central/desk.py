@@ -14,20 +14,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
 from gpuinfer.batching.cutting import Cut, Fault, next_cut
 from gpuinfer.batching.queueing import Queue
+from gpuinfer.batching.settling import kind_of
+from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
 from gpuinfer.central.blocks import Block, Form
 from gpuinfer.central.caller import Caller
 from gpuinfer.central.lines import Lines, Ready
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import Garbled, Kind, Record, error_to_wire, pack
-from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError
+from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull
 from gpuinfer.stats import Lane, Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +85,19 @@ class Desk:
         pulse: int,
         *,
         most_clients: int,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pulse` is the descriptor of the pulse's memory, which every client gets."""
+        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes down what happens;
+        whoever made it closes it.
+        """
         self.form, self.limits, self.strategy = form, limits, strategy
         self.lanes = [Lane(f"forward {number}", clock=clock) for number in range(limits.in_flight)]
         self.started_at: dict[Lane, float] = {}  # of the batch that runs in a lane
         self._owing: set[Lane] = set()  # lanes whose last batch has been answered and not yet been counted
         self.fault: BackendDied | None = None  # why it cannot go on
         self._answerer = answerer
+        self._recorder = recorder
         self._clock = clock
         welcome = pack(Record(Kind.WELCOME, body={"form": form.to_wire(), "max_rows": limits.max_rows}))
         self._lines = Lines(listener, token, most_clients, (welcome, pulse), answerer.pin)
@@ -97,6 +106,7 @@ class Desk:
         self._queue, self._tally = Queue(), Tally()
         self._admission = Admission(limits, None)
         self._waiting: dict[tuple[int, int], Request] = {}  # by caller and number, until they are cut
+        self._numbers: dict[Cut, int] = {}  # by which the recorder knows the batches under way
         self._pace = Pace()
         self._spin_pays = True
         self._closing = False
@@ -131,7 +141,7 @@ class Desk:
                 break
             time.sleep(0.001)
         with self._state:
-            return self._tally.snapshot(self._queue.rows, self.lanes)
+            return self._tally.snapshot(self._queue.rows, self.lanes, self.strategy.notices)
 
     def busy_s(self) -> float:
         """How long the batch that has run longest has been running."""
@@ -180,7 +190,7 @@ class Desk:
             now = self._clock()
             for request in self._queue.expire(now):
                 waited = f"its deadline passed after {now - request.arrived:.3f} s in the queue"
-                self._fail(request, Expired(f"{waited}. Allow more time, or keep fewer outstanding."), "expired")
+                self._fail(request, Expired(f"{waited}. Allow more time, or keep fewer outstanding."))
             while True:
                 step = next_cut(self.strategy, self._queue, now, self.limits, draining=False)
                 if not isinstance(step, Fault):
@@ -190,6 +200,8 @@ class Desk:
             if not isinstance(step, Cut):
                 return min(step, self._queue.next_deadline())
             self._tally.cut(step, now)
+            if self._recorder is not None:
+                self._numbers[step] = self._recorder.cut(step.requests, step.rows, step.reason, now)
             for request in step.requests:
                 ask: Ask = request.payload
                 ask.caller.serving += 1
@@ -225,15 +237,17 @@ class Desk:
         if record.block in caller.asked or (caller.number, record.number) in self._waiting:
             raise Garbled("a second request before the first is answered")
         now, rows = self._clock(), record.rows
-        if refusal := self._admission.refuse(rows, record.left_s, self._queue.rows):
-            self._tally.error("expired" if isinstance(refusal, Expired) else "rejected")
-            self._lines.send(caller, _failed(record.number, refusal))
-            return
         who = caller.number, record.client % NAMES
         group = _hashable(record.body.get("group")) if isinstance(record.body, dict) else None
         hash(group)  # raises for what cannot be one, before anything is done
         priority = PRIORITIES[min(record.priority, Priority.LOW)]
         request = Request(Ask(caller, record.number, block, rows), rows, now, priority, now + record.left_s, group, who)
+        if self._recorder is not None:
+            self._recorder.arrived(request)
+        if refusal := self._refused(request, record.left_s):
+            self._settled(request, "expired" if isinstance(refusal, Expired) else "rejected", now)
+            self._lines.send(caller, _failed(record.number, refusal))
+            return
         self._waiting[caller.number, record.number] = request
         caller.asked.add(record.block)
         if who not in caller.names:
@@ -242,6 +256,16 @@ class Desk:
         self._queue.add(request)
         self._spin_pays = True
 
+    def _refused(self, request: Request, left_s: float) -> GpuinferError | None:
+        """Why this request cannot enter; None when it can, if need be because others were turned away."""
+        refusal = self._admission.refuse(request.rows, left_s, self._queue.rows)
+        if not isinstance(refusal, QueueFull):
+            return refusal
+        shed = make_room(self.strategy, self._queue, request, self.limits, refusal, self._admission.bound)
+        for other, error in shed.turned_away:
+            self._fail(other, error)
+        return shed.refusal
+
     def _cancel(self, caller: Caller, number: int) -> None:
         """Take a request that waits out of the queue; one that is being served is answered, and nobody cares."""
         request = self._waiting.get((caller.number, number))
@@ -249,21 +273,23 @@ class Desk:
             self._queue.remove((request,))
             self._fail(request, Closed("this request was cancelled."), "cancelled")
 
-    def _fail(self, request: Request, error: GpuinferError, kind: str = "failed") -> None:
+    def _fail(self, request: Request, error: GpuinferError, kind: str | None = None) -> None:
         """Settle a request that has left the queue and was not cut."""
+        now = self._clock()
         ask: Ask = request.payload
         self._waiting.pop((ask.caller.number, ask.number), None)
         ask.caller.asked.discard(ask.block.number)
-        self._tally.error(kind)
-        self._queue.clients.answered(request.client, self._clock())
+        self._settled(request, kind or kind_of(error), now)
+        self._queue.clients.answered(request.client, now)
         self._lines.send(ask.caller, _failed(ask.number, error))
 
     def _forget(self, caller: Caller) -> None:
         """A client has gone; what it asked for and is not in a batch is nobody's any more."""
+        now = self._clock()
         for key, request in [item for item in self._waiting.items() if item[0][0] == caller.number]:
             self._queue.remove((request,))
-            self._queue.clients.answered(request.client, self._clock())
-            self._tally.error("cancelled")
+            self._queue.clients.answered(request.client, now)
+            self._settled(request, "cancelled", now)
             del self._waiting[key]
         for who in caller.names:
             self._queue.clients.leave(who)
@@ -309,16 +335,24 @@ class Desk:
             caller.serving -= 1
             caller.release()
             self._queue.clients.answered(request.client, ended)
-            if error is None:
-                self._tally.answered(request.rows, ended - request.arrived)
-            else:
-                self._tally.error("failed")
+            self._settled(request, "ok" if error is None else kind_of(error), ended)
         for _ in range(retried):
             self._tally.error("retried")
         self._tally.ran(cut.rows, ended - started)
+        if self._recorder is not None:
+            self._recorder.ran(self._numbers.pop(cut), ended - started, ended)
         self._pace.took(cut.rows, ended - started)
         waited = started - min(request.arrived for request in cut.requests)
         self._observe(BatchRecord(cut.rows, len(cut.requests), started, ended - started, waited, cut.reason))
+
+    def _settled(self, request: Request, outcome: str, now: float) -> None:
+        """Count what became of a request: "ok", or one of `stats.ERRORS`."""
+        if outcome == "ok":
+            self._tally.answered(request, now)
+        else:
+            self._tally.error(outcome, request.priority)
+        if self._recorder is not None:
+            self._recorder.settled(request, outcome, now)
 
     def _observe(self, record: BatchRecord) -> None:
         try:

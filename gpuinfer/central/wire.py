@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from gpuinfer.error_wire import nearest, rebuilt
-from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.errors import BackendError, GpuinferError, QueueFull
 
 VERSION = 2
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
@@ -102,13 +102,18 @@ def _body(data: bytes) -> Any:
         raise Garbled("a body that is not msgpack") from error
 
 
-def error_to_wire(error: GpuinferError) -> dict[str, str]:
+def error_to_wire(error: GpuinferError) -> dict[str, Any]:
     message = str(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
-    return {"type": nearest(error) or "BackendError", "message": message}
+    wire = {"type": nearest(error) or "BackendError", "message": message}
+    retry_after_s = getattr(error, "retry_after_s", None)
+    return wire if retry_after_s is None else {**wire, "retry_after_s": retry_after_s}
 
 
 def error_from_wire(told: Any) -> GpuinferError:
     message = str(told["message"])
-    return rebuilt(str(told["type"]), message) or BackendError(message)
+    error = rebuilt(str(told["type"]), message) or BackendError(message)
+    if isinstance(error, QueueFull):
+        error.retry_after_s = told.get("retry_after_s")
+    return error

@@ -201,6 +201,7 @@ def _asked(engine: Snapshot) -> Snapshot:
         rows=engine.rows,
         latency=engine.latency,
         errors=engine.errors,
+        classes={name: {**count, "queue_wait": Snapshot().queue_wait} for name, count in engine.classes.items()},
         waiting=engine.waiting,
     )
 
@@ -208,4 +209,6 @@ def _asked(engine: Snapshot) -> Snapshot:
 def _served(far: Snapshot) -> Snapshot:
     """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
     retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
-    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried)
+    nothing = {"requests": 0, "rows": 0, "errors": {}, "latency": Snapshot().latency}
+    classes = {name: {**count, **nothing} for name, count in far.classes.items()}
+    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried, classes=classes)
