@@ -41,7 +41,8 @@ class Engine:
     """Batches requests for one backend, which it starts and closes.
 
     `max_queue_rows` bounds the rows that may wait (see `Admission`); `recorder` writes down what happens, and whoever
-    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods belong to the event loop that called `start`.
+    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods belong to the event
+    loop that called `start`.
     """
 
     limits: Limits  # the backend's, once it has started

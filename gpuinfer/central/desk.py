@@ -88,8 +88,8 @@ class Desk:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes down what happens;
-        whoever made it closes it.
+        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes down what happens,
+        and whoever made it closes it.
         """
         self.form, self.limits, self.strategy = form, limits, strategy
         self.lanes = [Lane(f"forward {number}", clock=clock) for number in range(limits.in_flight)]
