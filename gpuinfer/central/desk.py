@@ -88,7 +88,7 @@ class Desk:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes down what happens,
+        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes all down,
         and whoever made it closes it.
         """
         self.form, self.limits, self.strategy = form, limits, strategy
