@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuinfer import errors, machine, report
+from gpuinfer import errors, machine, precise_loop, report
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
 from gpuinfer.runtime.session import Session
@@ -49,7 +49,7 @@ class Update:
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
     """`execute` for callers without an event loop."""
-    return asyncio.run(execute(workload, backend, strategy, **arguments))
+    return precise_loop.run(execute(workload, backend, strategy, **arguments))
 
 
 async def execute(

@@ -29,6 +29,7 @@ LAYERS = [
     ["gpuinfer.settings"],
     ["gpuinfer.registry"],
     ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts", "gpuinfer.service"],
+    ["gpuinfer.precise_loop"],
     ["gpuinfer.api", "gpuinfer.error_wire"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gpuinfer import children, errors
+from gpuinfer import children, errors, precise_loop
 from gpuinfer.api import Infer
 from gpuinfer.error_wire import nearest
 from gpuinfer.errors import UsageError
@@ -46,7 +46,7 @@ class Channel:
 def main(end: socket.socket, pulse: Connection, job: Job) -> None:
     """Run one job, and leave no later than the parent."""
     children.settle_in()
-    asyncio.run(_serve(end, Heart(pulse), job))
+    precise_loop.run(_serve(end, Heart(pulse), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second

@@ -1,0 +1,79 @@
+"""An event loop whose timers go off when they are due: what `asyncio.run` is, without its rounding to milliseconds.
+
+Linux is asked for waits of whole milliseconds by `epoll_wait`, so that asyncio's timers are up to 1 ms late, and by the
+kernel's timer slack of 50 µs on top. A strategy that waits 0.3 ms for company would wait four times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import select
+import selectors
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SELECTABLE = 1024  # FD_SETSIZE: `select` takes only descriptors below it
+SLACK_NS = 1_000  # how much later than asked a wait may end, for the kernel to save energy
+SET_SLACK, GET_SLACK = 29, 30  # PR_SET_TIMERSLACK and PR_GET_TIMERSLACK of <linux/prctl.h>
+
+if hasattr(selectors, "EpollSelector"):
+
+    class PreciseSelector(selectors.EpollSelector):
+        """Waits for the epoll descriptor itself with `select`, which takes microseconds, and then asks without waiting.
+
+        A descriptor is readable when something that it watches is ready. One too large for `select` waits as ever.
+        """
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is not None and timeout > 0 and self.fileno() < SELECTABLE:
+                select.select((self.fileno(),), (), (), timeout)
+                timeout = 0
+            return super().select(timeout)
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        """A loop with precise timers."""
+        return asyncio.SelectorEventLoop(PreciseSelector())
+
+else:  # kqueue takes nanoseconds
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        """A loop with precise timers."""
+        return asyncio.new_event_loop()
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, with precise timers."""
+    with _little_slack(), asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main)
+
+
+@contextlib.contextmanager
+def _little_slack() -> Iterator[None]:
+    """For this thread, and for those that it starts meanwhile. Does nothing where there is no such thing."""
+    before = _prctl(GET_SLACK, 0)
+    if before <= 0:
+        yield
+        return
+    _prctl(SET_SLACK, SLACK_NS)
+    try:
+        yield
+    finally:
+        _prctl(SET_SLACK, before)
+
+
+def _prctl(what: int, value: int) -> int:
+    call = _library_call()
+    return int(call(what, ctypes.c_ulong(value), 0, 0, 0)) if call else -1
+
+
+@functools.cache
+def _library_call() -> Any:
+    try:
+        return ctypes.CDLL(None).prctl
+    except (AttributeError, OSError):  # no Linux
+        return None
