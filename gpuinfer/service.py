@@ -45,6 +45,18 @@ class ServiceModel:
         steps = self.step_s * ((rows - 1) // self.step_rows) if self.step_rows else 0.0
         return steps + (self._between(rows) if self.points else self.alpha * rows + self.beta)
 
+    def capacity(self, max_rows: int) -> float:
+        """The most rows per second of one lane, over batches of up to so many rows.
+
+        Between steps and points τ is a straight line, along which n / τ(n) only rises or only falls: the most is at an
+        end of one.
+        """
+        ends = {1, max_rows, *(int(rows) for rows, _ in self.points)}
+        if self.step_rows:
+            ends.update((self.step_rows, max_rows // self.step_rows * self.step_rows))
+            ends.update(rows // self.step_rows * self.step_rows for rows in tuple(ends))
+        return (1 - self.failures) * max(rows / self.seconds(rows) for rows in ends if 1 <= rows <= max_rows)
+
     def draw(self, rows: int, dice: random.Random) -> float:
         """The time of one such batch."""
         seconds = self.seconds(rows)

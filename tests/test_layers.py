@@ -22,7 +22,7 @@ LAYERS = [
     ["gpuinfer.verdict"],
     ["gpuinfer.evidence"],
     ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
-    ["gpuinfer.engine", "gpuinfer.central"],
+    ["gpuinfer.engine", "gpuinfer.central", "gpuinfer.simulate"],
     ["gpuinfer.batching"],
     ["gpuinfer.models"],
     ["gpuinfer.children"],

@@ -1,0 +1,13 @@
+"""The strategies on a virtual clock: a discrete-event simulation of engines, for capacity planning and for tests.
+
+    outcome = simulate(Poisson(2000), ServiceModel(alpha=50e-6, beta=2e-3), Dynamic, Limits(64), requests=100_000)
+    outcome.latency_s["p95"], outcome.served_rows_per_s, outcome.utilisation
+
+Strategy, queue, admission and counters are the very objects that the engine uses; only clock and backend are made up.
+"""
+
+from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Closed, Mix, Poisson, Recorded
+from gpuinfer.simulate.events import simulate
+from gpuinfer.simulate.outcome import Outcome
+
+__all__ = ["Arrivals", "Ask", "Bursty", "Closed", "Mix", "Outcome", "Poisson", "Recorded", "simulate"]

@@ -1,0 +1,195 @@
+"""Who asks, and when: the load of a simulation. Each kind is endless, but for a recorded one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gpuinfer.api import Priority
+from gpuinfer.errors import UsageError
+
+
+class Ask(NamedTuple):
+    """One request as it arrives, `at` seconds after the beginning."""
+
+    at: float
+    rows: int = 1
+    priority: Priority = Priority.NORMAL
+    timeout: float = math.inf
+    client: Hashable = None
+    group: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What the requests are like: rows each, drawn evenly from `rows` (least, most), and their classes by shares.
+
+    Requests of an open loop come from `clients` senders, each as likely as the next; 0: nobody says who it is.
+    Raises `UsageError` for a mix that cannot be.
+    """
+
+    rows: tuple[int, int] = (1, 1)
+    classes: Mapping[Priority, float] = field(default_factory=dict)  # shares that add up to 1; none: all normal
+    timeout: float = math.inf  # seconds
+    clients: int = 0
+
+    def __post_init__(self) -> None:
+        least, most = self.rows
+        if not 1 <= least <= most:
+            raise UsageError(f"requests of {least} to {most} rows cannot be. Give 1 or more, such as 8 or 1-8.")
+        shares = self.classes.values()
+        if shares and not (all(share >= 0 for share in shares) and abs(sum(shares) - 1) < 1e-6):
+            raise UsageError(f"the shares of the classes add up to {sum(shares):g}. Give shares that add up to 1.")
+        if not self.timeout > 0:
+            raise UsageError(f"a timeout of {self.timeout:g} s is over before it began. Give a positive one.")
+
+    @property
+    def mean_rows(self) -> float:
+        return sum(self.rows) / 2
+
+    def draw(self, dice: random.Random) -> Callable[[float], Ask]:
+        """Makes the request that arrives at a given time; `dice` decide what it is like."""
+        if self.rows[0] == self.rows[1] and not self.classes and not self.clients:
+            plain = Ask(0.0, self.rows[0], timeout=self.timeout)[1:]
+            return lambda at: Ask(at, *plain)
+        classes, shares = list(self.classes), list(itertools.accumulate(self.classes.values()))
+
+        def one(at: float) -> Ask:
+            least, most = self.rows
+            rows = least if least == most else dice.randint(least, most)
+            priority = dice.choices(classes, cum_weights=shares)[0] if classes else Priority.NORMAL
+            client = dice.randrange(self.clients) if self.clients else None
+            return Ask(at, rows, priority, self.timeout, client)
+
+        return one
+
+
+class Arrivals(ABC):
+    """A load. An open one comes whatever happens; a closed one only as fast as it is answered."""
+
+    mix: Mix
+    duration: float | None = None  # seconds after which it is over by itself
+    count: int | None = None  # requests, as far as known
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """The mean rate at which rows come; None when that depends on the answers, or is not known."""
+        return None
+
+    @abstractmethod
+    def asks(self, dice: random.Random) -> Iterator[Ask]:
+        """The requests, by time; of a closed load the first of each client."""
+
+
+class Poisson(Arrivals):
+    """Requests that know nothing of one another: the gaps between them are exponential.
+
+    `rate` is in rows per second, or a schedule of (rows per second, seconds), which begins anew when it is over.
+    Raises `UsageError` for a rate that cannot be.
+    """
+
+    def __init__(self, rate: float | Sequence[tuple[float, float]], mix: Mix | None = None) -> None:
+        self.mix = mix or Mix()
+        self.schedule = [(rate, math.inf)] if isinstance(rate, int | float) else list(rate)
+        for rows_per_s, seconds in self.schedule:
+            if not 0 <= rows_per_s < math.inf or not seconds > 0:
+                raise UsageError(f"{rows_per_s:g} rows/s for {seconds:g} s cannot be. Give numbers above 0.")
+        if not any(rows_per_s for rows_per_s, _ in self.schedule):
+            raise UsageError("a rate of 0 brings no request. Give a rate above 0, in rows per second.")
+        total = sum(seconds for _, seconds in self.schedule)
+        self.duration = total if total < math.inf else None
+
+    @property
+    def rows_per_s(self) -> float:
+        if self.duration is None:
+            return self.schedule[0][0]
+        return sum(rate * seconds for rate, seconds in self.schedule) / self.duration
+
+    def asks(self, dice: random.Random) -> Iterator[Ask]:
+        """Gaps have no memory, so each piece of the schedule may begin with a new one."""
+        draw, expovariate, start = self.mix.draw(dice), dice.expovariate, 0.0
+        for rate, seconds in itertools.cycle(self.schedule):
+            end, at = start + seconds, start
+            if rate:
+                per_s = rate / self.mix.mean_rows
+                while (at := at + expovariate(per_s)) < end:
+                    yield draw(at)
+            start = end
+
+
+class Bursty(Arrivals):
+    """Bursts with silence between them, at the same mean rate as a `Poisson` load of `rate` rows per second.
+
+    In a burst, of exponential length with mean `length` seconds, requests come as from a Poisson load of `factor` times
+    the rate; silences are exponential with mean (factor - 1) · length (the interrupted Poisson process: Kuczura, "The
+    interrupted Poisson process as an overflow process", 1973). Raises `UsageError` for what cannot be.
+    """
+
+    def __init__(self, rate: float, factor: float = 5.0, length: float = 0.1, mix: Mix | None = None) -> None:
+        if not 0 < rate < math.inf:
+            raise UsageError(f"a rate of {rate:g} rows/s cannot be. Give a rate above 0.")
+        if not 1 < factor < math.inf:
+            raise UsageError(f"bursts of {factor:g} times the mean rate are none. Give a factor above 1.")
+        if not 0 < length < math.inf:
+            raise UsageError(f"bursts of {length:g} s cannot be. Give a length above 0.")
+        self.rate, self.factor, self.length, self.mix = rate, factor, length, mix or Mix()
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.rate
+
+    def asks(self, dice: random.Random) -> Iterator[Ask]:
+        draw, start = self.mix.draw(dice), 0.0
+        per_s, silence = self.factor * self.rate / self.mix.mean_rows, (self.factor - 1) * self.length
+        while True:
+            start += dice.expovariate(1 / silence)
+            end, at = start + dice.expovariate(1 / self.length), start
+            while (at := at + dice.expovariate(per_s)) < end:
+                yield draw(at)
+            start = end
+
+
+class Closed(Arrivals):
+    """Clients that ask, wait for the answer, think, and ask again; each thinks before its first request too.
+
+    `think` seconds are the mean of an exponential time, or with `constant` the time itself. Raises `UsageError`.
+    """
+
+    def __init__(self, clients: int, think: float = 0.0, *, constant: bool = False, mix: Mix | None = None) -> None:
+        if clients < 1:
+            raise UsageError(f"{clients} clients ask for nothing. Give 1 or more.")
+        if not 0 <= think < math.inf:
+            raise UsageError(f"a think time of {think:g} s cannot be. Give 0 or more.")
+        self.clients, self.think, self.constant, self.mix = clients, think, constant, mix or Mix()
+
+    def think_s(self, dice: random.Random) -> float:
+        return self.think if self.constant or not self.think else dice.expovariate(1 / self.think)
+
+    def asks(self, dice: random.Random) -> Iterator[Ask]:
+        draw = self.mix.draw(dice)
+        first = (draw(self.think_s(dice))._replace(client=number) for number in range(self.clients))
+        yield from sorted(first, key=lambda ask: ask.at)
+
+
+class Recorded(Arrivals):
+    """Requests that once came, at the times at which they did."""
+
+    def __init__(self, asks: Iterable[Ask]) -> None:
+        self.recorded = list(asks)
+        self.mix, self.count = Mix(), len(self.recorded)
+        if not self.recorded:
+            raise UsageError("nothing arrives in this recording. Record a run that asks for something.")
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Over the whole recording; None for one that has no length."""
+        seconds = self.recorded[-1].at - self.recorded[0].at
+        return sum(ask.rows for ask in self.recorded) / seconds if seconds > 0 else None
+
+    def asks(self, dice: random.Random) -> Iterator[Ask]:
+        return iter(self.recorded)
