@@ -27,6 +27,7 @@ LAYERS = [
     ["gpuinfer.models"],
     ["gpuinfer.children"],
     ["gpuinfer.settings"],
+    ["gpuinfer.trace"],
     ["gpuinfer.registry"],
     ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts", "gpuinfer.service"],
     ["gpuinfer.precise_loop"],
