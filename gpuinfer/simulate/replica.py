@@ -15,8 +15,9 @@ from gpuinfer.api import BatchRecord, Limits, Reason, Request, Strategy
 from gpuinfer.batching.admission import Admission
 from gpuinfer.batching.cutting import Cut, Fault, next_cut
 from gpuinfer.batching.queueing import Queue
+from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
-from gpuinfer.errors import Expired
+from gpuinfer.errors import Expired, QueueFull, RequestError, StrategyError
 from gpuinfer.simulate.arrivals import Ask
 from gpuinfer.stats import Lane, Snapshot, since
 
@@ -78,13 +79,14 @@ class Replica:
 
     def arrive(self, ask: Ask, now: float) -> None:
         request = Request(None, ask.rows, now, ask.priority, now + ask.timeout, ask.group, ask.client)
-        if refusal := self._admission.refuse(ask.rows, ask.timeout, self.queue.rows):
-            self._settle_unqueued(request, "expired" if isinstance(refusal, Expired) else "rejected", now)
+        if self._recorder is not None:
+            self._recorder.arrived(request)
+        refusal = self._admission.refuse(ask.rows, ask.timeout, self.queue.rows)
+        if refusal is not None and not self._others_go(request, refusal, now):
+            self._tell(request, "expired" if isinstance(refusal, Expired) else "rejected", now, queued=False)
             return
         self.queue.add(request)
         self.outstanding += ask.rows
-        if self._recorder is not None:
-            self._recorder.arrived(request)
         if ask.timeout < math.inf:
             self._ring_at(request.deadline)
         if self._free:
@@ -174,15 +176,26 @@ class Replica:
                 left(request, now, True)
         self.outstanding -= cut.rows
 
+    def _others_go(self, request: Request, refusal: RequestError, now: float) -> bool:
+        """Whether the strategy turns others away for a request that finds the queue full."""
+        if not isinstance(refusal, QueueFull):
+            return False
+        shed = make_room(self.strategy, self.queue, request, self.limits, refusal, self._admission.bound)
+        if isinstance(shed.refusal, StrategyError):
+            raise shed.refusal
+        for other, _ in shed.turned_away:
+            self._settle(other, "rejected", now)
+        return shed.refusal is None
+
     def _settle(self, request: Request, outcome: str, now: float) -> None:
         """A request that was queued ends without an answer."""
         self.queue.clients.answered(request.client, now)
         self.outstanding -= request.rows
-        self._settle_unqueued(request, outcome, now, queued=True)
+        self._tell(request, outcome, now, queued=True)
 
-    def _settle_unqueued(self, request: Request, outcome: str, now: float, *, queued: bool = False) -> None:
+    def _tell(self, request: Request, outcome: str, now: float, *, queued: bool) -> None:
         self.tally.error(outcome, request.priority)
-        if queued and self._recorder is not None:
+        if self._recorder is not None:
             self._recorder.settled(request, outcome, now)
         if self._left is not None:
             self._left(request, now, queued)

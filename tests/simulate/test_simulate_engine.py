@@ -1,0 +1,81 @@
+"""The simulation cuts the batches that the real engine cuts: the same requests, times and reasons."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_engines import Diary, serve
+
+from gpuinfer.api import Limits, Priority
+from gpuinfer.service import ServiceModel
+from gpuinfer.simulate import Bursty, Closed, Mix, Poisson, simulate
+
+SERVICE = ServiceModel(alpha=100e-6, beta=2e-3, jitter=0.2)
+REQUESTS = 150
+MIXED = {Priority.HIGH: 0.2, Priority.NORMAL: 0.5, Priority.LOW: 0.3}
+
+
+def assert_alike(load, options, limits, *, service=SERVICE, seed=0, max_queue_rows=None):
+    """The same batches in the same order, and the same counts."""
+    closed = load if isinstance(load, Closed) else None
+    (cuts, ran), seen = serve(
+        load, closed, service, Diary(**options), limits, seed=seed, requests=REQUESTS, max_queue_rows=max_queue_rows
+    )
+    diary = Diary(**options)
+    outcome = simulate(
+        load, service, lambda: diary, limits, seed=seed, requests=REQUESTS, warmup=0, max_queue_rows=max_queue_rows
+    )
+    simulated_cuts, simulated_ran = diary.after(0.0)
+    assert [rows for _, rows, _ in simulated_cuts] == [rows for _, rows, _ in cuts]
+    for (now, _, arrived), (then, _, came) in zip(simulated_cuts, cuts, strict=True):
+        assert now == pytest.approx(then, abs=1e-7)
+        assert arrived == pytest.approx(came, abs=1e-7)
+    assert [batch[1:4] for batch in simulated_ran] == [batch[1:4] for batch in ran]
+    times = [(batch[0], *batch[4:]) for batch in simulated_ran]
+    assert times == [pytest.approx((batch[0], *batch[4:]), abs=1e-7) for batch in ran]
+    assert outcome.snapshot.errors == {kind: count for kind, count in seen.errors.items() if count}
+    assert (outcome.snapshot.requests, outcome.snapshot.rows) == (seen.requests, seen.rows)
+    assert outcome.snapshot.reasons == seen.reasons
+    assert outcome.offered_requests == seen.requests + sum(seen.errors.values()) == REQUESTS
+    return outcome
+
+
+def test_a_plain_load():
+    assert_alike(Poisson(1500), {}, Limits(32))
+
+
+def test_requests_expire_and_are_turned_away_alike():
+    mix = Mix((1, 4), MIXED, timeout=0.006, clients=5)
+    outcome = assert_alike(Poisson(8000, mix), {}, Limits(8), max_queue_rows=24)
+    assert outcome.snapshot.errors["expired"] > 0
+    assert outcome.snapshot.errors["rejected"] > 0
+
+
+def test_batches_fail_alike():
+    outcome = assert_alike(Poisson(1500), {}, Limits(8), service=ServiceModel(beta=2e-3, failures=0.3))
+    assert outcome.snapshot.errors["failed"] > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 8, 64]),
+    st.sampled_from([None, 0.0, 0.001, 0.02]),
+    st.floats(20, 5000),
+    st.sampled_from([math.inf, 0.01]),
+)
+def test_any_open_load(seed, in_flight, max_rows, max_wait, rate, timeout):
+    mix = Mix((1, min(4, max_rows)), MIXED, timeout=timeout)
+    assert_alike(Poisson(rate, mix), {"max_wait": max_wait}, Limits(max_rows, in_flight), seed=seed)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1, 2]), st.integers(1, 40), st.sampled_from([0.0, 0.001, 0.02]))
+def test_any_closed_load(seed, in_flight, clients, think):
+    assert_alike(Closed(clients, think), {}, Limits(16, in_flight), seed=seed)
+
+
+def test_bursts():
+    assert_alike(Bursty(1500, factor=4, length=0.02), {"max_wait": 0.002}, Limits(16, 2), seed=3)
