@@ -18,6 +18,7 @@ from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
+from gpuinfer.trace.merge import Merged, recording
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ async def execute(
     update_s: float = 0.25,
     command: str | None = None,
     grace_s: float = GRACE_S,
+    on_trace: Callable[[Merged], None] = lambda trace: None,
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 
@@ -71,9 +73,23 @@ async def execute(
     whether to measure the bare model first, or is what was measured before. `command` is what the verdict's advice is
     appended to. `until` is asked at every update, and once it says yes the run is over, and done. The first SIGINT or
     SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it. What the workload
-    raises is raised again, with the report so far as its `report`.
+    raises is raised again, with the report so far as its `report`. When the setup names a trace, `on_trace` is told
+    what was recorded, whatever happened.
     """
-    execution = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s)
+    done: dict[str, Any] | None = None
+    try:
+        with recording(backend.setup.trace, on_trace):
+            execution = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s)
+            done = await _execute(execution, roofline, settings or {}, command)
+    except WorkError as error:
+        error.report = error.report or done  # when all that failed is to write the trace
+        raise
+    return done
+
+
+async def _execute(
+    execution: _Execution, roofline: bool | Roofline, settings: Mapping[str, Any], command: str | None
+) -> dict[str, Any]:
     status = "failed"
     async with execution.session:
         try:
@@ -83,11 +99,11 @@ async def execute(
             status = execution.status()
         except BaseException as caught:
             error = errors.unwrap(caught)
-            error.report = execution.report(status, settings or {}, command)  # type: ignore[attr-defined]
+            error.report = execution.report(status, settings, command)  # type: ignore[attr-defined]
             if error is caught:
                 raise
             raise error from caught
-        return execution.report(status, settings or {}, command)
+        return execution.report(status, settings, command)
 
 
 def roofline_of(workload: Workload, backend: Backend) -> Roofline | None:

@@ -41,6 +41,7 @@ class Common(BaseModel):
     dtype: Dtype = Field("float32", description="number format of the model")
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
+    trace: str | None = Field(None, pattern=r"^[^\x00]+$", description="a file that records every request and batch")
     live: bool | None = Field(None, description="a live view, or plain lines; none: live on a terminal")
     quiet: bool = Field(False, description="no progress: only the result, and errors")
     verbose: int = Field(0, ge=0, description="1 says more, 2 shows tracebacks")

@@ -27,6 +27,7 @@ from gpuinfer.central.pulse import Heart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import error_to_wire
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
+from gpuinfer.trace.recorder import Recorder
 
 LOOK_S = 0.5  # between two looks at how long batches take
 DRAIN_S = 5.0  # for batches to end when the owner closes
@@ -68,14 +69,15 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
     Heart(memory.attach(os.dup(descriptor), PULSE_SIZE))
     with contextlib.suppress(OSError, EOFError):  # the owner has gone
         try:
-            desk, opened = _open(order, listener, descriptor)
+            desk, opened, recorder = _open(order, listener, descriptor)
         except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
             line.send_bytes(msgpack.packb({"error": _told(error)}))
             return _leave(1)
         desk.start()
         ready = {"max_rows": desk.limits.max_rows, "in_flight": desk.limits.in_flight}
-        line.send_bytes(msgpack.packb({"ready": ready}))
-        _obey(line, desk, opened, order.batch_timeout_s, order.owner)
+        with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
+            line.send_bytes(msgpack.packb({"ready": ready}))
+            _obey(line, desk, opened, order.batch_timeout_s, order.owner)
     return _leave(0)
 
 
@@ -91,7 +93,7 @@ def _leave(code: int) -> None:
     os._exit(code)  # taking torch apart first would cost up to a second
 
 
-def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any]:
+def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any, Recorder | None]:
     from gpuinfer.models.opening import open_model
 
     spec = order.setup.model
@@ -101,8 +103,19 @@ def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any]
     answerer = Answerer(opened)
     strategy = order.strategy(order.strategy_setup, **order.strategy_options)
     form = Form(spec, opened.answer)
-    desk = Desk(answerer, form, opened.limits, strategy, listener, order.token, pulse, most_clients=order.most_clients)
-    return desk, opened
+    recorder = Recorder.of(order.setup, opened.limits, type(strategy).__name__.lower())
+    desk = Desk(
+        answerer,
+        form,
+        opened.limits,
+        strategy,
+        listener,
+        order.token,
+        pulse,
+        most_clients=order.most_clients,
+        recorder=recorder,
+    )
+    return desk, opened, recorder
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -144,7 +144,13 @@ def refuse_records(target: str, values: Mapping[str, Any]) -> None:
     """The same games again and again cannot go into one folder. Raises `UsageError`."""
     from gpuinfer.cli.workload import merge
 
-    given = merge(target, single(values)).table(target)
+    merged = merge(target, single(values))
+    if merged.common.trace is not None:
+        raise UsageError(
+            f"{merged.origin('trace')}: a comparison makes many runs, and a trace holds one. "
+            f"Leave it out, and record `gpuinfer {target} --trace FILE`."
+        )
+    given = merged.table(target)
     for key in ("out", "resume"):
         if key in given and str(given[key].value).lower() not in ("none", "false", ""):
             origin = given[key].origin

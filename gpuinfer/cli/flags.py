@@ -37,6 +37,9 @@ def common() -> Parameters:
         "dtype": _text("dtype", "--dtype", "NAME", "float32, bfloat16 or float16.", "float32", _from(*DTYPES)),
         "seed": _text("seed", "--seed", "N", "Of everything random.", "0"),
         "json": _text("json", "--json", "FILE|-", "Write the report to this file; - is standard output.", None),
+        "trace": _text(
+            "trace", "--trace", "FILE", "Record every request and batch in this file (docs/traces.md).", None
+        ),
         "live": _switch("live", "--live/--no-live", "A live view, or plain lines.", "live on a terminal"),
         "roofline": _switch(
             "roofline", "--roofline/--no-roofline", "Measure the bare model first, for the efficiency.", "roofline"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from gpuinfer.options import Given
 if TYPE_CHECKING:
     from gpuinfer.display import Display
     from gpuinfer.run import Plan
+    from gpuinfer.trace.merge import Merged
 
 DEFAULT_BACKEND = "inprocess"
 NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that are not settings by themselves
@@ -55,6 +57,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     merged = merge(name, values)
     common = merged.common
     destination = output.Destination(common.report)
+    _check_trace(common)
     plan = build(name, merged)
     log_to_people(common.verbose)
     from gpuinfer.display import Display
@@ -68,6 +71,16 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     return EXIT_CODES.get(report["status"], FAILED)
 
 
+def _check_trace(common: settings.Common) -> None:
+    """Before links are followed: where standard output leads to is no place for it. Raises `UsageError`."""
+    if common.trace is None:
+        return
+    if common.trace == "-" or common.trace.startswith(("/dev/std", "/dev/fd/")):
+        raise UsageError(f"--trace {common.trace}: a trace is put together at the end, in a file. Name one.")
+    if common.report and os.path.realpath(common.trace) == os.path.realpath(common.report):
+        raise UsageError(f"--trace and --json both name {common.trace}. Give each a file of its own.")
+
+
 def _run(plan: Plan, roofline: bool, display: Display, command: str) -> dict[str, Any]:
     from gpuinfer.run import run
 
@@ -79,7 +92,13 @@ def _run(plan: Plan, roofline: bool, display: Display, command: str) -> dict[str
         roofline=roofline,
         on_update=display.update,
         command=command,
+        on_trace=_say_recorded,
     )
+
+
+def _say_recorded(trace: Merged) -> None:
+    lost = f"; {trace.incomplete} of its engines ended before all was written" if trace.incomplete else ""
+    print(f"trace: {trace.path} ({trace.requests} requests{lost})", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -98,7 +117,7 @@ def spelled(name: str, values: Mapping[str, Any]) -> str:
     words = ["gpuinfer", name]
     shorts = {"backend_options": "-B", "strategy_options": "-S"}
     for key, value in values.items():
-        if value is None or key in ("json", "live", "quiet", "verbose"):
+        if value is None or key in ("json", "trace", "live", "quiet", "verbose"):
             continue
         if isinstance(value, bool):
             words.append(flags.flag(key if value else f"no_{key}"))
@@ -153,7 +172,8 @@ def build(name: str, merged: settings.Settings) -> Plan:
     chosen = {"workloads": name, "backends": common.backend, "strategies": common.strategy}
     classes = {kind: registry.load(kind, one) for kind, one in chosen.items()}
     given = {kind: merged.options(kind, one, classes[kind]) for kind, one in chosen.items()}
-    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed)
+    trace = None if common.trace is None else os.path.realpath(common.trace)  # of a link, what it leads to
+    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed, trace=trace)
     workload = classes["workloads"](setup, **given["workloads"])
     if not workload.asks and common.backend != DEFAULT_BACKEND:
         raise UsageError(

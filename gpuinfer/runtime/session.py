@@ -18,6 +18,7 @@ from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Str
 from gpuinfer.engine import Engine
 from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot, merge, since
+from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class Session(Infer):
         self.roofline = roofline
         self.stopping = asyncio.Event()
         self._backend, self._strategy = backend, strategy
-        self._engine = Engine(backend, strategy)
+        self._recorder = _recorder(backend, strategy)
+        self._engine = Engine(backend, strategy, recorder=self._recorder)
         self._starting: asyncio.Task[None] | None = None
         self._started = False
         self._lanes: list[stats.Lane] = []
@@ -67,6 +69,8 @@ class Session(Infer):
             self._starting = asyncio.create_task(self._engine.start())
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
         self._started = True
+        if self._recorder is not None:
+            self._recorder.limits = self.limits
         return self.limits
 
     async def __call__(
@@ -186,7 +190,16 @@ class Session(Infer):
         await asyncio.wait({self._starting})
         if self._starting.cancelled() or self._starting.exception() is not None:
             return  # the engine has closed the backend already
-        await self._engine.close(drain=False)
+        try:
+            await self._engine.close(drain=False)
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+
+
+def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
+    """None also where batches are formed on the far side, which records them."""
+    return None if backend.remote else Recorder.of(backend.setup, None, type(strategy).__name__.lower())
 
 
 def _named(worker: int, part: Snapshot) -> Snapshot:
