@@ -2,7 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from gpuinfer.api import BatchRecord, Reason
-from gpuinfer.strategies.dynamic import Dynamic, FixedCost
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.strategies.service_time import ServiceTime
 from gpuinfer.testing import assert_ok, check_strategy, waiting
 
 BACK_SOON = {"live": 2, "thinking": 1, "think_s": 0.0001}
@@ -89,24 +90,24 @@ def test_live_clients_are_shared_alike_between_the_lanes():
 
 
 def test_the_fixed_cost_is_what_no_rows_would_take():
-    cost = FixedCost()
+    cost = ServiceTime()
     for rows in (1, 5, 17, 3, 9) * 10:
         cost.learn(rows, 0.005 + 0.0001 * rows)
-    assert cost.seconds == pytest.approx(0.005, rel=0.02)
+    assert cost.fixed == pytest.approx(0.005, rel=0.02)
 
 
 def test_the_fixed_cost_is_bounded_by_the_time_of_batches_that_are_all_alike():
-    cost = FixedCost()
+    cost = ServiceTime()
     for _ in range(10):
         cost.learn(16, 0.0066)
-    assert cost.seconds == pytest.approx(0.0066)
+    assert cost.fixed == pytest.approx(0.0066)
 
 
 def test_one_stalled_batch_hardly_moves_the_fixed_cost():
-    cost = FixedCost()
+    cost = ServiceTime()
     for seconds in [0.005] * 40 + [60.0]:
         cost.learn(16, seconds)
-    assert cost.seconds < 0.006
+    assert cost.fixed < 0.006
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Batches that keep a latency target, from what batches have been seen to cost; without one, the most throughput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import BatchRecord, QueueView, Reason, Request, Strategy
+from gpuinfer.strategies.choice import oldest_first
+from gpuinfer.strategies.timing import Timing
+
+GROWTH = 2  # a batch is at most so many times larger than any that was seen, while there is a target to miss
+ROOM = 1.1  # a cap must leave capacity for this many times what arrives
+SURE = 16  # batches after which a target may be called infeasible
+PROBES = 3  # batches of a single request that are looked at before
+EVERY = 4  # batches between two of them
+AGAIN = 0.8  # of the target: once single requests are served within so much of it, it counts again
+
+
+class Adaptive(Strategy):
+    """Adaptive batching: learns what batches cost, and keeps a latency target where that is possible.
+
+    A batch is cut as soon as there is room for it, later only for company that comes soon (see `Timing`), and never so
+    late that the oldest request would miss the target or its own deadline. Batches are as large as the target allows
+    (the largest whose own service time keeps it: Crankshaw et al., "Clipper", NSDI 2017), as long as such batches can
+    serve what arrives: below that a cap would only lengthen the queue (Inoue, "Queueing analysis of GPU-based inference
+    servers with dynamic batching", 2021). Where a smaller batch is served at a clearly higher rate, as at a step in the
+    service time, it is preferred. Waiting as late as a deadline allows is taken from Chen et al., "Symphony", 2023.
+    """
+
+    class Options(api.Options):
+        latency_target: float | None = Field(
+            None, gt=0, allow_inf_nan=False, description="seconds from submit to result for 95 of 100; default: none"
+        )
+
+    def __init__(self, setup: api.Setup | None = None, /, **options: object) -> None:
+        super().__init__(setup, **options)
+        self._timing = Timing()
+        self._service = self._timing.service
+        self._feasible = True
+        self._single = 0  # rows of the smallest batch of a single request, 0 before one was seen
+        self._singles = 0  # batches of a single request that were seen
+        self._since_probe = 0  # batches cut since the last that was cut small to learn from it
+        self._probed = 0
+
+    def cut_at(self, queue: QueueView) -> float:
+        if queue.rows >= self._size(queue):
+            return queue.waiting[0].arrived
+        return self._timing.due(queue, self._target())
+
+    def select(self, queue: QueueView) -> list[Request]:
+        if self._probes():
+            return oldest_first(queue, 1)
+        size = self._size(queue)
+        if queue.rows > 1:
+            size = min(size, self._service.better_below(min(size, queue.rows)))
+        return oldest_first(queue, size, self._timing.share(queue))
+
+    def reason(self, queue: QueueView) -> Reason:
+        if self._probes() or self._timing.room(queue) > self._size(queue) <= queue.rows:
+            return Reason.CAP
+        return self._timing.reason(queue, self._target())
+
+    def account(self, batch: Sequence[Request], now: float) -> None:
+        if self._probes():
+            self._probed += 1
+            self._since_probe = 0
+        self._since_probe += 1
+
+    def observe(self, batch: BatchRecord) -> None:
+        self._timing.observe(batch)
+        if batch.requests == 1:
+            self._singles += 1
+            self._single = min(self._single or batch.rows, batch.rows)
+        if self.options.latency_target is not None:
+            self._judge(self.options.latency_target)
+
+    def _judge(self, target_s: float) -> None:
+        """Tell once when not even single requests keep the target, and aim for throughput as long as they do not."""
+        if self._singles < PROBES or self._service.batches < SURE:
+            return
+        late = self._service.late(self._single)
+        if self._feasible and late > target_s:
+            self._feasible = False
+            if not self.notices:
+                self.notices = (_infeasible(target_s, self._single, self._service.seconds(self._single), late),)
+        elif not self._feasible and late < AGAIN * target_s:
+            self._feasible = True
+
+    def _target(self) -> float:
+        """Seconds from submit to result that are to be kept; inf when there is nothing to keep."""
+        target = self.options.latency_target
+        return math.inf if target is None or not self._feasible else float(target)
+
+    def _size(self, queue: QueueView) -> int:
+        """The rows of the next batch at most."""
+        room, target = self._timing.room(queue), self._target()
+        if target == math.inf or queue.limits.slots is not None:
+            return room
+        seen = min(room, GROWTH * max(self._service.largest, 1))
+        fits = max(1, self._service.rows_within(target, seen))
+        if fits < seen and queue.limits.in_flight * self._service.rate(fits) < ROOM * queue.arrival_rate:
+            return seen
+        return fits
+
+    def _probes(self) -> bool:
+        """Whether the next batch is a single request, since whether any keep the target is not known otherwise."""
+        return (
+            self._target() < math.inf
+            and self._service.batches >= EVERY <= self._since_probe
+            and max(self._singles, self._probed) < PROBES
+            and self._service.late(self._service.smallest) > self._target()
+        )
+
+
+def _infeasible(target_s: float, rows: int, seconds: float, late: float) -> str:
+    return (
+        f"latency_target={1e3 * target_s:.3g}ms cannot be kept: a batch of {rows} {'row' if rows == 1 else 'rows'}, the "
+        f"smallest there is, takes {1e3 * seconds:.3g} ms, and 19 of 20 take up to {1e3 * late:.3g} ms. Batches are cut "
+        f"for throughput now. Give {1e3 * 1.5 * late:.3g}ms or more, or a faster model or machine."
+    )

@@ -1,0 +1,108 @@
+"""When to cut: as soon as there is room, unless waiting for a little company pays. Shared by the strategies."""
+
+from __future__ import annotations
+
+import math
+
+from gpuinfer.api import BatchRecord, QueueView, Reason
+from gpuinfer.strategies.service_time import ServiceTime
+
+PATIENCE = 8.0  # average think times: of clients that come back, all but a few in ten thousand have (e^-8)
+LULL = 3.0  # average gaps between arrivals: a longer one says that the rate was another
+
+
+class Timing:
+    """When the next batch is due, and why, from what batches have cost so far.
+
+    While all lanes are busy the queue grows, so that a lane which becomes free finds a batch. It then takes what waits:
+    with one server, arrivals at random and a service time that is a line, no cap on the batch and no wait makes the
+    mean latency more than about 1 % better (docs/strategies.md; a threshold on the queue is the best of all rules: Deb
+    and Serfozo, "Optimal control of batch service queues", 1973). It is worth waiting for clients that come back soon,
+    and for arrivals that come much faster than batches do.
+    """
+
+    def __init__(self, max_rows: int | None = None) -> None:
+        """`max_rows` bounds a batch below what the backend can take."""
+        self.service = ServiceTime()
+        self._max_rows = max_rows
+        self._freed = -math.inf  # when a lane last became free
+
+    def due(self, queue: QueueView, target_s: float = math.inf) -> float:
+        """When to cut: a time of the queue's clock. Every request is to be answered `target_s` after its arrival."""
+        oldest = queue.waiting[0].arrived
+        if not self._may_wait(queue):
+            return oldest
+        if queue.live:
+            due = max(self._freed, queue.waiting[-1].arrived) + self._worth_waiting(queue)
+        else:
+            due = queue.waiting[-1].arrived + min(self.service.fixed, LULL / queue.arrival_rate)
+        return max(oldest, min(due, self.must_start(queue, target_s)))
+
+    def must_start(self, queue: QueueView, target_s: float = math.inf) -> float:
+        """When a batch of one row more than wait would have to start for the earliest deadline to be kept, all but once
+        in twenty; inf when there is none.
+        """
+        deadline = min(queue.deadline, queue.waiting[0].arrived + target_s)
+        return deadline - self.service.late(queue.rows + 1) if deadline < math.inf else math.inf
+
+    def reason(self, queue: QueueView, target_s: float = math.inf) -> Reason:
+        """Why the batch is cut, now that it is due."""
+        room = self.room(queue)
+        if queue.rows >= room:
+            return Reason.FULL if room == queue.limits.max_rows else Reason.CAP
+        if queue.limits.slots is not None:
+            return Reason.FREE
+        if queue.all_clients_wait:
+            return Reason.CLIENTS
+        if len(queue.waiting) >= self.share(queue):
+            return Reason.CAP
+        if not self._may_wait(queue):
+            return Reason.FREE
+        return Reason.DEADLINE if queue.now >= self.must_start(queue, target_s) else Reason.GAIN
+
+    def observe(self, batch: BatchRecord) -> None:
+        self._freed = batch.started + batch.seconds
+        self.service.learn(batch.rows, batch.seconds)
+
+    def room(self, queue: QueueView) -> int:
+        """The rows of a batch for which nothing needs to wait."""
+        most = queue.limits.max_rows
+        return min(most, self._max_rows or most, queue.limits.enough_rows or most)
+
+    def share(self, queue: QueueView) -> float:
+        """The requests for one lane when all lanes share alike what the live clients ask; inf when none are known.
+
+        Without it, whoever comes back together goes together for ever, while other lanes have next to nothing to do.
+        """
+        if not queue.live or queue.limits.slots is not None:
+            return math.inf
+        return max(1, math.ceil((queue.outstanding + queue.thinking) / queue.limits.in_flight))
+
+    def _may_wait(self, queue: QueueView) -> bool:
+        """Whether anybody is likely to come soon enough, and there is room for them."""
+        if queue.limits.slots is not None:  # a slot that is free costs nothing to fill
+            return False
+        if queue.rows >= self.room(queue) or queue.all_clients_wait or len(queue.waiting) >= self.share(queue):
+            return False
+        if queue.live:  # is the next of those who think back before an extra batch would have paid its fixed cost?
+            return queue.think_s < queue.thinking * self.service.fixed
+        return self._gain_of_one_more(queue) > 0
+
+    def _gain_of_one_more(self, queue: QueueView) -> float:
+        """Seconds that waiting for the next arrival saves everybody, less what it costs those who wait.
+
+        They wait one gap between arrivals each. Whoever comes next saves about half of what an extra batch would cost:
+        solving the queue's Markov chain for the threshold of least mean latency gives λβ/2 rows (docs/strategies.md).
+        """
+        if not queue.arrival_rate:
+            return 0.0
+        return self.service.fixed / 2 - (queue.rows + 0.5) / queue.arrival_rate
+
+    def _worth_waiting(self, queue: QueueView) -> float:
+        """How many seconds a free lane may wait for the next of those who think, from the last that came back on.
+
+        An extra batch costs its fixed cost, a wait its own length: waiting up to that cost is never worse than twice
+        the best in hindsight (the ski-rental rule: Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy caching",
+        1988). In a closed loop what the lane gains everybody gains, so the wait is not counted for each who waits.
+        """
+        return min(self.service.fixed, PATIENCE * queue.think_s)
