@@ -45,6 +45,7 @@ class Adaptive(Strategy):
         self._singles = 0  # batches of a single request that were seen
         self._since_probe = 0  # batches cut since the last that was cut small to learn from it
         self._probed = 0
+        self._known_fit = ((-1, 0), 1)
 
     def cut_at(self, queue: QueueView) -> float:
         if queue.rows >= self._size(queue):
@@ -101,10 +102,17 @@ class Adaptive(Strategy):
         if target == math.inf or queue.limits.slots is not None:
             return room
         seen = min(room, GROWTH * max(self._service.largest, 1))
-        fits = max(1, self._service.rows_within(target, seen))
+        fits = self._fits(target, seen)
         if fits < seen and queue.limits.in_flight * self._service.rate(fits) < ROOM * queue.arrival_rate:
             return seen
         return fits
+
+    def _fits(self, target_s: float, most: int) -> int:
+        """The rows, 1 at least, whose own service time keeps the target; looked up anew after every few batches."""
+        key = (self._service.batches // EVERY, most)
+        if self._known_fit[0] != key:
+            self._known_fit = (key, max(1, self._service.rows_within(target_s, most)))
+        return self._known_fit[1]
 
     def _probes(self) -> bool:
         """Whether the next batch is a single request, since whether any keep the target is not known otherwise."""
@@ -117,8 +125,9 @@ class Adaptive(Strategy):
 
 
 def _infeasible(target_s: float, rows: int, seconds: float, late: float) -> str:
+    smallest = f"a batch of {rows} {'row' if rows == 1 else 'rows'}, the smallest there is"
     return (
-        f"latency_target={1e3 * target_s:.3g}ms cannot be kept: a batch of {rows} {'row' if rows == 1 else 'rows'}, the "
-        f"smallest there is, takes {1e3 * seconds:.3g} ms, and 19 of 20 take up to {1e3 * late:.3g} ms. Batches are cut "
-        f"for throughput now. Give {1e3 * 1.5 * late:.3g}ms or more, or a faster model or machine."
+        f"latency_target={1e3 * target_s:.3g}ms cannot be kept: {smallest}, takes {1e3 * seconds:.3g} ms, and one in "
+        f"twenty more than {1e3 * late:.3g} ms. Batches are cut for throughput now. "
+        f"Give {1e3 * 1.5 * late:.3g}ms or more, or a faster model or machine."
     )

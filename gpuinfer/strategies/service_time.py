@@ -21,9 +21,10 @@ class ServiceTime:
     """The service time τ(n) of a batch of n rows in seconds: a line α·n + β, and what single sizes are known to take.
 
     The line is a least-squares fit with exponentially decaying weights (Finch, "Incremental calculation of weighted
-    mean and variance", 2009), without outliers; as long as all batches are alike it is flat, which makes β an upper bound. Sizes are counted in
-    quarters of a doubling with their edges at powers of two, since that is where hardware makes its steps; a size that
-    was seen counts more than the line. When everything has become slower or faster all that is known is scaled. Each call costs the same however much was learnt.
+    mean and variance", 2009), without outliers; as long as all batches are alike it is flat, which makes β an upper
+    bound. Sizes are counted in quarters of a doubling with their edges at powers of two, since that is where hardware
+    makes its steps; a size that was seen counts more than the line. When everything has become slower or faster all
+    that is known is scaled. Each call costs the same however much was learnt.
     """
 
     __slots__ = (
@@ -108,7 +109,7 @@ class ServiceTime:
         return fits
 
     def better_below(self, rows: int) -> int:
-        """A smaller number of rows that is served at a clearly higher rate, as where a step lies between; else `rows`."""
+        """Fewer rows that are served at a clearly higher rate, as where a step lies between; else `rows`."""
         index = bisect_right(self._edges, rows - 1) - 1
         if index < 0:
             return rows
