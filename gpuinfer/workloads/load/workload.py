@@ -1,0 +1,206 @@
+"""The load generator: puts a load of requests on a backend, to see how backend and strategy bear it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed, Mix
+from gpuinfer.workloads.load.arrivals import classes_of, drawn, recorded, rows_of, schedule_of
+from gpuinfer.workloads.load.asking import Asker, Tally
+from gpuinfer.workloads.load.driving import Clients, Driver, Open
+from gpuinfer.workloads.load.payloads import Payloads
+
+log = logging.getLogger(__name__)
+
+MODELS = ("blobnet", "blobnet-small", "module:factory", "none")
+SOURCES = ("rate", "clients", "schedule", "replay")  # of which one says what the load is
+CLIENTS = 64  # when none does
+DURATION_S = 10.0
+LOOK_S = 0.1  # between two words on how it goes
+
+
+class Load(Workload):
+    """Put a load of requests on a backend: at a rate, from clients that wait for their answers, or as recorded."""
+
+    class Options(api.Options):
+        rate: float | None = Field(None, gt=0, le=1e9, description="rows per second that arrive, whatever happens")
+        clients: int | None = Field(
+            None, ge=1, le=100_000, description="clients that ask, wait for the answer, and ask again [64]"
+        )
+        schedule: list[str] | None = Field(None, description="rates, each for a time: 200:8s,3000:8s,200:8s")
+        replay: Path | None = Field(None, description="send what arrived in this trace")
+        arrivals: Literal["poisson", "constant", "bursty"] = Field("poisson", description="how a rate is spread")
+        burst: float = Field(5.0, gt=1, le=1e6, description="rate in a burst, in mean rates; silence between bursts")
+        burst_s: float = Field(0.1, gt=0, le=1e6, description="mean length of a burst, in seconds")
+        think: float = Field(0.0, ge=0, le=1e6, description="mean seconds from an answer to the client's next request")
+        rows: str = Field("1", description="rows of a request: 8, or drawn evenly from 1-8")
+        classes: str | None = Field(None, description="shares of the requests: high=0.2,normal=0.4,low=0.4")
+        timeout: float | None = Field(None, gt=0, description="seconds after which a request expires")
+        sources: int = Field(0, ge=0, le=1_000_000, description="senders of an open load; 0: nobody says who asks")
+        duration: float | None = Field(None, gt=0, le=1e9, description="seconds of load [10, or as scheduled]")
+        requests: int | None = Field(None, ge=1, description="requests, instead of a duration")
+        model: str | None = Field("blobnet", description="blobnet, blobnet-small, module:factory, or none")
+        weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
+        features: int | None = Field(None, ge=1, le=1_000_000, description="features of a row [as in self-play: 256]")
+
+    options: Options
+    _warned: ClassVar[bool] = False  # of a late generator: once is enough for a comparison of many runs
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        own = self.options
+        named = [name for name in SOURCES if getattr(own, name) is not None]
+        if len(named) > 1:
+            flags = " and ".join(f"--{name}" for name in named)
+            raise UsageError(f"{flags} each say what the load is. Give one of them.")
+        if own.think and named and named != ["clients"]:
+            raise UsageError(f"--think is for clients, and --{named[0]} has none that wait. Leave --think out.")
+        if own.model is not None and own.model not in MODELS and ":" not in own.model:
+            raise UnknownName("model", own.model, MODELS, label="Choices")
+        if own.weights is not None and not own.weights.is_file():
+            raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
+        self._mix = Mix(
+            rows_of(own.rows),
+            classes_of(own.classes) if own.classes else {},
+            math.inf if own.timeout is None else own.timeout,
+            own.sources,
+        )
+        self.load: Arrivals = self._arrivals()
+
+    def model(self) -> ModelSpec | None:
+        """Rows like those of self-play's default game, whose networks these are; a factory's as wide as is said."""
+        if self.options.model is None:
+            return None
+        from gpuinfer.workloads.selfplay import games
+
+        game = games.build("blob", {})
+        return ModelSpec(
+            name=self.options.model,
+            weights=str(self.options.weights) if self.options.weights else None,
+            inputs=self.options.features or game.features,
+            input_dtype=game.feature_dtype if self.options.features in (None, game.features) else "float32",
+            arguments={"actions": game.actions, "seats": game.seats},
+        )
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+    def _arrivals(self) -> Arrivals:
+        own = self.options
+        if own.replay is not None:
+            return recorded(own.replay)
+        if own.schedule is not None:
+            return drawn(own.arrivals, schedule_of(own.schedule), self._mix, own.burst, own.burst_s)
+        if own.rate is not None:
+            return drawn(own.arrivals, own.rate, self._mix, own.burst, own.burst_s)
+        return Closed(own.clients or CLIENTS, own.think, mix=self._mix)
+
+    @property
+    def seconds(self) -> float:
+        """How long the load lasts at most; inf when something else ends it."""
+        if self.options.duration is not None:
+            return self.options.duration
+        if self.load.duration is not None:
+            return self.load.duration
+        ends_by_itself = self.options.replay is not None or self.options.requests is not None
+        return math.inf if ends_by_itself else DURATION_S
+
+    @property
+    def total(self) -> int | None:
+        """How many requests there will be, when that is known."""
+        counts = [count for count in (self.options.requests, self.load.count) if count is not None]
+        return min(counts) if counts and self.options.duration is None else None
+
+    def asked(self) -> Iterator[Ask]:
+        """The requests of an open load, in the order of their times: for one seed always the same."""
+        within = itertools.takewhile(lambda ask: ask.at < self.seconds, self.load.asks(self._dice()))
+        for ask in itertools.islice(within, self.options.requests):
+            yield ask if ask.client is None else ask._replace(client=f"source {ask.client}")
+
+    def _dice(self) -> random.Random:
+        """Those of the simulator: one seed brings the same load there."""
+        return random.Random(f"{self.setup.seed}/arrivals")
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        yield Progress(0, self.total, "requests", note="making the backend ready", setup=True)
+        limits = await infer.ready()
+        self._refuse_rows(limits.max_rows)
+        spec = self.model() if getattr(infer, "has_model", True) else None
+        tally = Tally()
+        yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
+        asker = Asker(infer, Payloads(spec, self._most_rows, self.setup.seed), tally)
+        driver = self._driver(asker, infer)
+        async for _ in followed(driver, infer.stopping):
+            yield self._progress(tally, driver.lasted_s)
+        if tally.first_failure is not None and not tally.answered:
+            raise tally.first_failure
+        self._warn(tally)
+        yield self._progress(tally, driver.lasted_s)
+
+    def _driver(self, asker: Asker, infer: Infer) -> Driver:
+        if not isinstance(self.load, Closed):
+            return Open(asker, self.asked())
+        count = math.inf if self.options.requests is None else self.options.requests
+        return Clients(asker, infer, self.load, self.seconds, count, self._dice())
+
+    @property
+    def _most_rows(self) -> int:
+        known = getattr(self.load, "recorded", None)
+        return max((ask.rows for ask in known), default=1) if known is not None else self._mix.rows[1]
+
+    def _refuse_rows(self, most: int) -> None:
+        if self._most_rows > most:
+            raise UsageError(
+                f"requests of {self._most_rows} rows do not fit into a batch of {most}, and none is split. "
+                "Give fewer --rows, or raise the limit (-B max_rows)."
+            )
+
+    def _progress(self, tally: Tally, lasted_s: float) -> Progress:
+        facts: dict[str, float] = {}
+        if isinstance(self.load, Closed):
+            facts["clients"] = self.load.clients
+        else:
+            facts["offered_rows_per_s"] = tally.asked_rows / lasted_s if lasted_s > 0 else self.load.rows_per_s or 0.0
+            facts["late_s"] = tally.late_s
+        return Progress(tally.settled, self.total, "requests", facts=facts)
+
+    def _warn(self, tally: Tally) -> None:
+        doubt = "" if isinstance(self.load, Closed) else tally.doubt()
+        if doubt and not Load._warned:
+            Load._warned = True
+            log.warning("%s", doubt)
+
+
+async def followed(driver: Driver, stopping: asyncio.Event) -> AsyncIterator[None]:
+    """Runs it, and comes back now and then until it has ended or was asked to stop. Raises what it raises."""
+    task = asyncio.create_task(driver.run())
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        while not task.done():
+            await asyncio.wait({task, stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            yield
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+    finally:
+        stop.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen, though something else is being raised
