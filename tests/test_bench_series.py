@@ -168,7 +168,7 @@ def running(name, workload, backend=InProcess, dtype="float32"):
 
 
 def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monkeypatch):
-    monkeypatch.setattr(rooflines, "roofline_of", lambda workload, backend: Roofline(1e9, 64, "none"))
+    monkeypatch.setattr(rooflines, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
     both = running("a", Model), running("b", Model, dtype="bfloat16")
     _, steps = watched(*both, course=Course(1, 0.2, 0.2, parity=False))
     assert [kind for _, kind, _ in steps[:2]] == [Kind.ROOFLINE] * 2

@@ -59,13 +59,14 @@ class Comparison(Workload):
 
 
 def applies(plan: Plan) -> bool:
-    """Whether a model is asked at all."""
-    return plan.workload.asks and plan.workload.model() is not None
+    """Whether a model is asked at all: not every workload has one, and a stand-in leaves it alone."""
+    return plan.workload.asks and plan.backend.setup.model is not None
 
 
 def check(plan: Plan, on_update: Callable[[Update], None]) -> Parity | None:
     """Compare; None when no model is asked. Raises what hinders the variant, `KeyboardInterrupt` if stopped."""
-    spec, setup = plan.workload.model(), plan.backend.setup
+    setup = plan.backend.setup
+    spec = setup.model
     if spec is None or not applies(plan):
         return None
     comparison = Comparison(setup, spec)

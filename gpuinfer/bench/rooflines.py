@@ -20,13 +20,13 @@ class Rooflines:
 
     def missing(self, plan: Plan) -> bool:
         """Whether asking for this plan's would have to measure."""
-        return self._wanted and plan.workload.model() is not None and _key(plan) not in self._known
+        return self._wanted and plan.backend.setup.model is not None and _key(plan) not in self._known
 
     def of(self, plan: Plan) -> Roofline | bool:
         """What `run` takes: the roofline, or False where there is none. Raises `UsageError` for an impossible model."""
         if self.missing(plan):
             try:
-                self._known[_key(plan)] = roofline_of(plan.workload, plan.backend)
+                self._known[_key(plan)] = roofline_of(plan.backend)
             except WorkError as error:
                 log.warning("the roofline could not be measured, and the runs go on without it: %s", error)
                 self._known[_key(plan)] = None
@@ -36,4 +36,4 @@ class Rooflines:
 def _key(plan: Plan) -> str:
     """Models hold mappings, which cannot be keys; what they print can. The seed only draws the weights."""
     setup = plan.backend.setup
-    return repr((plan.workload.model(), setup.device, setup.dtype, setup.deterministic))
+    return repr((setup.model, setup.device, setup.dtype, setup.deterministic))
