@@ -1,14 +1,19 @@
-"""How long a batch takes, as a model: by hand, or fitted to what was measured. Shared by the simulator and a stand-in."""
+"""How long a batch takes, as a model: by hand, or fitted to what was measured. For the simulator and a stand-in."""
 
 from __future__ import annotations
 
 import bisect
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 from gpuinfer.errors import UsageError
+
+BEYOND = 64  # times the largest batch that was measured: up to there a fitted model goes on in a straight line
+NOISE = 1e-4  # a smaller jitter is that of the numbers themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,34 @@ class ServiceModel:
         if not self.seconds(1) > 0:
             raise UsageError("a batch that takes no time cannot be. Give alpha or beta, or both.")
 
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> ServiceModel:
+        """Fitted to the batch times that a report holds (`batches.seconds`). Raises `UsageError` when it holds none."""
+        try:
+            times = {float(rows): float(seconds) for rows, seconds in report["batches"]["seconds"].items()}
+            known = [(rows, seconds) for rows, seconds in times.items() if rows >= 1 and 0 < seconds < math.inf]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            known = []
+        if not known:
+            raise UsageError("this report holds no batch times. Give one of a run that had batches, or a trace.")
+        return cls(points=_rising([(rows, seconds, 1.0) for rows, seconds in known]))
+
+    @classmethod
+    def of_batches(cls, batches: Iterable[tuple[int, float]], failures: float = 0.0) -> ServiceModel:
+        """Fitted to the rows and seconds of batches that ran: the mean of those of about one size, four sizes for each
+        doubling, and as the jitter how far each is from it. Raises `UsageError` when there is none.
+        """
+        ran = [(rows, seconds) for rows, seconds in batches if rows >= 1 and 0 < seconds < math.inf]
+        if not ran:
+            raise UsageError("there is no batch from which to learn service times. Record a run that has some.")
+        alike: dict[int, list[tuple[int, float]]] = {}
+        for rows, seconds in ran:
+            alike.setdefault(round(4 * math.log2(rows)), []).append((rows, seconds))
+        means = [(fmean(rows for rows, _ in some), fmean(s for _, s in some), len(some)) for some in alike.values()]
+        model = cls(points=_rising(means))
+        spread = math.sqrt(fmean((seconds / model.seconds(rows) - 1) ** 2 for rows, seconds in ran))
+        return replace(model, jitter=spread if spread > NOISE else 0.0, failures=failures)
+
     def seconds(self, rows: int) -> float:
         """The mean time of a batch of so many rows."""
         steps = self.step_s * ((rows - 1) // self.step_rows) if self.step_rows else 0.0
@@ -70,10 +103,45 @@ class ServiceModel:
         return self.failures > 0 and dice.random() < self.failures
 
     def _between(self, rows: float) -> float:
-        """Beyond the last point each row costs what it costs there; below the first the first two go on, never below 0."""
-        first, last = self.points[0], self.points[-1]
+        """Beyond the last point each row costs what it costs there; below the first the first two go on, never under 0."""
+        last = self.points[-1]
         if rows >= last[0] or len(self.points) == 1:
             return rows * last[1] / last[0]
         index = max(1, bisect.bisect_left(self.points, (rows, math.inf)))
         (low, low_s), (high, high_s) = self.points[index - 1], self.points[index]
         return max(0.0, low_s + (rows - low) * (high_s - low_s) / (high - low))
+
+
+def _rising(means: Iterable[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """Points (rows, seconds) from (rows, seconds, weight), those that fall pooled with those before them until none
+    does (pool adjacent violators: Ayer et al., "An empirical distribution function for sampling with incomplete
+    information", 1955). At both ends what was not measured follows the line of least squares through what was; but no
+    batch takes less than its share of a larger one.
+    """
+    means = sorted(means)
+    pools: list[list[tuple[float, float, float]]] = []
+    for mean in means:
+        pools.append([mean])
+        while len(pools) > 1 and _mean_s(pools[-2]) >= _mean_s(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    points = [(rows, _mean_s(pool)) for pool in pools for rows in sorted({pool[0][0], pool[-1][0]})]
+    slope = _slope(means)
+    (first, first_s), (last_rows, last_s) = points[0], points[-1]
+    if first > 1:
+        points.insert(0, (1.0, max(first_s / first, first_s - (first - 1) * slope)))
+    if len(means) > 1:
+        points.append((BEYOND * last_rows, last_s + (BEYOND - 1) * min(slope * last_rows, last_s)))
+    return points
+
+
+def _mean_s(pool: Sequence[tuple[float, float, float]]) -> float:
+    return sum(seconds * weight for _, seconds, weight in pool) / sum(weight for *_, weight in pool)
+
+
+def _slope(means: Sequence[tuple[float, float, float]]) -> float:
+    """Seconds a row, by weighted least squares; 0 when all are of one size or larger ones took less."""
+    total = sum(weight for *_, weight in means)
+    rows_mean = sum(rows * weight for rows, _, weight in means) / total
+    spread = sum(weight * (rows - rows_mean) ** 2 for rows, _, weight in means)
+    return max(0.0, sum(weight * (rows - rows_mean) * s for rows, s, weight in means) / spread) if spread else 0.0

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from gpuinfer import registry
 from gpuinfer.errors import UnknownName
 
-OWN = ("bench", "tune", "plugins", "doctor", "config")
+OWN = ("bench", "tune", "simulate", "plugins", "doctor", "config")
 
 
 class Commands(TyperGroup):
@@ -46,9 +46,13 @@ def _stand_in(name: str) -> Any:
     return _named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
 
 
-def workload_stand_in(name: str) -> Any:
-    """A workload's name and first sentence, as a command that does nothing. Imports no plugin."""
-    return _named(name, next(record.module for record in registry.listing("workloads") if record.name == name))
+def workload_stand_in(name: str, called: str | None = None) -> Any:
+    """A workload's name, or what it is called here, and one line about it: a command that does nothing.
+
+    Imports no plugin.
+    """
+    module = next(record.module for record in registry.listing("workloads") if record.name == name)
+    return _named(called or name, module)
 
 
 def _named(name: str, target: str) -> Any:

@@ -1,0 +1,201 @@
+"""Simulate the strategies on a virtual clock, for capacity planning: throughput, latency, batches, replicas."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gpuinfer.cli import flags, output
+from gpuinfer.cli.problems import CHECK_FAILED
+from gpuinfer.cli.progress import interruptible
+from gpuinfer.errors import UsageError, WorkError
+
+if TYPE_CHECKING:
+    from gpuinfer.cli.simulation import Case
+    from gpuinfer.settings import Common
+    from gpuinfer.simulate import Outcome
+
+COMMON = ("strategy", "strategy_options", "seed", "json", "trace", "quiet", "verbose", "config")
+SUFFIXES = (".png", ".svg")
+TEXT = """Simulate the strategies on a virtual clock, for capacity planning.
+
+The load: `--arrivals poisson --rate 2000`, `--arrivals bursty --rate 2000`, `--arrivals closed --clients 64`, or a
+recorded one, `--replay FILE`. The backend: `--alpha 50us --beta 2ms` (a batch of n rows takes alpha·n + beta), or
+`--service FILE`. Several settings: `--sweep max_wait=0,1ms,5ms`. How many replicas: `--solve replicas --target 50ms`.
+"""
+
+
+def _app() -> typer.Typer:
+    from gpuinfer.cli.simulation import NAME, Options
+
+    sweep = typer.Option(
+        None,
+        "--sweep",
+        metavar="KEY=A,B",
+        help="Simulate each value of a flag, of a strategy's option, or of `strategy`; repeatable.",
+        show_default=False,
+    )
+    common = {name: one for name, one in flags.common().items() if name in COMMON}
+    one = inspect.Parameter("sweep", inspect.Parameter.KEYWORD_ONLY, default=sweep, annotation=list[str] | None)
+    parameters = {**flags.of(Options, NAME), "sweep": one, **common}
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(values))
+
+    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
+    made = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    made.command(NAME, help=TEXT, context_settings={"help_option_names": ["-h", "--help"]})(call)
+    return made
+
+
+app = _app()
+
+
+def execute(values: Mapping[str, Any]) -> int:
+    """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, else 0."""
+    from gpuinfer.cli import simulation, sweeps
+    from gpuinfer.cli.workload import log_to_people, spelled
+
+    values = dict(values)
+    swept = values.pop("sweep") or []
+    common = simulation.common(values)
+    destination = output.Destination(common.report)
+    log_to_people(common.verbose)
+    cases = [simulation.case(flags, labels) for flags, labels in sweeps.grid(swept, values)]
+    _check_files(cases, common)
+    command = spelled(simulation.NAME, {**values, "sweep": swept or None})
+    with interruptible():
+        if cases[0].options.solve:
+            document = _solved(cases[0], common, command, destination.stdout)
+        else:
+            document = _simulated(cases, common, command, destination.stdout)
+    destination.write(document)
+    _draw(cases[0].options.plot, document)
+    return CHECK_FAILED if document["solve"] and document["solve"]["replicas"] is None else 0
+
+
+def _check_files(cases: Sequence[Case], common: Common) -> None:
+    """Refuse, before anything is simulated, what could not be written after it."""
+    options = cases[0].options
+    if len(cases) > 1 and options.solve:
+        raise UsageError("--sweep and --solve both say what to vary. Leave one of them out.")
+    if common.trace is not None and (len(cases) > 1 or options.solve):
+        raise UsageError("--trace records one simulation. Leave it out, or --sweep and --solve.")
+    if (plot := options.plot) is None:
+        return
+    if plot.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {plot}: this is drawn as PNG or SVG. Give a file such as {plot.stem or 'p'}.png.")
+    folder = plot.parent
+    if not folder.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {folder}. Create it (mkdir -p {folder}).")
+    if plot.is_dir() or not os.access(plot if plot.exists() else folder, os.W_OK):
+        raise UsageError(f"--plot {plot} cannot be written. Give a file in a folder of yours.")
+
+
+def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
+    from gpuinfer.display import comparison
+    from gpuinfer.simulate import tables
+    from gpuinfer.simulate.document import document, run
+
+    runs = []
+    for number, case in enumerate(cases, 1):
+        runs.append(run(case.labels, case.strategy, _run(case, common.trace), case.target_s))
+        if len(cases) > 1:
+            _say(f"{number} of {len(cases)} · {tables.name_of(runs[-1])}", common.quiet)
+    if len(runs) == 1:
+        facts = [*tables.facts(runs[0]), *_beyond(cases[:1])]
+        comparison(
+            f"simulate · {cases[0].title}", tables.LATENCY, list(tables.latencies(runs[0])), facts, on_stderr=on_stderr
+        )
+    else:
+        title = f"simulate · {len(runs)} settings"
+        remarks = [*tables.remarks(runs), *_beyond(cases)]
+        comparison(title, tables.columns(runs), list(tables.rows(runs)), remarks, on_stderr=on_stderr)
+    return document(command, common.seed, runs, None)
+
+
+def _run(case: Case, trace: str | None) -> Outcome:
+    """Simulate, and record what happens when a trace was asked for."""
+    if trace is None:
+        return case.simulate()
+    from gpuinfer.trace.merge import Merged, recording
+    from gpuinfer.trace.recorder import Recorder
+
+    def say(merged: Merged) -> None:
+        print(f"trace: {merged.path} ({merged.requests} requests)", file=sys.stderr)
+
+    path = Path(os.path.realpath(trace))
+    recorders: list[Recorder] = []
+
+    def another() -> Recorder:
+        recorders.append(Recorder(path, case.limits, case.strategy))
+        return recorders[-1]
+
+    with recording(str(path), say):
+        try:
+            return case.simulate(recorder=another)
+        finally:
+            for one in recorders:
+                one.close()
+
+
+def _solved(case: Case, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
+    from gpuinfer.display import comparison
+    from gpuinfer.simulate import tables
+    from gpuinfer.simulate.document import document, run
+    from gpuinfer.simulate.solving import solve
+
+    def outcome(replicas: int) -> Outcome:
+        _say(f"simulating {replicas} replica{'s' if replicas > 1 else ''} …", common.quiet)
+        return case.simulate(replicas)
+
+    assert case.target_s is not None
+    service = case.fitted.service
+    solution = solve(
+        outcome,
+        case.target_s,
+        alone_s=service.seconds(case.arrivals.mix.rows[0]),
+        offered=case.arrivals.rows_per_s,
+        capacity=service.capacity(case.limits.max_rows) * case.limits.in_flight,
+    )
+    runs = [
+        run({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s) for trial in solution.tried
+    ]
+    columns = tables.columns(runs) if runs else ("replicas", *tables.FIGURES)
+    notes = [("answer", solution.answer), *_beyond([case])]
+    title = f"simulate · {case.title.rpartition(' · ')[0]} · how many replicas?"
+    comparison(title, columns, list(tables.rows(runs)), notes, on_stderr=on_stderr)
+    return document(command, common.seed, runs, solution)
+
+
+def _beyond(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    """A word of caution where a fitted service model says more than was measured."""
+    largest = cases[0].fitted.largest
+    most = max(case.limits.max_rows for case in cases)
+    if largest is None or largest >= most:
+        return []
+    return [("notice", f"batches of over {largest} rows were not measured: their times follow a straight line")]
+
+
+def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
+    if path is None or not document["runs"]:
+        return
+    from gpuinfer.simulate.plots import draw
+
+    try:
+        path.write_bytes(draw(document, path.suffix.lower().removeprefix(".")))
+    except OSError as error:
+        raise WorkError(f"the plot could not be written to {path}: {error.strerror}. Make room there.") from error
+    print(f"plot: {path}", file=sys.stderr)
+
+
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,277 @@
+"""What `gpuinfer simulate` simulates: its flags as typed options, and the objects that they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from gpuinfer import api, registry, settings
+from gpuinfer.api import Limits, Priority, Setup, Strategy
+from gpuinfer.cli.variants import addressed
+from gpuinfer.cli.workload import merge
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.options import check, natural
+from gpuinfer.service import ServiceModel
+from gpuinfer.simulate import Arrivals, Bursty, Closed, Mix, Outcome, Poisson, simulate
+from gpuinfer.simulate.events import Drift
+from gpuinfer.simulate.fitting import Fitted, fitted
+from gpuinfer.simulate.replay import replayed
+from gpuinfer.simulate.replica import Recorder
+
+NAME = "simulate"
+REQUESTS = 100_000  # of a load that would never end
+MAX_ROWS = 64
+
+
+class Options(api.Options):
+    """The flags of `gpuinfer simulate`."""
+
+    arrivals: Literal["poisson", "bursty", "closed", "trace"] | None = Field(
+        None, description="the load; default: poisson, or trace with --replay"
+    )
+    rate: str | None = Field(None, description="rows per second, or pieces of a schedule: 200:8s,3000:8s")
+    burst_factor: float = Field(5.0, gt=1, allow_inf_nan=False, description="rate in a burst over the mean rate")
+    burst_length: float = Field(0.1, gt=0, allow_inf_nan=False, description="mean length of a burst, as 100ms")
+    clients: int | None = Field(None, ge=1, le=10**6, description="that ask in a closed loop, or share an open load")
+    think: float = Field(0.0, ge=0, allow_inf_nan=False, description="mean time from an answer to the next request")
+    think_time: Literal["exponential", "constant"] = Field("exponential", description="how think times spread")
+    replay: Path | None = Field(None, description="a trace whose arrivals are replayed")
+    rows: str = Field("1", description="of a request: 8, or 1-8 for any number of them")
+    classes: str | None = Field(None, description="shares of the classes: high=0.2,normal=0.4,low=0.4")
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="that each request allows")
+    requests: int | None = Field(None, ge=1, description="simulated; default: 100,000, or all of a trace or schedule")
+    duration: float | None = Field(None, gt=0, allow_inf_nan=False, description="of the arrivals, as 60s")
+    warmup: float = Field(0.05, ge=0, lt=1, description="share of the requests that is not counted")
+    alpha: float | None = Field(None, ge=0, allow_inf_nan=False, description="time of a row, as 50us")
+    beta: float | None = Field(None, ge=0, allow_inf_nan=False, description="time of a batch however small, as 2ms")
+    steps: str | None = Field(None, description="more time for each so many rows: 64:1ms")
+    jitter: float | None = Field(None, ge=0, allow_inf_nan=False, description="spread of the batch times, as 0.1")
+    failures: float | None = Field(None, ge=0, lt=1, description="share of the batches that fail")
+    service: Path | None = Field(None, description="a report or a trace, to which the service times are fitted")
+    drift: str | None = Field(None, description="batches take longer from a time on: 2x@30s")
+    max_rows: int | None = Field(None, ge=1, description="in one batch; default: 64, or as in the --service trace")
+    in_flight: int | None = Field(None, ge=1, le=10**4, description="batches at once; default: 1, or as in the trace")
+    max_queue_rows: int | None = Field(None, ge=1, description="rows that may wait; default: as in a run")
+    replicas: int = Field(1, ge=1, le=10**4, description="servers behind the router")
+    routing: Literal["least-outstanding", "power-of-two", "round-robin", "random"] = Field(
+        "least-outstanding", description="which replica a request goes to"
+    )
+    target: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="p95 latency; default: the strategy's latency_target"
+    )
+    solve: Literal["replicas"] | None = Field(None, description="find the smallest number that meets the target")
+    plot: Path | None = Field(None, description="draw the result: a file .png or .svg")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation, built and checked, not begun."""
+
+    labels: Mapping[str, str]  # the settings in which it differs from the others
+    title: str
+    strategy: str
+    arrivals: Arrivals
+    fitted: Fitted
+    limits: Limits
+    target_s: float | None
+    options: Options
+    seed: int
+    factory: Callable[[], Strategy]
+    drift: Drift
+
+    def simulate(self, replicas: int | None = None, recorder: Callable[[], Recorder] | None = None) -> Outcome:
+        options = self.options
+        endless = options.duration is None and self.arrivals.duration is None and self.arrivals.count is None
+        return simulate(
+            self.arrivals,
+            self.fitted.service,
+            self.factory,
+            self.limits,
+            replicas=replicas or options.replicas,
+            routing=options.routing,
+            seed=self.seed,
+            requests=REQUESTS if endless and options.requests is None else options.requests,
+            duration=options.duration,
+            warmup=options.warmup,
+            max_queue_rows=options.max_queue_rows,
+            drift=self.drift,
+            recorder=recorder,
+        )
+
+
+def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Case:
+    """The simulation that these flags describe (None: not given). Raises `UsageError` or `ValidationError`."""
+    merged = merge(NAME, {**values, "strategy_options": None})
+    name = merged.common.strategy
+    words = addressed(values.get("strategy_options") or [], "strategies", name)
+    merged = merge(NAME, {**values, "strategy_options": words})
+    options = Options(**check(Options, merged.table(NAME), NAME))
+    plugin = registry.load("strategies", name)
+    given = merged.options("strategies", name, plugin)
+    setup = Setup(seed=merged.common.seed)
+    built = plugin(setup, **given)
+    load, backend = arrivals(options), service(options)
+    limits = _limits(options, backend.limits)
+    if load.mix.rows[1] > limits.max_rows:
+        raise UsageError(
+            f"--rows {options.rows}: a batch takes {limits.max_rows} rows. Raise --max-rows, or ask for fewer."
+        )
+    target = options.target or getattr(built.options, "latency_target", None)
+    if options.solve and target is None:
+        raise UsageError(f"--solve {options.solve} needs a target. Give --target 50ms, or -S latency_target=50ms.")
+    return Case(
+        labels,
+        _title(options, load, name),
+        name,
+        load,
+        backend,
+        limits,
+        target,
+        options,
+        merged.common.seed,
+        partial(plugin, setup, **given),
+        drift(options.drift),
+    )
+
+
+def common(values: Mapping[str, Any]) -> settings.Common:
+    """The settings that every command knows."""
+    return merge(NAME, {**values, "strategy_options": None}).common
+
+
+def _title(options: Options, load: Arrivals, strategy: str) -> str:
+    if isinstance(load, Closed):
+        said = f"{load.clients} client{'s' if load.clients > 1 else ''}"
+    else:
+        rate = f" {load.rows_per_s:,.0f} rows/s" if load.rows_per_s else ""
+        said = f"{options.arrivals or ('trace' if options.replay else 'poisson')}{rate}"
+    return f"{said} · {strategy} · {options.replicas} replica{'s' if options.replicas > 1 else ''}"
+
+
+# The load
+
+
+def arrivals(options: Options) -> Arrivals:
+    """Raises `UsageError` for a load that cannot be, or of which something is missing."""
+    kind = options.arrivals or ("trace" if options.replay else "poisson")
+    if kind == "trace":
+        if options.replay is None:
+            raise UsageError("--arrivals trace needs one. Give --replay FILE, recorded by a run with --trace FILE.")
+        if options.rate or options.clients:
+            raise UsageError("a trace has its own rate and clients. Leave --rate and --clients out, or --replay.")
+        return replayed(options.replay)
+    if options.replay is not None:
+        raise UsageError(f"--replay goes with --arrivals trace, not {kind}. Leave one of them out.")
+    mix = Mix(_rows(options.rows), _classes(options.classes), options.timeout or math.inf, options.clients or 0)
+    if kind == "closed":
+        if options.clients is None:
+            raise UsageError("--arrivals closed needs clients. Give --clients 8, say.")
+        if options.rate is not None:
+            raise UsageError("clients of a closed loop ask when they are answered. Leave --rate out; see --think.")
+        return Closed(options.clients, options.think, constant=options.think_time == "constant", mix=mix)
+    if options.rate is None:
+        raise UsageError(f"--arrivals {kind} needs a rate. Give --rate 2000, in rows per second.")
+    rate = _rate(options.rate)
+    if kind == "poisson":
+        return Poisson(rate, mix)
+    if not isinstance(rate, float):
+        raise UsageError("a schedule of rates goes with --arrivals poisson. Give bursts one rate.")
+    return Bursty(rate, options.burst_factor, options.burst_length, mix)
+
+
+def _rate(text: str) -> float | list[tuple[float, float]]:
+    """`2000`, or `200:8s,3000:8s`."""
+    if ":" not in text:
+        return _number("--rate", text, "2000, or 200:8s,3000:8s for a load in steps", above=0.0)
+    pieces = []
+    for piece in text.split(","):
+        rate, _, seconds = piece.partition(":")
+        cure = "pieces such as 200:8s,3000:8s"
+        pieces.append((_number("--rate", rate, cure), _number("--rate", seconds, cure, above=0.0)))
+    return pieces
+
+
+def _rows(text: str) -> tuple[int, int]:
+    """`8`, or `1-8`."""
+    least, dash, most = text.partition("-")
+    cure = "a whole number of rows such as 8, or 1-8"
+    first = _whole("--rows", least, cure)
+    return first, _whole("--rows", most, cure) if dash else first
+
+
+def _classes(text: str | None) -> dict[Priority, float]:
+    """`high=0.2,normal=0.4,low=0.4`."""
+    names = {priority.name.lower(): priority for priority in Priority}
+    found: dict[Priority, float] = {}
+    for word in text.split(",") if text else ():
+        name, _, share = word.partition("=")
+        if name.strip() not in names:
+            raise UnknownName("class", name.strip(), names, label="Classes")
+        found[names[name.strip()]] = _number("--classes", share, "shares such as high=0.2,normal=0.5,low=0.3")
+    return found
+
+
+# The backend
+
+
+def service(options: Options) -> Fitted:
+    """The service model by hand or fitted, and what else the file says. Raises `UsageError`."""
+    by_hand = {key: value for key in ("alpha", "beta", "steps") if (value := getattr(options, key)) is not None}
+    more = {key: value for key in ("jitter", "failures") if (value := getattr(options, key)) is not None}
+    if options.service is not None:
+        if by_hand:
+            raise UsageError(f"--service says how long a batch takes, and so does --{next(iter(by_hand))}. Give one.")
+        from dataclasses import replace
+
+        found = fitted(options.service)
+        return replace(found, service=replace(found.service, **more))
+    if not {"alpha", "beta"} & set(by_hand):
+        raise UsageError("how long does a batch take? Give --alpha 50us --beta 2ms, say, or --service FILE.")
+    if options.steps is not None:
+        rows, _, seconds = options.steps.partition(":")
+        cure = "rows and a time, such as 64:1ms"
+        more |= {"step_rows": _whole("--steps", rows, cure), "step_s": _number("--steps", seconds, cure)}
+    return Fitted(ServiceModel(options.alpha or 0.0, options.beta or 0.0, **more))
+
+
+def _limits(options: Options, known: Limits | None) -> Limits:
+    max_rows = options.max_rows or (known.max_rows if known else MAX_ROWS)
+    return Limits(max_rows, options.in_flight or (known.in_flight if known else 1))
+
+
+def drift(text: str | None) -> Drift:
+    """`2x@30s`, or several such, by time. Raises `UsageError`."""
+    found = []
+    for word in text.split(",") if text else ():
+        factor, _, at = word.partition("@")
+        cure = "a factor and a time, such as 2x@30s"
+        found.append(
+            (_number("--drift", at, cure), _number("--drift", factor.strip().removesuffix("x"), cure, above=0.0))
+        )
+    return sorted(found)
+
+
+def _whole(flag: str, text: str, cure: str) -> int:
+    value = _number(flag, text, cure)
+    if not value.is_integer():
+        raise UsageError(f"{flag}: {text} is no whole number. Give {cure}.")
+    return int(value)
+
+
+def _number(flag: str, text: str, cure: str, above: float | None = None) -> float:
+    """A number or a time as people write it, 0 or more, or more than `above`."""
+    try:
+        value = float(natural(text.strip(), float))
+    except (TypeError, ValueError):
+        raise UsageError(f"{flag}: '{text}' is no number. Give {cure}.") from None
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{flag}: {text} cannot be. Give {cure}.")
+    if above is not None and not value > above:
+        raise UsageError(f"{flag}: {text} is not more than {above:g}. Give {cure}.")
+    return value
