@@ -106,11 +106,12 @@ async def _execute(
         return execution.report(status, settings, command)
 
 
-def roofline_of(workload: Workload, backend: Backend) -> Roofline | None:
+def roofline_of(backend: Backend) -> Roofline | None:
     """Measure the bare model in a process of its own; None without a model. Blocks; raises like `measure_in_child`."""
     from gpuinfer.models.roofline import measure_in_child
 
-    spec, setup = workload.model(), backend.setup
+    setup = backend.setup
+    spec = setup.model
     if spec is None:
         return None
     return measure_in_child(
@@ -156,7 +157,7 @@ class _Execution:
         """Set the session's roofline: the bare model, measured while nothing else runs."""
         if isinstance(wanted, Roofline):
             self.session.roofline = wanted
-        elif wanted and self.workload.model() is not None:
+        elif wanted and self.backend.setup.model is not None:
             self.phase = "measuring the roofline"
             task = asyncio.create_task(asyncio.to_thread(self._roofline))
             await self._watch(task, lambda: self.session.stopping.is_set())
@@ -165,7 +166,7 @@ class _Execution:
 
     def _roofline(self) -> Roofline | None:
         try:
-            return roofline_of(self.workload, self.backend)
+            return roofline_of(self.backend)
         except WorkError as error:
             if not self.session.stopping.is_set():  # a Ctrl-C reaches the measuring process too
                 log.warning("the roofline could not be measured, and the run goes on without it: %s", error)

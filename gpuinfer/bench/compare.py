@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
+from statistics import median, median_low
 from typing import Any
 
 from gpuinfer.bench.interval import Interval, interval, ratio
+from gpuinfer.bench.metric import KEEPS_UP, goodness, is_latency
 from gpuinfer.bench.series import Measured, Outcome
 from gpuinfer.bench.variant import Variant
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant among the others. Ratios are of speeds, pair by pair: over 1 is faster."""
+    """One variant among the others. Ratios are of goodness, pair by pair: over 1 is faster, whatever the metric."""
 
     variant: Variant
     metric: str
-    speed: Interval
+    speed: Interval  # of the metric's values
     to_first: Interval
-    rates: Mapping[int, float]  # by repeat
+    rates: Mapping[int, float]  # the values, by repeat
     report: dict[str, Any]  # of its median run
     right: bool = True  # its answers are the model's
+    served: float = 0.0  # rows per second that were answered
+    keeps_up: bool = True  # with the load, if that comes from outside
 
     @property
     def name(self) -> str:
         return self.variant.name
+
+    @property
+    def score(self) -> float:
+        """More is better; 0 where nothing was measured."""
+        return goodness(self.metric, self.speed.median)
+
+    @property
+    def able(self) -> bool:
+        """Whether it may win."""
+        return self.right and self.keeps_up and self.score > 0
 
     @property
     def standing(self) -> str:
@@ -48,14 +61,14 @@ class Comparison:
 
 
 def compare(outcome: Outcome) -> Comparison:
-    """Variants with wrong answers have a row and cannot win. All rows are of one metric."""
+    """Variants with wrong answers, or behind the load, have a row and cannot win. All rows are of one metric."""
     runs = in_one_metric(outcome.runs)
-    rows = [row for variant in outcome.left() if (row := _row(variant, outcome, runs)) is not None]
+    rows = _judged([row for variant in outcome.left() if (row := _row(variant, outcome, runs)) is not None])
     odd = {one.variant: one.metric for one in outcome.runs if not any(one.variant == run.variant for run in runs)}
-    able = [row for row in rows if row.right and row.speed.median > 0]
+    able = [row for row in rows if row.able]
     if not able:
         return Comparison(rows, None, [], "", odd)
-    fastest = max(able, key=lambda row: row.speed.median)
+    fastest = max(able, key=lambda row: row.score)
     level = [row for row in able if row is fastest or against(row, fastest).holds(1.0)]
     winner = level[0]  # where nothing tells them apart, what was named first: mostly what the user has already
     ties = [row for row in level if row is not winner]
@@ -63,9 +76,19 @@ def compare(outcome: Outcome) -> Comparison:
 
 
 def against(row: Row, other: Row) -> Interval:
-    """The row's speed over the other's, in the repeats that both have."""
-    both = sorted(row.rates.keys() & other.rates.keys())
-    return ratio([row.rates[one] for one in both], [other.rates[one] for one in both])
+    """How many times as good the row is as the other, in the repeats that both have."""
+    return _ratio(row.metric, row.rates, other.rates)
+
+
+def _ratio(metric: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
+    both = sorted(ours.keys() & theirs.keys())
+    return ratio([goodness(metric, ours[one]) for one in both], [goodness(metric, theirs[one]) for one in both])
+
+
+def _judged(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each knowing whether it keeps up with the load, where that is what they share."""
+    most = max((row.served for row in rows if row.right), default=0.0)
+    return [replace(row, keeps_up=not is_latency(row.metric) or row.served >= KEEPS_UP * most) for row in rows]
 
 
 def in_one_metric(runs: Sequence[Measured]) -> list[Measured]:
@@ -85,11 +108,11 @@ def _row(variant: Variant, outcome: Outcome, measured: Sequence[Measured]) -> Ro
     first = _first(outcome, measured)
     rates = {one.repeat: one.rate for one in runs}
     speed = interval(list(rates.values()))
-    both = sorted(rates.keys() & first.keys())
-    to_first = ratio([rates[one] for one in both], [first[one] for one in both])
+    to_first = _ratio(runs[0].metric, rates, first)
     found = outcome.parity.get(variant.name)
     report = next(one.report for one in runs if one.rate == median_low(rates.values()))
-    return Row(variant, runs[0].metric, speed, to_first, rates, report, found is None or found.holds)
+    right, served = found is None or found.holds, median(one.served for one in runs)
+    return Row(variant, runs[0].metric, speed, to_first, rates, report, right, served)
 
 
 def _first(outcome: Outcome, measured: Sequence[Measured]) -> dict[int, float]:
@@ -106,7 +129,7 @@ def runs_of(variant: Variant, runs: Sequence[Measured]) -> list[Measured]:
 
 def _why(winner: Row, able: Sequence[Row]) -> str:
     """What held the winner back, and what the best of the rest, in the words of their own reports."""
-    others = sorted((row for row in able if row is not winner), key=lambda row: row.speed.median, reverse=True)
+    others = sorted((row for row in able if row is not winner), key=lambda row: row.score, reverse=True)
     return " ".join(_held_back(row) for row in [winner, *others[:1]])
 
 

@@ -31,6 +31,7 @@ def build(target: str, outcome: Outcome, comparison: Comparison, course: Course,
     return {
         "schema": SCHEMA,
         "target": target,
+        "of_load": any(one.of_load for one in outcome.runs),
         "started_at": started_at,
         "status": "partial" if outcome.stopped else "failed" if failed else "done",
         "course": asdict(course),
@@ -67,9 +68,13 @@ def _row(row: Row, comparison: Comparison, parity: Parity | None) -> dict[str, A
         "ci95": row.speed.ends,
         "ratio_to_first": _number(row.to_first),
         "ratio_ci95": row.to_first.ends,
+        "keeps_up": row.keeps_up,
         "standing": "first" if row is comparison.rows[0] else row.standing,
         "ratio_to_winner": _number(against(row, comparison.winner)) if comparison.winner else None,
+        "rows_per_s": row.served,
+        "latency_s": dict(row.report["latency_s"]),
         "rows_per_batch": batches["rows_mean"],
+        "reasons": {name: count for name, count in batches["reasons"].items() if count},
         "efficiency": roofline["efficiency"] if roofline else None,
         "bottleneck": {name: row.report["bottleneck"][name] for name in ("class", "why")},
         "parity": None if parity is None else _parity(parity),
@@ -87,11 +92,13 @@ def _number(ratio: Interval) -> float | None:
 
 
 def below(document: Mapping[str, Any], least: float) -> list[str]:
-    """The variants that are not at least `least` times as fast as the first, and those that could not be measured."""
+    """The variants that are not at least `least` times as good as the first, by the metric, those that do not keep up
+    with the load, and those that could not be measured.
+    """
     slow = [
         row["name"]
         for row in document["comparison"]
-        if row["standing"] != "first" and (row["ratio_to_first"] is None or row["ratio_to_first"] < least)
+        if row["standing"] != "first" and ((row["ratio_to_first"] or 0.0) < least or not row["keeps_up"])
     ]
     return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
 

@@ -17,14 +17,16 @@ Watch = Callable[[Update], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended, and how fast it was: metric and rate."""
+    """A run that has ended, and what it is compared by: metric and value."""
 
     report: dict[str, Any]
     rate: tuple[str, float]
+    served: float = 0.0  # rows per second that were answered
+    of_load: bool = False  # as `Meter.of_load`
     max_rows: int | None = None  # of the backend's limits, which are final now
 
     def counted(self) -> tuple[str, float]:
-        """The rate. Raises `WorkError` when there was nothing to count."""
+        """Metric and value. Raises `WorkError` when there was nothing to count."""
         if self.rate[1] <= 0:
             raise WorkError(
                 f"nothing was answered within {self.report['wall_s']:.1f} s. "
@@ -54,7 +56,7 @@ def measure(
         command=variant.command,
     )
     limits = getattr(plan.backend, "limits", None)  # a backend that names none before it starts may not have started
-    return Run(report, meter.rate(report), limits.max_rows if limits else None)
+    return Run(report, meter.rate(report), meter.served(report), meter.of_load, limits.max_rows if limits else None)
 
 
 def reason(error: Exception) -> str:

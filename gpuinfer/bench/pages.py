@@ -30,7 +30,7 @@ img { max-width: 100% } .verdict { font-size: 1.15rem; font-weight: 600 }
 
 def markdown(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
     """The table, the verdict and links to the plots that lie beside it."""
-    columns = list(tables.COLUMNS)
+    columns = list(tables.columns(document))
     lines = [f"# {_title(document)}", "", tables.about(document), "", _line(columns)]
     lines += [_line(["---", *["---:"] * (len(columns) - 1)]), *map(_line, tables.rows(document)), ""]
     for name, text in tables.notes(document):
@@ -77,7 +77,7 @@ def _command(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"<p>{escape(tables.about(document))}</p>\n<table><tr>"
-    yield from (f"<th>{escape(column)}" for column in tables.COLUMNS)
+    yield from (f"<th>{escape(column)}" for column in tables.columns(document))
     for row in tables.rows(document):
         yield "\n<tr>"
         yield from (f"<td>{escape(cell)}" for cell in row)

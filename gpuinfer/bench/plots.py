@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.bench.words import unit
-from gpuinfer.screen.units import number, short, whole
+from gpuinfer.bench.words import unit, value
+from gpuinfer.screen.units import short, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def throughput(axes: Axes, document: Document) -> None:
     axes.set_xlabel(f"{unit(rows[0]['metric'])}: median, runs, 95 % interval")
     axes.set_xlim(left=0)
     _name_rows(axes, [row["name"] for row in rows])
-    axes.xaxis.set_major_formatter(lambda value, _: number(value))
+    axes.xaxis.set_major_formatter(lambda amount, _: value(rows[0]["metric"], amount))
 
 
 def time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:

@@ -2,7 +2,8 @@
 
 A run of a fixed amount of work is slow at both ends: batches are small while the last rows trickle in. A run that only
 lasts for a time has no such end, and its start is left out. What is counted are evaluations where there are any: how
-many of them a game takes differs little between its moves, while a finished game is a rare and sudden event.
+many of them a game takes differs little between its moves, while a finished game is a rare and sudden event. Of a load
+rows are counted; one that comes from outside is judged by how long its answers took (`metric`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from collections.abc import Mapping
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.bench.metric import LATENCY
+from gpuinfer.stats import Snapshot, since, summarise
+
 if TYPE_CHECKING:
     from gpuinfer.run import Update
 
 STARTING = 0.2  # of the time, left out
 LOOK_S = 0.1  # between two looks at the counters
 STEADY = ("evaluations", "simulations")  # what to count, first choice first
+LOAD = ("rows",)  # the same, of a load
+OFFERED, CLIENTS = "offered_rows_per_s", "clients"  # facts of a load: from outside, or of clients that wait
 WHOLE = ("games_per_min", "simulations_per_s", "evaluations_per_s", "rows_per_s", "requests_per_s")
 
 
@@ -25,27 +31,55 @@ class Meter:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
+        self._facts: Mapping[str, float] = {}
         self._looks: list[tuple[float, dict[str, float]]] = []
+        self._first = self._last = Snapshot()  # of the time that counts
+
+    @property
+    def of_load(self) -> bool:
+        """Whether requests came for their own sake, as from users, and not for some work that is to be done."""
+        return OFFERED in self._facts or CLIENTS in self._facts
 
     def enough(self, update: Update) -> bool:
+        self._facts = update.progress.facts or self._facts
         if self._seconds is None or update.elapsed_s <= 0 or update.progress.setup:
             return False
         if update.elapsed_s >= STARTING * self._seconds:
-            self._looks.append((update.elapsed_s, {"evaluations": update.snapshot.rows, **update.progress.counts}))
+            rows = update.snapshot.rows
+            self._first = self._first if self._looks else update.snapshot
+            self._last = update.snapshot
+            self._looks.append((update.elapsed_s, {"evaluations": rows, **update.progress.counts, "rows": rows}))
         return update.elapsed_s >= self._seconds
 
     def rate(self, report: Mapping[str, Any]) -> tuple[str, float]:
-        """Name and value: the slope of the least-squares line through the counter, or the mean of that same counter
-        over the whole run where too little was seen of it. Which counter depends on the run as a whole alone.
+        """Name and value of what the run is compared by.
+
+        The slope of the least-squares line through the counter, or the mean of that same counter over the whole run
+        where too little was seen of it. Which counter depends on the run as a whole alone. For a load from outside the
+        latency of what was answered in that time.
         """
+        return (LATENCY, self._latency(report)) if OFFERED in self._facts else self._speed(report)
+
+    def served(self, report: Mapping[str, Any]) -> float:
+        """Rows per second that were answered."""
+        return self._slope("rows", report) if report["throughput"].get("rows_per_s") else 0.0
+
+    def _latency(self, report: Mapping[str, Any]) -> float:
+        seen = summarise(since(self._last, self._first).latency) or report["latency_s"]
+        return float(seen.get("p95", 0.0))
+
+    def _speed(self, report: Mapping[str, Any]) -> tuple[str, float]:
         rates = report["throughput"]
-        name = next((name for name in STEADY if rates.get(f"{name}_per_s")), None)
-        if self._seconds is None or name is None:
+        name = next((name for name in (LOAD if self.of_load else STEADY) if rates.get(f"{name}_per_s")), None)
+        if name is None or (self._seconds is None and not self.of_load):
             return whole(report)
+        return f"{name}_per_s", self._slope(name, report)
+
+    def _slope(self, name: str, report: Mapping[str, Any]) -> float:
         if not self._grown(name):
-            return f"{name}_per_s", rates[f"{name}_per_s"]
+            return float(report["throughput"][f"{name}_per_s"])
         times, counts = [at for at, _ in self._looks], [seen.get(name, 0.0) for _, seen in self._looks]
-        return f"{name}_per_s", linear_regression(times, counts).slope
+        return linear_regression(times, counts).slope
 
     def _grown(self, name: str) -> bool:
         """Whether this counter moved at least twice: less than that has no speed."""

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from gpuinfer.bench import parity
-from gpuinfer.bench.measure import Watch, measure, reason
+from gpuinfer.bench.measure import Run, Watch, measure, reason
 from gpuinfer.bench.parity import Parity
 from gpuinfer.bench.rooflines import Rooflines
 from gpuinfer.bench.variant import Variant
@@ -58,8 +58,15 @@ class Measured:
     repeat: int
     seed: int
     metric: str
-    rate: float
+    rate: float  # the metric's value
     report: dict[str, Any]
+    served: float = 0.0  # rows per second that were answered
+    of_load: bool = False  # whether requests came for their own sake
+
+    @classmethod
+    def of(cls, variant: Variant, repeat: int, seed: int, run: Run) -> Measured:
+        """Raises `WorkError` when the run brought nothing to count."""
+        return cls(variant.name, repeat, seed, *run.counted(), run.report, run.served, run.of_load)
 
 
 @dataclass
@@ -193,7 +200,7 @@ class Series:
         if found.report["status"] == "partial":
             self.outcome.stopped = True
         elif not warming:
-            self.outcome.runs.append(Measured(step.variant.name, step.repeat, seed, *found.counted(), found.report))
+            self.outcome.runs.append(Measured.of(step.variant, step.repeat, seed, found))
 
     def _note(self, step: Step, error: Exception) -> None:
         """Whoever has come through a run could begin here."""

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuinfer.bench.words import between, span, unit
+from gpuinfer.bench.metric import LATENCY
+from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.screen.units import number, short, whole
 
-COLUMNS = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
+WORK = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
+LOAD = (
+    "",
+    "rows/s",
+    "p50",
+    "p95",
+    "mean",
+    "× first",
+    "rows/batch",
+    "cut",
+    "95 %",
+    "roofline",
+    "held back by",
+    "answers",
+)
 SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine is called unquiet
 ABOVE = 1.1  # of the roofline, which nothing can exceed
-BRIEF = 5  # of them on a terminal: the rest is said below the table
+BRIEF = {WORK: 5, LOAD: 8}  # of them on a terminal: the rest is said below the table
+REASONS = 2  # why batches were cut: the first so many
 WINNER = "★ "
 
 
@@ -23,27 +39,60 @@ def about(document: Mapping[str, Any]) -> str:
     most = max(len(row["rates"]) for row in rows)
     runs = f"{most} run{'s' if most > 1 else ''}"
     each = f" of {short(seconds)}" if seconds else " to the end"
-    return f"{unit(rows[0]['metric'])}, median of {runs}{each}; ratios pair by pair"
+    ratios = "ratios pair by pair" + (", over 1 is faster" if rows[0]["metric"] == LATENCY else "")
+    return f"{unit(rows[0]['metric'])}, median of {runs}{each}; {ratios}"
+
+
+def columns(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of work the speed, of a load what became of the requests too."""
+    return LOAD if document["of_load"] else WORK
 
 
 def rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
-    """One for each variant that was measured, in the order in which they were named."""
+    """One for each variant that was measured, in the order in which they were named: a cell for each column."""
     for row in document["comparison"]:
-        yield [
-            (WINNER if row["name"] == document["winner"] else "") + row["name"],
-            number(row["median"]),
-            span(*row["ci95"]) if row["ci95"] else "unknown",
-            _first(row),
-            whole(row["rows_per_batch"]) if row["rows_per_batch"] else "",
-            f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
-            row["bottleneck"]["class"],
-            _answers(row["parity"]),
-        ]
+        cells = _cells(row, row["name"] == document["winner"])
+        yield [cells[column] for column in columns(document)]
+
+
+def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns and rows for a terminal."""
+    width = BRIEF[columns(document)]
+    return columns(document)[:width], [row[:width] for row in rows(document)]
+
+
+def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
+    latency = {**row["latency_s"], **({"p95": row["median"]} if row["metric"] == LATENCY else {})}
+    return {
+        "": (WINNER if won else "") + row["name"],
+        "median": value(row["metric"], row["median"]),
+        "95 %": span(row["metric"], *row["ci95"]) if row["ci95"] else "unknown",
+        "× first": _first(row),
+        "rows/s": number(row["rows_per_s"]),
+        **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
+        "rows/batch": _rows_per_batch(row["rows_per_batch"]),
+        "cut": _reasons(row["reasons"]),
+        "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
+        "held back by": row["bottleneck"]["class"],
+        "answers": _answers(row["parity"]),
+    }
+
+
+def _rows_per_batch(mean: float | None) -> str:
+    return "" if not mean else whole(mean) if mean >= 10 else number(mean)
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    """Such as `clients 84%, free 16%`."""
+    most = sorted(counts.items(), key=lambda one: -one[1])[:REASONS]
+    return ", ".join(f"{name} {count / sum(counts.values()):.0%}" for name, count in most)
 
 
 def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of what there is to say beside the table."""
     yield "verdict", document["verdict"]
+    if behind := [f"{row['name']} ({number(row['rows_per_s'])} rows/s)" for row in _behind(document)]:
+        yield "behind", f"{', '.join(behind)}: under 0.99 of what the best answers, so the queue grows. It cannot win."
     if document["why"]:
         yield "why", document["why"]
     if unquiet := _unquiet(document["comparison"]):
@@ -58,6 +107,10 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "stopped", "before all was done: the figures are those of the runs that had ended"
     if document["command"]:
         yield "command", document["command"]
+
+
+def _behind(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in document["comparison"] if not row["keeps_up"]]
 
 
 def _parity(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 from gpuinfer.bench import parity
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.measure import Run, Watch, measure, reason
+from gpuinfer.bench.metric import goodness
 from gpuinfer.bench.rate import in_metric
 from gpuinfer.bench.rooflines import Rooflines
 from gpuinfer.bench.search import Axis, Point, climb, ladder
@@ -44,7 +45,7 @@ class Trial:
 
     @property
     def rate(self) -> float | None:
-        return self.run.rate[1] if self.run else None
+        return goodness(*self.run.rate) if self.run else None
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Tuner:
         run = self.trials[first.name].run
         if run is None:
             raise ValueError("a finalist has been tried")
-        return Measured(first.name, 0, self.course.seed, *run.rate, run.report)
+        return Measured.of(first, 0, self.course.seed, run)
 
     def _verify(self, outcome: Outcome) -> None:
         """Check the winner's answers; one that is wrong wins no longer, and the next is checked."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from gpuinfer.bench.compare import Comparison, Row, against
 from gpuinfer.bench.interval import Interval
-from gpuinfer.screen.units import number
+from gpuinfer.bench.metric import LATENCIES, is_latency
+from gpuinfer.screen.units import number, short
 
-METRICS = {"games_per_min": "games/min"}
+METRICS = {"games_per_min": "games/min", **LATENCIES}
 
 
 def verdict(comparison: Comparison) -> str:
@@ -25,28 +26,38 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _fastest(comparison: Comparison) -> Row:
-    return max((row for row in comparison.rows if row.right), key=lambda row: row.speed.median)
+    return max((row for row in comparison.rows if row.able), key=lambda row: row.score)
 
 
 def _against_slower(comparison: Comparison, winner: Row) -> str:
-    others = sorted((row for row in comparison.rows if row is not winner), key=lambda row: -row.speed.median)
-    beaten = [row for row in others if row.right and row.speed.median > 0]
-    if not beaten:
-        return f"{winner.name} is the only one that answered, and as the model does."
-    return f"{winner.name} wins: {ratio(against(winner, beaten[0]))} {beaten[0].name}."
+    others = sorted((row for row in comparison.rows if row is not winner), key=lambda row: -row.score)
+    beaten = [row for row in others if row.able]
+    if beaten:
+        return f"{winner.name} wins: {_apart(winner, beaten[0])}."
+    if any(not row.keeps_up for row in others):
+        return f"{winner.name} wins: the others do not keep up with the load."
+    return f"{winner.name} is the only one that answered, and as the model does."
 
 
 def _level(comparison: Comparison, winner: Row) -> str:
     """Not told apart: that is not the same as equal, so the interval is said."""
     names = ", ".join(row.name for row in comparison.ties)
-    nearest = max(comparison.ties, key=lambda row: row.speed.median)
-    apart = f"{nearest.name} is {ratio(against(nearest, winner))} {winner.name}"
-    slower = [row for row in comparison.rows if row.right and row not in (winner, *comparison.ties)]
+    nearest = max(comparison.ties, key=lambda row: row.score)
+    apart = _apart(nearest, winner, named=True)
+    slower = [row for row in comparison.rows if row.right and row.keeps_up and row not in (winner, *comparison.ties)]
     rest = f" Slower: {', '.join(row.name for row in slower)}." if slower else ""
     return (
         f"A tie: the noise allows no choice between {winner.name} and {names} ({apart}). "
         f"Use {winner.name}, the first of them.{rest}"
     )
+
+
+def _apart(row: Row, other: Row, named: bool = False) -> str:
+    """By how much the row is better than the other, as the ratio of their metric reads."""
+    found = ratio(against(row, other))
+    if is_latency(row.metric):
+        return f"the {unit(row.metric)} of {other.name} is {found} that of {row.name}"
+    return f"{row.name} is {found} {other.name}" if named else f"{found} {other.name}"
 
 
 def ratio(found: Interval) -> str:
@@ -58,16 +69,21 @@ def between(ends: Sequence[float] | None) -> str:
     return f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
 
 
-def span(low: float, high: float) -> str:
+def value(metric: str, amount: float) -> str:
+    """Such as `22.4 k`, or `3.4 ms` of a latency."""
+    return short(amount) if is_latency(metric) else number(amount)
+
+
+def span(metric: str, low: float, high: float) -> str:
     """Such as `19.2 to 22.4 k`."""
-    first, second = number(low), number(high)
+    first, second = value(metric, low), value(metric, high)
     unit = second.partition(" ")[2]
     return f"{first.removesuffix(f' {unit}') if unit else first} to {second}"
 
 
-def speed(metric: str, value: float) -> str:
+def speed(metric: str, amount: float) -> str:
     """Such as `22.4 k evaluations/s`."""
-    return f"{number(value)} {unit(metric)}"
+    return f"{value(metric, amount)} {unit(metric)}"
 
 
 def unit(metric: str) -> str:

@@ -62,7 +62,10 @@ def own_flags() -> flags.Parameters:
         ),
         "warmup": own_flag("warmup", str | None, "S", f"Length of a run before the first. [default: {WARM_UP_S:g}]"),
         "fail_under": own_flag(
-            "fail_under", float | None, "RATIO", "Exit 4 when one is not at least so many times as fast as the first."
+            "fail_under",
+            float | None,
+            "RATIO",
+            "Exit 4 when one is not at least so many times as fast as the first, by its metric.",
         ),
         "report": own_flag("report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."),
         "apply": own_flag("apply", bool, "", "Write the winner's settings to gpuinfer.toml.", default=False),
@@ -95,13 +98,13 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    progress = Progress(f"bench {target}", common)
+    progress = Progress(f"bench {targets.called(target)}", common)
     with interruptible():
         series = Series(variants, course, progress.step)
         progress.watch(series)
         outcome = series.run()
     document = concluded(target, outcome, course, began)
-    show(f"bench {target}", document, on_stderr=destination.stdout)
+    show(f"bench {targets.called(target)}", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
     if own["apply"]:
@@ -120,9 +123,9 @@ def single(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _course(values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> Course:
     from gpuinfer.bench.series import Course
-    from gpuinfer.cli.variants import ENDLESS
+    from gpuinfer.cli.variants import AMOUNTS
 
-    seconds: float | None = None if any(values.get(amount) for amount in ENDLESS) else SECONDS
+    seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else SECONDS
     if own["seconds"] is not None:
         seconds = targets.seconds("--seconds", own["seconds"], least=0.1)
     warmup = WARM_UP_S if own["warmup"] is None else targets.seconds("--warmup", own["warmup"])
@@ -168,17 +171,16 @@ def concluded(target: str, outcome: Outcome, course: Course, began: str) -> dict
     if not outcome.left() and not outcome.failed and not outcome.stopped:
         reasons = [f"{name}: {reason}" for name, reason in outcome.skipped.items()]
         raise UsageError("\n".join(["none of these can run here.", *reasons[:2]]))
-    return document.build(target, outcome, compare(outcome), course, began)
+    return document.build(targets.called(target), outcome, compare(outcome), course, began)
 
 
 def show(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
     from gpuinfer.bench import tables
     from gpuinfer.display import comparison
 
-    brief = slice(tables.BRIEF)
-    rows = [row[brief] for row in tables.rows(document)]
+    columns, rows = tables.brief(document)
     heading = f"{title} · {tables.about(document)}"
-    comparison(heading, tables.COLUMNS[brief], rows, list(tables.notes(document)), on_stderr=on_stderr)
+    comparison(heading, columns, rows, list(tables.notes(document)), on_stderr=on_stderr)
 
 
 def report_folder(path: Path | None) -> Path | None:

@@ -14,6 +14,7 @@ from gpuinfer.cli import flags
 from gpuinfer.errors import PluginError, UnknownName, UsageError
 
 DEFAULT = "selfplay"
+NAMES = {"load": "engine"}  # targets that are called by what they show, and not by their workload
 HELP = ("-h", "--help")
 
 
@@ -30,6 +31,10 @@ class Targets(TyperGroup):
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         """Do it, with the workload's and the common flags (None: not given) and the own ones. The exit code."""
 
+    def workloads(self) -> dict[str, str]:
+        """The targets with their workloads."""
+        return {called(name): name for name in registry.names("workloads")}
+
     def target(self, name: str) -> Any:
         """The subcommand for this workload. Raises `PluginError` when it cannot be loaded."""
         from gpuinfer.cli.workload import made
@@ -43,12 +48,13 @@ class Targets(TyperGroup):
         return made(name, parameters(name, registry.load("workloads", name), own), self.text, call)
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return registry.names("workloads")
+        return list(self.workloads())
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         from gpuinfer.cli.commands import workload_stand_in
 
-        return workload_stand_in(cmd_name) if cmd_name in self.list_commands(ctx) else None
+        known = self.workloads()
+        return workload_stand_in(known[cmd_name], cmd_name) if cmd_name in known else None
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Flags without a target are those of the default one."""
@@ -57,10 +63,15 @@ class Targets(TyperGroup):
         return super().parse_args(ctx, args)  # type: ignore[arg-type]
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
-        name = args[0]
-        if name not in self.list_commands(ctx):
-            raise UnknownName("target", name, self.list_commands(ctx), label="Targets")
-        return name, self.target(name), args[1:]
+        name, known = args[0], self.workloads()
+        if name not in known:
+            raise UnknownName("target", name, known, label="Targets")
+        return name, self.target(known[name]), args[1:]
+
+
+def called(workload: str) -> str:
+    """The target of this workload."""
+    return NAMES.get(workload, workload)
 
 
 def parameters(name: str, plugin: Any, own: flags.Parameters) -> flags.Parameters:

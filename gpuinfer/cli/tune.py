@@ -36,6 +36,10 @@ class Tune(targets.Targets):
 
     text = TEXT
 
+    def workloads(self) -> dict[str, str]:
+        """All but the load generator: what comes from outside is not to be tuned."""
+        return {target: name for target, name in super().workloads().items() if name not in targets.NAMES}
+
     def own_flags(self) -> flags.Parameters:
         return own_flags()
 

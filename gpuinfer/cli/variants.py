@@ -18,7 +18,8 @@ KINDS = {"backend_options": "backends", "strategy_options": "strategies"}
 SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
 # Flags that take one value: no part of a run, or, the seed, counted up by the repeats.
 SINGLE = ("json", "trace", "config", "live", "quiet", "verbose", "roofline", "seed")
-ENDLESS = {"games": str(10**9)}  # how much there is to do in a run that is ended by the clock
+AMOUNTS = ("games", "requests", "duration", "schedule", "replay")  # flags that say how much there is to do
+ENDLESS = {"games": str(10**9), "duration": str(10**9)}  # in a run that is ended by the clock
 
 Axis = tuple[str, str]  # a flag and "", or `backend_options` and the key of a -B
 Values = Mapping[str, Any]
