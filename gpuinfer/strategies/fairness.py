@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from gpuinfer.api import Request
@@ -52,9 +52,9 @@ class FairClients:
     def _merge(self, of_client: dict[Hashable, list[Request]], dated: bool) -> Iterator[Request]:
         """Those that are not ahead start now, and so before all others: they need no heap."""
         now, ends = self._now, self._ends
-        behind = (line for client, line in of_client.items() if ends.get(client, 0.0) <= now)
+        behind: Iterable[list[Request]] = (line for client, line in of_client.items() if ends.get(client, 0.0) <= now)
         if dated:
-            behind = iter(sorted(behind, key=lambda line: line[0].deadline))
+            behind = sorted(behind, key=lambda line: line[0].deadline)
         numbers = itertools.count()
         heap: list[tuple[float, float, float, int, list[Request], int]] = []
 

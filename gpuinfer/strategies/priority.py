@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, Priority, QueueView, Reason, Request, Strategy
-from gpuinfer.strategies.company import Rates, alone_s, bearable_rows
+from gpuinfer.strategies.company import Company
 from gpuinfer.strategies.fairness import FairClients
 from gpuinfer.strategies.filling import Filling, Line
 from gpuinfer.strategies.rooms import give_up
@@ -22,6 +22,9 @@ from gpuinfer.strategies.timing import Timing
 
 by_arrival = attrgetter("arrived")
 CLASSES = len(Priority)
+
+BURST = 0.5  # of a full batch: what the highest class may borrow beyond its share
+OWED = 0.5  # of a full batch: a class that is owed so much goes first
 
 
 class ByPriority(Strategy):
@@ -35,8 +38,8 @@ class ByPriority(Strategy):
     **Order inside a class.** Whoever has waited for `ageing` seconds goes first, the oldest of them before all others;
     then clients take turns by rows, and of one client the earliest deadline goes first (see `FairClients`).
 
-    **Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came later
-    is served before it: it waits at most until those that came before it are, at the share of its class. In mode
+    **Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came
+    later is served before it: it waits at most until those that came before it are, at the share of its class. In mode
     `strict` a request counts as one class higher for each `ageing` seconds of waiting; after one, two or three times
     that (high, normal, low) nobody of any class that came later is served before it.
 
@@ -65,7 +68,7 @@ class ByPriority(Strategy):
         self._ageing = float(self.options.ageing)
         self._shares = [percent / 100 for percent in self.options.shares]
         self._timing = Timing()
-        self._rates = Rates()
+        self._company = Company()
         self._credits = Credits(self._shares)
         self._clients = [FairClients() for _ in range(CLASSES)]
         self._waited: list[int] = [0] * CLASSES  # rows of each class, as the last `select` saw them
@@ -78,6 +81,7 @@ class ByPriority(Strategy):
 
     def observe(self, batch: BatchRecord) -> None:
         self._timing.observe(batch)
+        self._company.observe(batch.rows, batch.seconds)
 
     def select(self, queue: QueueView) -> Sequence[Request]:
         self._waited = list(queue.class_rows)  # for `account`, which is shown the batch alone
@@ -90,7 +94,7 @@ class ByPriority(Strategy):
         return batch.chosen or [queue.waiting[0]]  # the oldest fits always, though perhaps no batch of a usual size
 
     def account(self, batch: Sequence[Request], now: float) -> None:
-        self._rates.learn(batch, now)
+        self._company.account(batch, now)
         served = [0] * CLASSES
         for request in batch:
             served[request.priority] += request.rows
@@ -119,9 +123,11 @@ class ByPriority(Strategy):
         lines = self._lines(queue)
         top = next(number for number in range(CLASSES) if waiting[number])
         quanta = [share * batch.room for share in self._shares]
-        own = min(waiting[top], 2 * quanta[top] + credits[top])  # a burst may borrow as much as one batch is for it
+        own = min(
+            waiting[top], quanta[top] + BURST * batch.room + credits[top]
+        )  # a burst may borrow as much as one batch is for it
         owed = [
-            credit if number != top and credit >= quantum else 0.0
+            credit if number != top and credit >= OWED * batch.room else 0.0
             for number, (credit, quantum) in enumerate(zip(credits, quanta, strict=True))
         ]
         limit = min(batch.room, queue.rows)
@@ -157,10 +163,8 @@ class ByPriority(Strategy):
         """Up to how many rows the batch may have for the sake of the highest class in it: at least `needed`."""
         if own >= most or queue.limits.slots is not None:
             return most
-        oldest, full, lanes = line.oldest, self._timing.room(queue), queue.limits.in_flight
-        service = self._timing.service
-        alone = alone_s(service, self._rates.up_to(oldest.priority), lanes, oldest.rows, full)
-        rows = bearable_rows(service, alone, own, full, queue.now - oldest.arrived)
+        full, lanes = self._timing.room(queue), queue.limits.in_flight
+        rows = self._company.bearable_rows(line.oldest, queue.now, own, full, lanes, self._timing.service.spread)
         return min(most, max(needed, rows))
 
     # In which order
