@@ -10,20 +10,7 @@ from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.screen.units import number, short, whole
 
 WORK = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
-LOAD = (
-    "",
-    "rows/s",
-    "p50",
-    "p95",
-    "mean",
-    "× first",
-    "rows/batch",
-    "cut",
-    "95 %",
-    "roofline",
-    "held back by",
-    "answers",
-)
+LOAD = ("", "rows/s", "p50", "p95", "mean", "×", "batch", "cut", "95 %", "× first", "held back by", "answers")
 SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine is called unquiet
 ABOVE = 1.1  # of the roofline, which nothing can exceed
 BRIEF = {WORK: 5, LOAD: 8}  # of them on a terminal: the rest is said below the table
@@ -68,9 +55,11 @@ def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
         "median": value(row["metric"], row["median"]),
         "95 %": span(row["metric"], *row["ci95"]) if row["ci95"] else "unknown",
         "× first": _first(row),
+        "×": "" if row["standing"] == "first" or row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
         "rows/s": number(row["rows_per_s"]),
         **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
-        "rows/batch": _rows_per_batch(row["rows_per_batch"]),
+        "rows/batch": whole(row["rows_per_batch"]) if row["rows_per_batch"] else "",
+        "batch": _mean(row["rows_per_batch"]),
         "cut": _reasons(row["reasons"]),
         "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
         "held back by": row["bottleneck"]["class"],
@@ -78,7 +67,8 @@ def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
     }
 
 
-def _rows_per_batch(mean: float | None) -> str:
+def _mean(mean: float | None) -> str:
+    """Rows in a batch, where it matters whether that is one or two."""
     return "" if not mean else whole(mean) if mean >= 10 else number(mean)
 
 

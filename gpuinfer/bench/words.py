@@ -19,6 +19,8 @@ def verdict(comparison: Comparison) -> str:
         return "Nothing was measured to the end, so there is no winner."
     if len(comparison.rows) == 1:
         return f"Only {winner.name} was measured: there is nothing to compare it with."
+    if sum(row.able for row in comparison.rows) == 1:
+        return _alone(comparison, winner)
     if not winner.speed.known:
         fastest = f"{_fastest(comparison).name} was fastest, but one run of each tells nothing of the noise."
         return f"{fastest} Until there are more, stay with {winner.name}, the first of them."
@@ -29,14 +31,15 @@ def _fastest(comparison: Comparison) -> Row:
     return max((row for row in comparison.rows if row.able), key=lambda row: row.score)
 
 
+def _alone(comparison: Comparison, winner: Row) -> str:
+    if any(not row.keeps_up for row in comparison.rows):
+        return f"{winner.name} wins: it alone keeps up with the load."
+    return f"{winner.name} is the only one that answered, and as the model does."
+
+
 def _against_slower(comparison: Comparison, winner: Row) -> str:
     others = sorted((row for row in comparison.rows if row is not winner), key=lambda row: -row.score)
-    beaten = [row for row in others if row.able]
-    if beaten:
-        return f"{winner.name} wins: {_apart(winner, beaten[0])}."
-    if any(not row.keeps_up for row in others):
-        return f"{winner.name} wins: the others do not keep up with the load."
-    return f"{winner.name} is the only one that answered, and as the model does."
+    return f"{winner.name} wins: {_apart(winner, next(row for row in others if row.able))}."
 
 
 def _level(comparison: Comparison, winner: Row) -> str:
