@@ -10,11 +10,24 @@ from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.screen.units import number, short, whole
 
 WORK = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
-LOAD = ("", "rows/s", "p50", "p95", "mean", "×", "batch", "cut", "95 %", "× first", "held back by", "answers")
+LOAD = (
+    "",
+    "rows/s",
+    "p50",
+    "p95",
+    "mean",
+    "×",
+    "batch",
+    "cut",
+    "reasons",
+    "95 %",
+    "× first",
+    "held back by",
+    "answers",
+)
 SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine is called unquiet
 ABOVE = 1.1  # of the roofline, which nothing can exceed
 BRIEF = {WORK: 5, LOAD: 8}  # of them on a terminal: the rest is said below the table
-REASONS = 2  # why batches were cut: the first so many
 WINNER = "★ "
 
 
@@ -60,7 +73,8 @@ def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
         **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
         "rows/batch": whole(row["rows_per_batch"]) if row["rows_per_batch"] else "",
         "batch": _mean(row["rows_per_batch"]),
-        "cut": _reasons(row["reasons"]),
+        "cut": next(_reasons(row["reasons"]), ""),
+        "reasons": ", ".join(_reasons(row["reasons"])),
         "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
         "held back by": row["bottleneck"]["class"],
         "answers": _answers(row["parity"]),
@@ -72,10 +86,10 @@ def _mean(mean: float | None) -> str:
     return "" if not mean else whole(mean) if mean >= 10 else number(mean)
 
 
-def _reasons(counts: Mapping[str, int]) -> str:
-    """Such as `clients 84%, free 16%`."""
-    most = sorted(counts.items(), key=lambda one: -one[1])[:REASONS]
-    return ", ".join(f"{name} {count / sum(counts.values()):.0%}" for name, count in most)
+def _reasons(counts: Mapping[str, int]) -> Iterator[str]:
+    """Such as `clients 84%`, `free 16%`: the most frequent first."""
+    for name, count in sorted(counts.items(), key=lambda one: -one[1]):
+        yield f"{name} {count / sum(counts.values()):.0%}"
 
 
 def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
