@@ -28,7 +28,8 @@ class Recorder:
     """Records one engine. Every call belongs to one thread at a time, except `close`; none of them raises.
 
     The part is made with the first lines that are written. When that fails, the run goes on unrecorded and says so.
-    Times are seconds of the engine's clock: the monotonic one, which all processes of a machine share.
+    Times are seconds of the engine's clock: the monotonic one, which all processes of a machine share. They are cut to
+    microseconds, always downwards, so that what came later never comes earlier.
     """
 
     __slots__ = (
@@ -90,12 +91,12 @@ class Recorder:
         self._batches += 1
         numbers = self._numbers
         members = ",".join([numbers[request] for request in requests if request in numbers])
-        self._add(f'c {now * 1e6:.0f} {self._batches},{rows},"{reason.value}",[{members}]\n', now)
+        self._add(f'c {int(now * 1e6)} {self._batches},{int(rows)},"{reason.value}",[{members}]\n', now)
         return self._batches
 
     def ran(self, batch: int, seconds: float, now: float) -> None:
         """The backend has answered this batch, in so many seconds."""
-        self._add(f"b {now * 1e6:.0f} {batch},{seconds:.6f}\n", now)
+        self._add(f"b {int(now * 1e6)} {batch},{seconds:.6f}\n", now)
 
     def settled(self, request: Request, outcome: str, now: float) -> None:
         """`outcome` is "ok" or one of `stats.ERRORS`. A request that has not arrived, or is settled, counts no more."""
