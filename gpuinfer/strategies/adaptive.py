@@ -17,6 +17,7 @@ ROOM = 1.1  # a cap must leave capacity for this many times what arrives
 SURE = 16  # batches after which a target may be called infeasible
 PROBES = 3  # batches of a single request that are looked at before
 EVERY = 4  # batches between two of them
+EXPLORE = 4  # batches of which one may be smaller than it might be, to see whether small ones are faster
 AGAIN = 0.8  # of the target: once single requests are served within so much of it, it counts again
 
 
@@ -43,33 +44,28 @@ class Adaptive(Strategy):
         self._feasible = True
         self._single = 0  # rows of the smallest batch of a single request, 0 before one was seen
         self._singles = 0  # batches of a single request that were seen
-        self._since_probe = 0  # batches cut since the last that was cut small to learn from it
-        self._probed = 0
+        self._cuts = 0
+        self._probed = 0  # batches that were cut to a single request to learn from them
         self._known_fit = ((-1, 0), 1)
 
     def cut_at(self, queue: QueueView) -> float:
-        if queue.rows >= self._size(queue):
+        if queue.rows >= self._allowed(queue):
             return queue.waiting[0].arrived
         return self._timing.due(queue, self._target())
 
     def select(self, queue: QueueView) -> list[Request]:
-        if self._probes():
-            return oldest_first(queue, 1)
-        size = self._size(queue)
-        if queue.rows > 1:
-            size = min(size, self._service.better_below(min(size, queue.rows)))
-        return oldest_first(queue, size, self._timing.share(queue))
+        return oldest_first(queue, self._size(queue), self._timing.share(queue))
 
     def reason(self, queue: QueueView) -> Reason:
-        if self._probes() or self._timing.room(queue) > self._size(queue) <= queue.rows:
+        if self._size(queue) < min(queue.rows, self._timing.room(queue)):
             return Reason.CAP
         return self._timing.reason(queue, self._target())
 
     def account(self, batch: Sequence[Request], now: float) -> None:
         if self._probes():
             self._probed += 1
-            self._since_probe = 0
-        self._since_probe += 1
+            self._cuts = 0
+        self._cuts += 1
 
     def observe(self, batch: BatchRecord) -> None:
         self._timing.observe(batch)
@@ -97,7 +93,16 @@ class Adaptive(Strategy):
         return math.inf if target is None or not self._feasible else float(target)
 
     def _size(self, queue: QueueView) -> int:
-        """The rows of the next batch at most."""
+        """The rows of the next batch at most: what is allowed, or fewer that are served faster, or that may be."""
+        if self._probes():
+            return 1
+        rows = min(queue.rows, self._allowed(queue))
+        if self._cuts % EXPLORE == EXPLORE - 1 and (unknown := self._service.unknown_below(rows)):
+            return unknown
+        return self._service.better_below(rows)
+
+    def _allowed(self, queue: QueueView) -> int:
+        """The rows of the largest batch that the target allows."""
         room, target = self._timing.room(queue), self._target()
         if target == math.inf or queue.limits.slots is not None:
             return room
@@ -118,7 +123,7 @@ class Adaptive(Strategy):
         """Whether the next batch is a single request, since whether any keep the target is not known otherwise."""
         return (
             self._target() < math.inf
-            and self._service.batches >= EVERY <= self._since_probe
+            and self._service.batches >= EVERY <= self._cuts
             and max(self._singles, self._probed) < PROBES
             and self._service.late(self._service.smallest) > self._target()
         )

@@ -11,10 +11,10 @@ ALIKE = 0.05  # sizes that differ by less than this share of the average teach n
 OUTLIER = 3.0  # deviations from what was expected, of those that are usual: more says nothing, and counts as so many
 LEAST = 0.03  # is always usual
 CHANGE = 6.0  # summed deviations, beyond one for each batch, that cannot be chance
-FIRST = 4  # batches that are all believed
+FIRST = 4  # batches of a size that are all believed
 LATE = 2.5  # mean absolute deviations above the mean: one batch in twenty, if they are anything like normal
 FASTER = 1.05  # a size is better than another when its rate is higher by this factor
-REFRESH = 16  # batches between two looks at which sizes are good
+REFRESH = 4  # batches between two looks at which sizes are good
 
 
 class ServiceTime:
@@ -32,6 +32,7 @@ class ServiceTime:
         "_covariance",
         "_deviation",
         "_edges",
+        "_judged",
         "_learnt",
         "_mean_rows",
         "_mean_s",
@@ -49,6 +50,7 @@ class ServiceTime:
         self.smallest = self.largest = 0  # rows of a batch that was seen
         self._seen = 0  # batches that the averages remember
         self._mean_rows = self._mean_s = self._variance = self._covariance = 0.0
+        self._judged = 0  # batches that the next remembers
         self._deviation = 0.0  # mean absolute deviation from what was expected, as a share of it
         self._sizes: dict[int, list[float]] = {}  # size → [batches remembered, mean rows, mean seconds, most rows]
         self._sides = (_Side(1), _Side(-1))
@@ -116,13 +118,19 @@ class ServiceTime:
         below = self._best[index]
         return below if below < rows and self.rate(below) > FASTER * self.rate(rows) else rows
 
+    def unknown_below(self, rows: int) -> int:
+        """Fewer rows, up to half as few, that end a size of which little was seen: a power of two; 0 when there is none."""
+        edge = 1 << max(0, (rows - 1).bit_length() - 1)
+        size = self._sizes.get(size_of(edge))
+        return edge if edge < rows and (size is None or size[0] < FIRST) else 0
+
     def learn(self, rows: int, seconds: float) -> None:
         """One batch of so many rows took so long."""
         self.batches += 1
         self.smallest = min(self.smallest or rows, rows)
         self.largest = max(self.largest, rows)
-        expected = self.seconds(rows)
-        if expected and seconds > 0 and self._is_outlier(seconds / expected):
+        expected, size = self.seconds(rows), self._sizes.get(size_of(rows))
+        if size is not None and size[0] >= FIRST and seconds > 0 and self._is_outlier(seconds / expected):
             return
         self._learn_line(rows, seconds)
         self._learn_size(rows, seconds)
@@ -130,16 +138,16 @@ class ServiceTime:
             self._find_best()
 
     def _is_outlier(self, ratio: float) -> bool:
-        """Whether this batch took so unusually long, or short, that nothing is to be learnt from it alone.
+        """Whether this batch, of a size that is known, took so unusually long, or short, that nothing is to be learnt
+        from it alone. (Of a size that is not known a line may well be wrong.)
 
         Cumulative sums of how unusual it was, to either side (Page, "Continuous inspection schemes", 1954), tell when
         everything has become slower or faster.
         """
         off = math.log(ratio)
         unusual = min(max(off / max(self._deviation, LEAST), -OUTLIER), OUTLIER)
-        self._deviation += (min(abs(off), 1.0) - self._deviation) / min(self._seen, MEMORY)
-        if self._seen < FIRST:
-            return False
+        self._judged = min(self._judged + 1, MEMORY)
+        self._deviation += (min(abs(off), 1.0) - self._deviation) / self._judged
         for side in self._sides:
             if side.changed_by(unusual, ratio):
                 self._scale(side.factor())
