@@ -6,12 +6,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from gpuinfer.api import Priority
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.options import natural
-from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Mix, Poisson, Recorded
+from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Mix, Poisson
 
 CLASSES = {priority.name.lower(): priority for priority in Priority}
 
@@ -69,25 +68,6 @@ def drawn(kind: str, rate: float | Sequence[Piece], mix: Mix, burst: float, burs
         return Constant(rows_per_s, mix) if kind == "constant" else Poisson(rows_per_s, mix)
 
     return one(rate) if isinstance(rate, int | float) else Pieces(rate, one)
-
-
-def recorded(path: Path) -> Recorded:
-    """What arrived in a trace, on whichever engine. Raises `UsageError` for a file that is none."""
-    from gpuinfer.trace.reading import read
-
-    arrivals = sorted(read(path).arrivals, key=lambda one: one.at)
-    first = arrivals[0].at if arrivals else 0.0
-    return Recorded(
-        Ask(
-            one.at - first,
-            one.rows,
-            Priority(one.priority),
-            math.inf if one.left_s is None else one.left_s,
-            one.client,
-            one.group,
-        )
-        for one in arrivals
-    )
 
 
 def rows_of(text: str) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Tally:
         return (
             f"the load was sent up to {late * 1e3:.2f} ms late (p95), for want of a core: latencies count from then. "
             f"From when each request was due, p95 is {latency * 1e3:.2f} ms. "
-            "Lower --rate, raise --rows, or leave the generator a core (-B threads=1)."
+            "Lower --rate, raise --rows, or leave the generator a core of its own."
         )
 
 

@@ -18,7 +18,7 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed, Mix
-from gpuinfer.workloads.load.arrivals import classes_of, drawn, recorded, rows_of, schedule_of
+from gpuinfer.workloads.load.arrivals import classes_of, drawn, rows_of, schedule_of
 from gpuinfer.workloads.load.asking import Asker, Tally
 from gpuinfer.workloads.load.driving import Clients, Driver, Open
 from gpuinfer.workloads.load.payloads import Payloads
@@ -102,7 +102,9 @@ class Load(Workload):
     def _arrivals(self) -> Arrivals:
         own = self.options
         if own.replay is not None:
-            return recorded(own.replay)
+            from gpuinfer.simulate.replay import replayed
+
+            return replayed(own.replay)
         if own.schedule is not None:
             return drawn(own.arrivals, schedule_of(own.schedule), self._mix, own.burst, own.burst_s)
         if own.rate is not None:
