@@ -119,7 +119,7 @@ class ServiceTime:
         return below if below < rows and self.rate(below) > FASTER * self.rate(rows) else rows
 
     def unknown_below(self, rows: int) -> int:
-        """Fewer rows, up to half as few, that end a size of which little was seen: a power of two; 0 when there is none."""
+        """Fewer rows, the next power of two below, when little was seen of such batches; else 0."""
         edge = 1 << max(0, (rows - 1).bit_length() - 1)
         size = self._sizes.get(size_of(edge))
         return edge if edge < rows and (size is None or size[0] < FIRST) else 0
