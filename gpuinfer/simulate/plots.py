@@ -49,7 +49,7 @@ def _distribution(axes: Axes, run: Run) -> None:
     """The share of the requests that were answered within a time."""
     points = run["latency_cdf"]
     if points:
-        axes.step([seconds for seconds, _ in points], [share for _, share in points], where="pre", color=COLOURS[0])
+        axes.plot([seconds for seconds, _ in points], [share for _, share in points], color=COLOURS[0])
     for name in QUANTILES if points else ():
         at = run["latency_s"][name]
         axes.axvline(at, color=COLOURS[1], linewidth=1, linestyle=QUANTILES[name], label=f"{name} {short(at)}")
@@ -73,6 +73,8 @@ def _shares(axes: Axes, counts: Mapping[str, int], label: str) -> None:
 
 def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
     """Latency, and rows per second, over what was swept: the key of the most values that are numbers across."""
+    from matplotlib.ticker import LogLocator
+
     across = _across(runs)
     names = list(dict.fromkeys(run["settings"][across] for run in runs))
     values = [_number(name) for name in names]
@@ -98,6 +100,7 @@ def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
     _label_across(above, below, across, places, scaled)
     above.set_ylabel("latency" if len(groups) == 1 else "latency, p95")
     above.set_yscale("log")
+    above.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     above.yaxis.set_major_formatter(lambda value, _: short(value))
     above.yaxis.set_minor_formatter(lambda value, _: "")
     above.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8)

@@ -8,7 +8,7 @@ from typing import Any
 from gpuinfer.screen.units import number, short, whole
 
 LATENCY = ("latency", "mean", "p50", "p95", "p99", "max")
-FIGURES = ("rows/s", "mean", "p95", "p99", "rows/batch", "busy", "lost")
+FIGURES = ("rows/s", "mean", "p95", "p99", "batch", "busy")
 
 Run = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
 
 def columns(runs: Sequence[Run]) -> list[str]:
     """What was varied, and the figures."""
-    return [*(key.replace("_", " ") for key in runs[0]["settings"]), *FIGURES]
+    return [*(key.replace("_", " ") for key in runs[0]["settings"]), *FIGURES, *(["lost"] if _any_lost(runs) else [])]
 
 
 def rows(runs: Sequence[Run]) -> Iterator[list[str]]:
@@ -62,7 +62,7 @@ def rows(runs: Sequence[Run]) -> Iterator[list[str]]:
             *(short(latency[part]) if latency else "–" for part in ("mean", "p95", "p99")),
             number(run["batches"]["rows_mean"] or 0.0),
             _percent(run["utilisation"]),
-            _percent(1 - run["served_share"]) if run["served_share"] < 1 else "",
+            *([_percent(1 - run["served_share"])] if _any_lost(runs) else []),
         ]
 
 
@@ -79,6 +79,10 @@ def remarks(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 def name_of(run: Run) -> str:
     """Such as `max_wait 1ms, strategy dynamic`."""
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in run["settings"].items())
+
+
+def _any_lost(runs: Sequence[Run]) -> bool:
+    return any(run["served_share"] < 1 for run in runs)
 
 
 def _rate(run: Run) -> str:
