@@ -148,6 +148,7 @@ class _Execution:
         self._counts_before: Mapping[str, float] = {}
         self._give_up_at = float("inf")
         self._interrupted = 0
+        self._noticed: set[str] = set()  # what the strategy had to say
         self._enough = False  # `until` has said so
         self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
@@ -247,6 +248,10 @@ class _Execution:
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
         snapshot = self.session.snapshot()
+        for notice in snapshot.notices:
+            if notice not in self._noticed:
+                self._noticed.add(notice)
+                log.warning("%s", notice)
         return Update(self.progress, snapshot, self.wall_s(), self.setup_s(), phase, self.session.roofline)
 
     def report(self, status: str, settings: Mapping[str, Any], command: str | None) -> dict[str, Any]:

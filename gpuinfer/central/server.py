@@ -454,4 +454,5 @@ def summary(stats: Snapshot) -> str:
         reasons = ", ".join(f"{name} {count:,}" for name, count in sorted(stats.reasons.items()) if count)
         waits = summarise(stats.queue_wait)
         lines.append(f"  cut: {reasons}; queue wait p50 {waits['p50'] * 1e3:.3g} ms, p99 {waits['p99'] * 1e3:.3g} ms")
+    lines += [f"  {notice}" for notice in stats.notices]
     return "\n".join(lines)

@@ -37,6 +37,8 @@ def rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
     yield from _bottleneck(report.get("bottleneck") or {})
+    for notice in report.get("notices") or ():
+        yield Row("strategy", str(notice), "warning")
     if errors := errors_of(report.get("errors")):
         yield Row("errors", errors, "bad")
     yield from _machine(report)
@@ -73,8 +75,18 @@ def _times(report: Mapping[str, Any]) -> Iterator[Row]:
         values = report.get(key) or {}
         if any(values.values()):
             yield Row(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
+    classes = report.get("classes") or {}
+    for name, found in classes.items() if len(classes) > 1 else ():
+        yield Row(name, _class(found))
     if stations := _shares(report.get("time_s") or {}):
         yield Row("time", stations)
+
+
+def _class(found: Mapping[str, Any]) -> str:
+    """What became of one class of requests."""
+    times = [f"{what} {short(found[what])}" for what in ("mean", "p95", "p99") if what in found]
+    lost = errors_of(found.get("errors"))
+    return ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])])
 
 
 def _roofline(roofline: Mapping[str, Any]) -> Iterator[Row]:
