@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
@@ -28,9 +28,7 @@ from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull
 from gpuinfer.stats import Lane, Snapshot
-
-if TYPE_CHECKING:
-    from gpuinfer.trace.recorder import Recorder
+from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 

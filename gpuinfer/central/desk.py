@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
@@ -30,9 +30,7 @@ from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import Garbled, Kind, Record, error_to_wire, pack
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull
 from gpuinfer.stats import Lane, Snapshot
-
-if TYPE_CHECKING:
-    from gpuinfer.trace.recorder import Recorder
+from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 

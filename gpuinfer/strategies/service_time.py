@@ -86,7 +86,7 @@ class ServiceTime:
         if size is None:
             return line
         count, mean_rows, mean_s, _ = size
-        return line + (max(mean_s + per_row * (rows - mean_rows), 0.0) - line) * count / (count + 1)
+        return line + (max(mean_s + per_row * (rows - mean_rows), 0.0) - line) * count**2 / (count**2 + 1)
 
     def late(self, rows: int) -> float:
         """The seconds that all but one in twenty batches of so many rows stay below."""
