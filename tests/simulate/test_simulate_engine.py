@@ -5,28 +5,39 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_engines import Diary, serve
+from virtual_engines import diary, serve, written
 
 from gpuinfer.api import Limits, Priority
 from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Bursty, Closed, Mix, Poisson, simulate
+from gpuinfer.strategies.adaptive import Adaptive
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.strategies.priority import ByPriority
 
 SERVICE = ServiceModel(alpha=100e-6, beta=2e-3, jitter=0.2)
 REQUESTS = 150
+STRATEGIES = [(Dynamic, {}), (Adaptive, {}), (Adaptive, {"latency_target": 0.02}), (ByPriority, {})]
 MIXED = {Priority.HIGH: 0.2, Priority.NORMAL: 0.5, Priority.LOW: 0.3}
 
 
-def assert_alike(load, options, limits, *, service=SERVICE, seed=0, max_queue_rows=None):
+def assert_alike(load, options, limits, *, strategy=Dynamic, service=SERVICE, seed=0, max_queue_rows=None):
     """The same batches in the same order, and the same counts."""
     closed = load if isinstance(load, Closed) else None
     (cuts, ran), seen = serve(
-        load, closed, service, Diary(**options), limits, seed=seed, requests=REQUESTS, max_queue_rows=max_queue_rows
+        load,
+        closed,
+        service,
+        diary(strategy, **options),
+        limits,
+        seed=seed,
+        requests=REQUESTS,
+        max_queue_rows=max_queue_rows,
     )
-    diary = Diary(**options)
+    kept = diary(strategy, **options)
     outcome = simulate(
-        load, service, lambda: diary, limits, seed=seed, requests=REQUESTS, warmup=0, max_queue_rows=max_queue_rows
+        load, service, lambda: kept, limits, seed=seed, requests=REQUESTS, warmup=0, max_queue_rows=max_queue_rows
     )
-    simulated_cuts, simulated_ran = diary.after(0.0)
+    simulated_cuts, simulated_ran = written(kept, 0.0)
     assert [rows for _, rows, _ in simulated_cuts] == [rows for _, rows, _ in cuts]
     for (now, _, arrived), (then, _, came) in zip(simulated_cuts, cuts, strict=True):
         assert now == pytest.approx(then, abs=1e-7)
@@ -57,24 +68,49 @@ def test_batches_fail_alike():
     assert outcome.snapshot.errors["failed"] > 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+open_loads = (
     st.integers(0, 2**31),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 8, 64]),
-    st.sampled_from([None, 0.0, 0.001, 0.02]),
+    st.sampled_from([*STRATEGIES, (Dynamic, {"max_wait": 0.0}), (Dynamic, {"max_wait": 0.02})]),
     st.floats(20, 5000),
     st.sampled_from([math.inf, 0.01]),
 )
-def test_any_open_load(seed, in_flight, max_rows, max_wait, rate, timeout):
-    mix = Mix((1, min(4, max_rows)), MIXED, timeout=timeout)
-    assert_alike(Poisson(rate, mix), {"max_wait": max_wait}, Limits(max_rows, in_flight), seed=seed)
+closed_loads = (
+    st.integers(0, 2**31),
+    st.sampled_from([1, 2]),
+    st.integers(1, 40),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([0.0, 0.001, 0.02]),
+)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([1, 2]), st.integers(1, 40), st.sampled_from([0.0, 0.001, 0.02]))
-def test_any_closed_load(seed, in_flight, clients, think):
-    assert_alike(Closed(clients, think), {}, Limits(16, in_flight), seed=seed)
+def same_for_an_open_load(seed, in_flight, max_rows, chosen, rate, timeout):
+    mix = Mix((1, min(4, max_rows)), MIXED, timeout=timeout, clients=seed % 4)
+    limits = Limits(max_rows, in_flight)
+    assert_alike(Poisson(rate, mix), chosen[1], limits, strategy=chosen[0], seed=seed, max_queue_rows=2 * max_rows)
+
+
+def same_for_a_closed_load(seed, in_flight, clients, chosen, think):
+    assert_alike(Closed(clients, think), chosen[1], Limits(16, in_flight), strategy=chosen[0], seed=seed)
+
+
+def many(test, loads, examples):
+    settings(max_examples=examples, deadline=None)(given(*loads)(test))()
+
+
+def test_any_open_load():
+    many(same_for_an_open_load, open_loads, 25)
+
+
+def test_any_closed_load():
+    many(same_for_a_closed_load, closed_loads, 12)
+
+
+@pytest.mark.soak
+def test_any_load_at_length():
+    many(same_for_an_open_load, open_loads, 600)
+    many(same_for_a_closed_load, closed_loads, 400)
 
 
 def test_bursts():

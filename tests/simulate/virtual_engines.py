@@ -10,29 +10,32 @@ import random
 from gpuinfer.api import Backend
 from gpuinfer.engine import Engine
 from gpuinfer.errors import BackendError, Expired, QueueFull
-from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
 
 
-class Diary(Dynamic):
-    """Dynamic, which writes down its batches: when, how many rows, and once they have run, why and how long."""
+def diary(strategy, **options):
+    """A strategy that writes down its batches: when, how many rows, and once they have run, why and how long."""
 
-    def __init__(self, setup=None, /, **options):
-        super().__init__(setup, **options)
-        self.cuts, self.ran = [], []
+    class Diary(strategy):
+        def account(self, batch, now):
+            super().account(batch, now)
+            self.cuts.append((now, sum(request.rows for request in batch), [request.arrived for request in batch]))
 
-    def account(self, batch, now):
-        super().account(batch, now)
-        self.cuts.append((now, sum(request.rows for request in batch), [request.arrived for request in batch]))
+        def observe(self, batch):
+            super().observe(batch)
+            self.ran.append((batch.started, batch.rows, batch.requests, batch.reason, batch.seconds))
+            self.waits.append(batch.queue_wait_s)
 
-    def observe(self, batch):
-        super().observe(batch)
-        self.ran.append((batch.started, batch.rows, batch.requests, batch.reason, batch.seconds, batch.queue_wait_s))
+    kept = Diary(**options)
+    kept.cuts, kept.ran, kept.waits = [], [], []
+    return kept
 
-    def after(self, start):
-        """What it has written, with times counted from `start`."""
-        cuts = [(now - start, rows, [at - start for at in arrived]) for now, rows, arrived in self.cuts]
-        return cuts, [(started - start, *rest) for started, *rest in self.ran]
+
+def written(kept, start):
+    """What a diary holds, with times counted from `start`."""
+    cuts = [(now - start, rows, [at - start for at in arrived]) for now, rows, arrived in kept.cuts]
+    ran = [(started - start, *rest, wait) for (started, *rest), wait in zip(kept.ran, kept.waits, strict=True)]
+    return cuts, ran
 
 
 class Model(Backend):
@@ -87,4 +90,4 @@ async def _serve(load, closed, service, strategy, limits, seed, requests, max_qu
         await asyncio.gather(*(ask_again_and_again(client) for client in range(closed.clients)))
     seen = engine.snapshot()
     await engine.close()
-    return strategy.after(start), seen
+    return written(strategy, start), seen
