@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from gpuinfer.api import Priority, Request
 from gpuinfer.strategies.curve import Curve
 
 MEMORY_S = 2.0  # rates forget with this time constant
-KEPT = 0.92  # of a full batch's time is planned with; the rest is for what cannot be foreseen
+KEPT = 0.94  # of a full batch's time is planned with; the rest is for what cannot be foreseen
 RARE = 0.01  # what happens to fewer than these counts for no 99th percentile
 TRIES = 32
 
@@ -23,19 +23,19 @@ TRIES = 32
 class Company:
     """Learns what batches cost and how fast the classes come; says how long a batch may get."""
 
-    __slots__ = ("_curve", "_rates", "_seen")
+    __slots__ = ("_asked", "_curve", "_rates", "_seen")
 
     def __init__(self) -> None:
         self._curve = Curve()
         self._rates = [0.0] * len(Priority)  # rows per second that were cut; older batches count exponentially less
+        self._asked = [0.0] * len(Priority)  # requests per second, likewise
         self._seen: float | None = None
 
-    def account(self, batch: Iterable[Request], now: float) -> None:
-        """These were cut."""
+    def account(self, rows: Sequence[int], requests: Sequence[int], now: float) -> None:
+        """So many of each class were cut."""
         fade = 1.0 if self._seen is None else math.exp(min(0.0, self._seen - now) / MEMORY_S)
-        self._rates = [rate * fade for rate in self._rates]
-        for request in batch:
-            self._rates[request.priority] += request.rows / MEMORY_S
+        self._rates = [rate * fade + new / MEMORY_S for rate, new in zip(self._rates, rows, strict=True)]
+        self._asked = [rate * fade + new / MEMORY_S for rate, new in zip(self._asked, requests, strict=True)]
         self._seen = now
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -61,8 +61,8 @@ class Company:
         come no earlier than shortly after a cut: they wait for what is left of a batch of n, and then for their own.
         At a low rate most find a lane free.
         """
-        rate = sum(self._rates[: request.priority + 1]) / lanes
-        rows = request.rows
+        rate, asked = (sum(rates[: request.priority + 1]) / lanes for rates in (self._rates, self._asked))
+        rows = min(request.rows, math.ceil(rate / asked)) if asked else request.rows
         for _ in range(TRIES):
             own = self._curve.seconds(rows)
             if rate * own <= rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from gpuinfer.api import Request
@@ -38,49 +38,61 @@ class FairClients:
         "Scheduling algorithms for multiprogramming in a hard-real-time environment", 1973), then the oldest. Without
         `dated` nobody has a deadline.
         """
-        of_client: defaultdict[Hashable, list[Request]] = defaultdict(list)
+        heads: dict[Hashable, Request] = {}
+        lines: defaultdict[Hashable, list[Request]] = defaultdict(list)
         for request in requests:
-            of_client[request.client].append(request)
-        if dated:
-            for line in of_client.values():
-                line.sort(key=by_deadline)
-        if len(of_client) == 1:
-            yield from next(iter(of_client.values()))
-            return
-        yield from self._merge(of_client, dated)
+            client = request.client
+            if heads.setdefault(client, request) is not request:
+                lines[client].append(request)
+        if len(heads) > 1:
+            if dated:
+                for client, line in lines.items():
+                    line.insert(0, heads[client])
+                    line.sort(key=by_deadline)
+                    heads[client] = line.pop(0)
+            return self._merge(heads, lines, dated)
+        return iter(sorted(requests, key=by_deadline) if dated else requests)
 
-    def _merge(self, of_client: dict[Hashable, list[Request]], dated: bool) -> Iterator[Request]:
+    def _merge(
+        self, heads: Mapping[Hashable, Request], lines: Mapping[Hashable, list[Request]], dated: bool
+    ) -> Iterator[Request]:
         """Those that are not ahead start now, and so before all others: they need no heap."""
         now, ends = self._now, self._ends
-        behind: Iterable[list[Request]] = (line for client, line in of_client.items() if ends.get(client, 0.0) <= now)
+        behind: Iterable[tuple[Hashable, Request]] = heads.items()
+        if ends:
+            behind = (item for item in behind if ends.get(item[0], 0.0) <= now)
         if dated:
-            behind = sorted(behind, key=lambda line: line[0].deadline)
+            behind = sorted(behind, key=lambda item: item[1].deadline)
         numbers = itertools.count()
-        heap: list[tuple[float, float, float, int, list[Request], int]] = []
+        heap: list[tuple[float, float, float, int, Request, Iterator[Request]]] = []
 
-        def push(line: list[Request], place: int, start: float) -> None:
-            request = line[place]
-            heapq.heappush(heap, (start, request.deadline, request.arrived, next(numbers), line, place))
+        def push(request: Request | None, others: Iterator[Request], start: float) -> None:
+            if request is not None:
+                heapq.heappush(heap, (start, request.deadline, request.arrived, next(numbers), request, others))
 
-        for line in behind:
-            yield line[0]
-            if len(line) > 1:
-                push(line, 1, now + line[0].rows)
-        for client, line in of_client.items():
+        for client, request in behind:
+            yield request
+            if client in lines:
+                others = iter(lines[client])
+                push(next(others, None), others, now + request.rows)
+        for client, request in heads.items():
             if (start := ends.get(client, 0.0)) > now:
-                push(line, 0, start)
+                push(request, iter(lines.get(client, ())), start)
         while heap:
-            start, *_, line, place = heapq.heappop(heap)
-            yield line[place]
-            if place + 1 < len(line):
-                push(line, place + 1, start + line[place].rows)
+            start, _, _, _, request, others = heapq.heappop(heap)
+            yield request
+            push(next(others, None), others, start + request.rows)
 
-    def served(self, request: Request) -> None:
-        """This request was cut. Called in the order of the batch."""
-        start = max(self._now, self._ends.get(request.client, 0.0))
-        self._now = start
-        self._ends[request.client] = start + request.rows
-        if len(self._ends) > CLIENTS_KEPT:
+    def served(self, requests: Iterable[Request]) -> None:
+        """These were cut, in this order."""
+        now, ends = self._now, self._ends
+        for request in requests:
+            start = ends.get(request.client, 0.0)
+            if start > now:
+                now = start
+            ends[request.client] = now + request.rows
+        self._now = now
+        if len(ends) > CLIENTS_KEPT:
             self._forget()
 
     def _forget(self) -> None:

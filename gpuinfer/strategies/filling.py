@@ -15,19 +15,19 @@ SLIGHTLY = 1e-6  # rows: no more than what rounding does to a share
 class Line:
     """The requests of one class in the order in which they are served: the aged ones, oldest first, then the others."""
 
-    __slots__ = ("_aged", "_fresh", "_head", "_order", "taken")
+    __slots__ = ("_aged", "_fresh", "head", "order", "taken")
 
     def __init__(self, aged: Sequence[Request], fresh: Sequence[Request], clients: FairClients, dated: bool) -> None:
         """Both are given oldest first."""
         self.taken = 0  # rows
         self._aged, self._fresh = aged, fresh
-        self._order: Iterator[Request] = itertools.chain(aged, clients.order(fresh, dated) if fresh else ())
-        self._head = next(self._order, None)
+        self.order: Iterator[Request] = itertools.chain(aged, clients.order(fresh, dated) if fresh else ())
+        self.head = next(self.order, None)  # the next request; the others are still in `order`
 
     @property
     def head_rows(self) -> int:
         """Of the next request; 0 when there is none."""
-        return self._head.rows if self._head is not None else 0
+        return self.head.rows if self.head is not None else 0
 
     @property
     def oldest(self) -> Request:
@@ -36,14 +36,6 @@ class Line:
     def count(self) -> int:
         """All its rows."""
         return sum(request.rows for request in itertools.chain(self._aged, self._fresh))
-
-    def take(self) -> Request:
-        """The next request. Raises `LookupError` when there is none."""
-        if self._head is None:
-            raise LookupError("this line is empty")
-        request, self._head = self._head, next(self._order, None)
-        self.taken += request.rows
-        return request
 
 
 class Filling:
@@ -59,8 +51,16 @@ class Filling:
 
     def fill(self, line: Line, rows: float, limit: int) -> None:
         """Take from a line, up to `rows` of it in all, while the batch stays within `limit`."""
-        while 0 < line.head_rows <= min(limit - self.rows, rows + SLIGHTLY - line.taken) and self._left >= 1:
-            self._take(line)
+        room, taken = min(limit - self.rows, rows + SLIGHTLY - line.taken), 0
+        head, order, left = line.head, line.order, self._left
+        while head is not None and taken + head.rows <= room and left >= 1:
+            self.chosen.append(head)
+            taken += head.rows
+            left -= 1
+            head = next(order, None)
+        line.head, self._left = head, left
+        line.taken += taken
+        self.rows += taken
 
     def top_up(self, lines: Sequence[Line], due: Sequence[float], limit: int, *, stop: bool) -> None:
         """Use what is left, though no class is due all of a block: whoever is due most takes its next one.
@@ -76,10 +76,4 @@ class Filling:
             first = lines[max(fits, key=lambda number: due[number] - lines[number].taken)]
             if first.head_rows + self.rows > limit:
                 return
-            self._take(first)
-
-    def _take(self, line: Line) -> None:
-        request = line.take()
-        self.chosen.append(request)
-        self.rows += request.rows
-        self._left -= 1
+            self.fill(first, first.taken + first.head_rows, limit)

@@ -23,8 +23,7 @@ from gpuinfer.strategies.timing import Timing
 by_arrival = attrgetter("arrived")
 CLASSES = len(Priority)
 
-BURST = 0.5  # of a full batch: what the highest class may borrow beyond its share
-OWED = 0.5  # of a full batch: a class that is owed so much goes first
+BURST = 2.0  # full batches that the highest class may borrow beyond its share
 
 
 class ByPriority(Strategy):
@@ -94,11 +93,13 @@ class ByPriority(Strategy):
         return batch.chosen or [queue.waiting[0]]  # the oldest fits always, though perhaps no batch of a usual size
 
     def account(self, batch: Sequence[Request], now: float) -> None:
-        self._company.account(batch, now)
-        served = [0] * CLASSES
+        served, requests = [0] * CLASSES, [0] * CLASSES
         for request in batch:
             served[request.priority] += request.rows
-            self._clients[self._level(request, now)].served(request)
+            requests[request.priority] += 1
+        for level, those in enumerate(self._levels(batch, now)):
+            self._clients[level].served(those)
+        self._company.account(served, requests, now)
         if batch and not self._strict:
             waited = [max(pair) for pair in zip(self._waited, served, strict=True)]
             self._credits.settle(batch[0].group, served, waited)
@@ -123,22 +124,18 @@ class ByPriority(Strategy):
         lines = self._lines(queue)
         top = next(number for number in range(CLASSES) if waiting[number])
         quanta = [share * batch.room for share in self._shares]
-        own = min(
-            waiting[top], quanta[top] + BURST * batch.room + credits[top]
-        )  # a burst may borrow as much as one batch is for it
+        own = min(waiting[top], quanta[top] + BURST * batch.room + credits[top])
+        most = [BURST * quantum / (1 - self._shares[top]) for quantum in quanta]  # to lend, of the others
         owed = [
-            credit if number != top and credit >= OWED * batch.room else 0.0
-            for number, (credit, quantum) in enumerate(zip(credits, quanta, strict=True))
+            number for number in range(CLASSES) if number != top and waiting[number] and credits[number] > most[number]
         ]
         limit = min(batch.room, queue.rows)
         if own >= waiting[top]:
-            needed = math.ceil(waiting[top] + sum(owed))
+            needed = math.ceil(waiting[top] + sum(max(quanta[number], lines[number].head_rows) for number in owed))
             limit = self._bearable(queue, lines[top], waiting[top], needed, limit)
         due = self._credits.due(group, limit, waiting)
-        for number in sorted(range(CLASSES), key=lambda number: -owed[number]):
-            if owed[number]:
-                whole = due[number] if due[number] >= lines[number].head_rows else owed[number]
-                batch.fill(lines[number], max(owed[number], whole), batch.room)
+        for number in sorted(owed, key=lambda number: most[number] - credits[number]):
+            batch.fill(lines[number], max(quanta[number], lines[number].head_rows), batch.room)
         batch.fill(lines[top], own, batch.room)
         ahead = [rows - line.taken for rows, line in zip(due, lines, strict=True)]
         for number in sorted(range(CLASSES), key=lambda number: -ahead[number]):
@@ -201,10 +198,14 @@ class ByPriority(Strategy):
             begin = end
         yield waiting[begin:]
 
-    def _level(self, request: Request, now: float) -> int:
+    def _levels(self, batch: Sequence[Request], now: float) -> list[list[Request]]:
+        """The requests of a batch by the class that each counted as, in order."""
         if not self._strict:
-            return request.priority
-        return max(0, request.priority - int((now - request.arrived) / self._ageing))
+            return _by_class(batch)
+        levels: list[list[Request]] = [[] for _ in range(CLASSES)]
+        for request in batch:
+            levels[max(0, request.priority - int((now - request.arrived) / self._ageing))].append(request)
+        return levels
 
 
 def _by_class(requests: Sequence[Request]) -> list[list[Request]]:
