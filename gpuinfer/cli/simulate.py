@@ -185,7 +185,10 @@ def _beyond(cases: Sequence[Case]) -> list[tuple[str, str]]:
 
 
 def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
-    if path is None or not document["runs"]:
+    if path is None:
+        return
+    if not document["runs"]:
+        print(f"plot: nothing was simulated, so there is no {path}", file=sys.stderr)
         return
     from gpuinfer.simulate.plots import draw
 

@@ -9,5 +9,6 @@ Strategy, queue, admission and counters are the very objects that the engine use
 from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Closed, Mix, Poisson, Recorded
 from gpuinfer.simulate.events import simulate
 from gpuinfer.simulate.outcome import Outcome
+from gpuinfer.simulate.watch import Watch
 
-__all__ = ["Arrivals", "Ask", "Bursty", "Closed", "Mix", "Outcome", "Poisson", "Recorded", "simulate"]
+__all__ = ["Arrivals", "Ask", "Bursty", "Closed", "Mix", "Outcome", "Poisson", "Recorded", "Watch", "simulate"]

@@ -177,9 +177,6 @@ class Simulation:
                     return
                 continue
             self.now = now
-            if feed.taken >= warm_taken or now >= warm_at:
-                self._count_from_here()
-                warm_taken = warm_at = math.inf
             while True:  # what happens at this instant may make more happen at this instant
                 while feed.next_at <= now:
                     ask = feed.take()
@@ -195,6 +192,9 @@ class Simulation:
                 else:
                     replica.end(batch, now)
                 touched.append(replica)
+            if feed.taken >= warm_taken or now >= warm_at:
+                self._count_from_here()
+                warm_taken = warm_at = math.inf
             if self._full is None and (self._ebbs or (open_loop and feed.next_at == math.inf)):
                 self._full = self._mark()
             for replica in touched:

@@ -8,7 +8,7 @@ import pytest
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Strategy
 from gpuinfer.errors import StrategyError, UnknownName, UsageError
 from gpuinfer.service import ServiceModel
-from gpuinfer.simulate import Ask, Bursty, Closed, Mix, Poisson, Recorded, simulate
+from gpuinfer.simulate import Ask, Bursty, Closed, Mix, Poisson, Recorded, Watch, simulate
 from gpuinfer.stats import ERRORS, summarise
 from gpuinfer.strategies.dynamic import Dynamic
 
@@ -249,3 +249,29 @@ def test_what_cannot_be_is_refused(wrong, said):
 def test_an_unknown_routing_names_the_nearest():
     with pytest.raises(UnknownName, match="Did you mean 'round-robin'"):
         simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=1, routing="round-robbing")
+
+
+def test_a_short_run_of_full_batches_is_exact_too():
+    """Counting begins and ends with the end of a batch, so that no part of one is counted twice or not at all."""
+    outcome = simulate(Closed(64, 0.0), PLAIN, Dynamic, Limits(64), requests=64 * 20, warmup=0.2)
+    assert outcome.served_rows_per_s == pytest.approx(64 / PLAIN.seconds(64))
+
+
+def test_a_watch_sees_a_step_in_load_and_each_request():
+    watch = Watch()
+    load = Poisson([(100, 1.0), (20_000, 0.2), (100, 4.0)], Mix(timeout=10))
+    outcome = simulate(load, PLAIN, Dynamic, Limits(64), warmup=0, recorder=lambda: watch)
+    assert len(watch.settled_at) == outcome.offered_requests
+    assert sum(rows for _, rows, _ in watch.batches) == outcome.snapshot.rows
+    calm, busy, after = watch.latency(0.95, 0, 1), watch.latency(0.95, 1, 1.2), watch.latency(0.95, 2)
+    assert calm < 0.006 < 0.05 < busy
+    assert after < 0.006
+    assert math.isnan(watch.latency(0.95, 100))
+
+
+def test_a_watch_counts_what_was_never_answered_as_endless():
+    watch = Watch()
+    simulate(
+        Poisson(100), ServiceModel(beta=1e-3, failures=0.5), AtOnce, Limits(1), requests=100, recorder=lambda: watch
+    )
+    assert watch.latency(0.95) == math.inf
