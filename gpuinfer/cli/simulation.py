@@ -12,17 +12,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gpuinfer import api, registry, settings
-from gpuinfer.api import Limits, Priority, Setup, Strategy
+from gpuinfer.api import Limits, Setup, Strategy
 from gpuinfer.cli.variants import addressed
 from gpuinfer.cli.workload import merge
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.options import check, natural
 from gpuinfer.service import ServiceModel
-from gpuinfer.simulate import Arrivals, Bursty, Closed, Mix, Outcome, Poisson, simulate
+from gpuinfer.simulate import Arrivals, Closed, Mix, Outcome, simulate
 from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted
 from gpuinfer.simulate.replay import replayed
 from gpuinfer.simulate.replica import Recorder
+from gpuinfer.workloads.load.arrivals import classes_of, drawn, rows_of, schedule_of
 
 NAME = "simulate"
 REQUESTS = 100_000  # of a load that would never end
@@ -32,14 +33,16 @@ MAX_ROWS = 64
 class Options(api.Options):
     """The flags of `gpuinfer simulate`."""
 
-    arrivals: Literal["poisson", "bursty", "closed", "trace"] | None = Field(
-        None, description="the load; default: poisson, or trace with --replay"
+    arrivals: Literal["poisson", "constant", "bursty", "closed", "trace"] | None = Field(
+        None, description="the load; default: poisson, closed with --clients, trace with --replay"
     )
-    rate: str | None = Field(None, description="rows per second, or pieces of a schedule: 200:8s,3000:8s")
-    burst_factor: float = Field(5.0, gt=1, allow_inf_nan=False, description="rate in a burst over the mean rate")
-    burst_length: float = Field(0.1, gt=0, allow_inf_nan=False, description="mean length of a burst, as 100ms")
-    clients: int | None = Field(None, ge=1, le=10**6, description="that ask in a closed loop, or share an open load")
-    think: float = Field(0.0, ge=0, allow_inf_nan=False, description="mean time from an answer to the next request")
+    rate: float | None = Field(None, gt=0, le=1e9, description="rows per second that arrive, whatever happens")
+    schedule: list[str] | None = Field(None, description="rates, each for a time: 200:8s,3000:8s,200:8s")
+    burst: float = Field(5.0, gt=1, le=1e6, description="rate in a burst, in mean rates; silence between bursts")
+    burst_s: float = Field(0.1, gt=0, le=1e6, description="mean length of a burst, as 100ms")
+    sources: int = Field(0, ge=0, le=10**6, description="senders of an open load; 0: nobody says who asks")
+    clients: int | None = Field(None, ge=1, le=10**6, description="that ask, wait for the answer, and ask again")
+    think: float = Field(0.0, ge=0, le=1e6, description="mean time from an answer to the client's next request")
     think_time: Literal["exponential", "constant"] = Field("exponential", description="how think times spread")
     replay: Path | None = Field(None, description="a trace whose arrivals are replayed")
     rows: str = Field("1", description="of a request: 8, or 1-8 for any number of them")
@@ -150,7 +153,7 @@ def _title(options: Options, load: Arrivals, strategy: str) -> str:
         said = f"{load.clients} client{'s' if load.clients > 1 else ''}"
     else:
         rate = f" {load.rows_per_s:,.0f} rows/s" if load.rows_per_s else ""
-        said = f"{options.arrivals or ('trace' if options.replay else 'poisson')}{rate}"
+        said = f"{_kind(options)}{rate}"
     return f"{said} · {strategy} · {options.replicas} replica{'s' if options.replicas > 1 else ''}"
 
 
@@ -158,63 +161,38 @@ def _title(options: Options, load: Arrivals, strategy: str) -> str:
 
 
 def arrivals(options: Options) -> Arrivals:
-    """Raises `UsageError` for a load that cannot be, or of which something is missing."""
-    kind = options.arrivals or ("trace" if options.replay else "poisson")
-    if kind == "trace":
-        if options.replay is None:
-            raise UsageError("--arrivals trace needs one. Give --replay FILE, recorded by a run with --trace FILE.")
-        if options.rate or options.clients:
-            raise UsageError("a trace has its own rate and clients. Leave --rate and --clients out, or --replay.")
-        return replayed(options.replay)
+    """The same load that `gpuinfer load` makes of such flags. Raises `UsageError` for one that cannot be, or of which
+    something is missing.
+    """
+    kind = _kind(options)
+    named = [name for name in ("rate", "schedule", "clients", "replay") if getattr(options, name) is not None]
+    needed = {"closed": ["clients"], "trace": ["replay"]}.get(kind, ["rate", "schedule"])
+    if not named or (named[0] not in needed and len(named) == 1):
+        example = {"clients": "--clients 8", "replay": "--replay FILE, recorded with --trace"}.get(
+            needed[0], "--rate 2000, in rows per second"
+        )
+        unfit = f", not --{named[0]}" if named else ""
+        raise UsageError(f"--arrivals {kind} needs --{needed[0]}{unfit}. Give {example}.")
+    if len(named) > 1:
+        flags = " and ".join(f"--{name}" for name in named)
+        raise UsageError(f"{flags} each say what the load is. Give one of them.")
     if options.replay is not None:
-        raise UsageError(f"--replay goes with --arrivals trace, not {kind}. Leave one of them out.")
-    mix = Mix(_rows(options.rows), _classes(options.classes), options.timeout or math.inf, options.clients or 0)
-    if kind == "closed":
-        if options.clients is None:
-            raise UsageError("--arrivals closed needs clients. Give --clients 8, say.")
-        if options.rate is not None:
-            raise UsageError("clients of a closed loop ask when they are answered. Leave --rate out; see --think.")
+        return replayed(options.replay)
+    classes = classes_of(options.classes) if options.classes else {}
+    mix = Mix(rows_of(options.rows), classes, options.timeout or math.inf, options.sources)
+    if options.clients is not None:
         return Closed(options.clients, options.think, constant=options.think_time == "constant", mix=mix)
-    if options.rate is None:
-        raise UsageError(f"--arrivals {kind} needs a rate. Give --rate 2000, in rows per second.")
-    rate = _rate(options.rate)
-    if kind == "poisson":
-        return Poisson(rate, mix)
-    if not isinstance(rate, float):
-        raise UsageError("a schedule of rates goes with --arrivals poisson. Give bursts one rate.")
-    return Bursty(rate, options.burst_factor, options.burst_length, mix)
+    rate = schedule_of(options.schedule) if options.schedule is not None else options.rate
+    assert rate is not None
+    return drawn(kind, rate, mix, options.burst, options.burst_s)
 
 
-def _rate(text: str) -> float | list[tuple[float, float]]:
-    """`2000`, or `200:8s,3000:8s`."""
-    if ":" not in text:
-        return _number("--rate", text, "2000, or 200:8s,3000:8s for a load in steps", above=0.0)
-    pieces = []
-    for piece in text.split(","):
-        rate, _, seconds = piece.partition(":")
-        cure = "pieces such as 200:8s,3000:8s"
-        pieces.append((_number("--rate", rate, cure), _number("--rate", seconds, cure, above=0.0)))
-    return pieces
-
-
-def _rows(text: str) -> tuple[int, int]:
-    """`8`, or `1-8`."""
-    least, dash, most = text.partition("-")
-    cure = "a whole number of rows such as 8, or 1-8"
-    first = _whole("--rows", least, cure)
-    return first, _whole("--rows", most, cure) if dash else first
-
-
-def _classes(text: str | None) -> dict[Priority, float]:
-    """`high=0.2,normal=0.4,low=0.4`."""
-    names = {priority.name.lower(): priority for priority in Priority}
-    found: dict[Priority, float] = {}
-    for word in text.split(",") if text else ():
-        name, _, share = word.partition("=")
-        if name.strip() not in names:
-            raise UnknownName("class", name.strip(), names, label="Classes")
-        found[names[name.strip()]] = _number("--classes", share, "shares such as high=0.2,normal=0.5,low=0.3")
-    return found
+def _kind(options: Options) -> str:
+    """What was said, or what the other flags imply."""
+    if options.arrivals is not None:
+        return options.arrivals
+    open_load = options.rate is not None or options.schedule is not None
+    return "poisson" if open_load else "trace" if options.replay else "closed" if options.clients else "poisson"
 
 
 # The backend

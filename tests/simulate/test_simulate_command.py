@@ -58,13 +58,13 @@ def test_the_document_stands_alone_and_is_the_same_again(gpuinfer):
 
 def test_a_sweep_is_a_grid_with_a_row_each(gpuinfer):
     words = ["simulate", *MODEL, "--requests", "500", "--json", "o.json"]
-    code, out, err = gpuinfer(*words, "--sweep", "max_wait=0,5ms", "--sweep", "rate=100,1000", "--target", "7ms")
+    code, out, err = gpuinfer(*words, "--sweep", "max_wait=0,5ms", "--sweep", "rate=100,1k", "--target", "7ms")
     assert code == 0
     assert "4 settings" in out
-    assert "4 of 4 · max wait 5ms, rate 1000" in err
+    assert "4 of 4 · max wait 5ms, rate 1k" in err
     runs = json.loads(Path("o.json").read_text())["runs"]
     assert [run["settings"] for run in runs] == [
-        {"max_wait": wait, "rate": rate} for wait in ("0", "5ms") for rate in ("100", "1000")
+        {"max_wait": wait, "rate": rate} for wait in ("0", "5ms") for rate in ("100", "1k")
     ]
     assert [run["met"] for run in runs] == [True, True, False, False]
     assert max(map(len, out.splitlines())) <= 80
@@ -136,11 +136,12 @@ def test_a_simulation_is_recorded_replayed_and_fitted(gpuinfer):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--arrivals", "bursty", "--burst-factor", "3", "--burst-length", "20ms"],
+        ["--arrivals", "bursty", "--burst", "3", "--burst-s", "20ms"],
         ["--replicas", "3", "--routing", "power-of-two", "--in-flight", "2"],
         ["--steps", "16:1ms", "--jitter", "0.2", "--failures", "0.01", "--drift", "2x@1s"],
-        ["--timeout", "3ms", "--clients", "10", "--max-queue-rows", "64"],
+        ["--timeout", "3ms", "--sources", "10", "--max-queue-rows", "64"],
         ["--duration", "500ms", "--warmup", "0"],
+        ["--arrivals", "constant"],
     ],
     ids=" ".join,
 )
@@ -149,7 +150,7 @@ def test_flags_work_together(gpuinfer, words):
 
 
 def test_a_schedule_ends_by_itself(gpuinfer):
-    code, out, _ = gpuinfer("simulate", "--rate", "200:1s,3k:1s", *MODEL, "--warmup", "0", "--json", "-")
+    code, out, _ = gpuinfer("simulate", "--schedule", "200:1s,3k:1s", *MODEL, "--warmup", "0", "--json", "-")
     assert code == 0
     assert json.loads(out)["runs"][0]["offered"]["requests"] == pytest.approx(3200, rel=0.1)
 
@@ -181,24 +182,28 @@ REFUSED = {
     "steps": ([*BARE, *MODEL, "--steps", "64"], "Give rows and a time, such as 64:1ms"),
     "steps of no row": ([*BARE, *MODEL, "--steps", "0:1ms"], "Give 1 row or more"),
     "drift": ([*BARE, *MODEL, "--drift", "2x"], "Give a factor and a time, such as 2x@30s"),
-    "rate 0": (["simulate", "--rate", "0", *MODEL], "--rate: 0 is not more than 0"),
-    "rate that is none": (["simulate", "--rate", "many", *MODEL], "--rate: 'many' is no number"),
-    "half a schedule": (["simulate", "--rate", "5:1s,7", *MODEL], "pieces such as 200:8s,3000:8s"),
-    "a schedule of silence": (["simulate", "--rate", "0:1s", *MODEL], "a rate of 0 brings no request"),
-    "a schedule of bursts": (["simulate", "--arrivals", "bursty", "--rate", "5:1s", *MODEL], "goes with --arrivals po"),
-    "no rate": (["simulate", *MODEL], "needs a rate. Give --rate 2000"),
+    "rate 0": (["simulate", "--rate", "0", *MODEL], "--rate: '0' is not more than 0"),
+    "rate that is none": (["simulate", "--rate", "many", *MODEL], "--rate: 'many' is not a number"),
+    "half a schedule": (["simulate", "--schedule", "5:1s,7", *MODEL], "--schedule 200:8s,3000:8s"),
+    "a schedule of silence": (["simulate", "--schedule", "0:1s", *MODEL], "a rate of 0 brings no request"),
+    "a schedule and a rate": ([*SMALL, "--schedule", "5:1s"], "each say what the load is. Give one of them"),
+    "no rate": (["simulate", *MODEL], "needs --rate. Give --rate 2000"),
     "no clients": (["simulate", "--arrivals", "closed", *MODEL], "Give --clients 8"),
-    "closed with a rate": ([*SMALL, "--arrivals", "closed", "--clients", "2"], "Leave --rate out"),
+    "closed with a rate alone": ([*SMALL, "--arrivals", "closed"], "needs --clients, not --rate. Give --clients 8"),
+    "closed with a rate": (
+        [*SMALL, "--arrivals", "closed", "--clients", "2"],
+        "each say what the load is. Give one of them",
+    ),
     "unknown arrivals": ([*SMALL, "--arrivals", "poison"], "Did you mean 'poisson'"),
     "unknown routing": ([*SMALL, "--routing", "round-robbin"], "Did you mean 'round-robin'"),
     "unknown strategy": ([*SMALL, "--strategy", "dynamik"], "Did you mean 'dynamic'"),
     "unknown option": ([*SMALL, "-S", "max_wiat=1"], "Did you mean 'max_wait'"),
     "unknown flag": ([*SMALL, "--rat", "1"], "has no flag '--rat'"),
     "unknown class": ([*SMALL, "--classes", "hgih=1"], "Did you mean 'high'"),
-    "shares over 1": ([*SMALL, "--classes", "high=1,low=1"], "add up to 2. Give shares that add up to 1"),
-    "share that is none": ([*SMALL, "--classes", "high=x"], "Give shares such as"),
-    "rows": ([*SMALL, "--rows", "a-b"], "Give a whole number of rows such as 8, or 1-8"),
-    "half a row": ([*SMALL, "--rows", "1.5"], "no whole number"),
+    "shares over 1": ([*SMALL, "--classes", "high=1,low=1"], "add up to 2. Give shares of 0 to 1 that add up to 1"),
+    "share that is none": ([*SMALL, "--classes", "high=x"], "'x' is no number. Write it as --classes high=0.2"),
+    "rows": ([*SMALL, "--rows", "a-b"], "Give a number such as 8, or a range such as 1-8"),
+    "half a row": ([*SMALL, "--rows", "1.5"], "Give a number such as 8"),
     "too many rows": ([*SMALL, "--rows", "65"], "Raise --max-rows"),
     "no requests": ([*SMALL[:-1], "0"], "Give 1 or more"),
     "unknown sweep": ([*SMALL, "--sweep", "max_wiat=1,2"], "Did you mean 'max_wait'"),
@@ -219,7 +224,7 @@ REFUSED = {
     "trace nowhere": ([*SMALL, "--trace", "nowhere/t"], "there is no folder"),
     "replay of nothing": (["simulate", "--replay", "none.jsonl", *MODEL], "there is no trace none.jsonl"),
     "trace arrivals of nothing": (["simulate", "--arrivals", "trace", *MODEL], "Give --replay FILE"),
-    "replay and poisson": ([*SMALL, "--arrivals", "poisson", "--replay", "t"], "Leave one of them out"),
+    "replay and poisson": ([*SMALL, "--arrivals", "poisson", "--replay", "t"], "Give one of them"),
     "service and alpha": ([*SMALL, "--service", "r.json"], "--service says how long a batch takes, and so does"),
     "service of nothing": ([*BARE, "--service", "none.json"], "there is no file none.json"),
 }
