@@ -1,8 +1,9 @@
 """What the engine itself costs: requests a second with a backend that does nothing, and the round trip of one block.
 
-    python benchmarks/engine.py [--requests N] [--repeats N]
+    python benchmarks/engine.py [--requests N] [--repeats N] [--strategy NAME[,NAME]] [-S key=value]
 
-Engine, strategy and clients share one core. A client submits, waits for its answer, and submits again.
+Engine, strategy and clients share one core. A client submits, waits for its answer, and submits again. Several
+strategies are measured in turn. `--plain-loop` runs on asyncio's own event loop instead of the precise one.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from gpuinfer.api import Backend, Limits, Request, Result
+from gpuinfer import precise_loop, registry
+from gpuinfer.api import Backend, Limits, Request, Result, Strategy
 from gpuinfer.engine import Engine
-from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.options import Given, check
 
 
 class Null(Backend):
@@ -32,9 +34,9 @@ async def client(engine: Engine, requests: int, rows: int) -> None:
         await engine.submit(None, rows=rows)
 
 
-async def seconds(clients: int, requests: int, rows: int = 1) -> float:
+async def seconds(strategy: Strategy, clients: int, requests: int, rows: int = 1) -> float:
     """How long `requests` requests take that `clients` clients share."""
-    engine = Engine(Null(), Dynamic())
+    engine = Engine(Null(), strategy)
     await engine.start()
     started = time.perf_counter()
     await asyncio.gather(*(client(engine, requests // clients, rows) for _ in range(clients)))
@@ -51,19 +53,37 @@ async def loop_turns(turns: int) -> float:
     return time.perf_counter() - started
 
 
+def maker(name: str, words: Sequence[str]) -> Callable[[], Strategy]:
+    """Builds a strategy by its registered name, with options as `-S` takes them."""
+    plugin = registry.load("strategies", name)
+    given = {key: Given(value, f"-S {key}") for key, _, value in (word.partition("=") for word in words)}
+    options = check(plugin.Options, given, f"strategy '{name}'")
+    return lambda: plugin(None, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--strategy", default="dynamic")
+    parser.add_argument("-S", dest="options", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--plain-loop", action="store_true")
     arguments = parser.parse_args()
+    run = asyncio.run if arguments.plain_loop else precise_loop.run
+    makers = {name: maker(name, arguments.options) for name in arguments.strategy.split(",")}
     for clients in (1, 64, 1024):
         requests = arguments.requests // (10 if clients == 1 else 1)
-        taken = [asyncio.run(seconds(clients, requests)) for _ in range(arguments.repeats)]
-        print(f"{clients:5d} clients: {requests / statistics.median(taken):10,.0f} requests/s")
+        taken: dict[str, list[float]] = {name: [] for name in makers}
+        for _ in range(arguments.repeats):
+            for name, make in makers.items():
+                taken[name].append(run(seconds(make(), clients, requests)))
+        for name, each in taken.items():
+            print(f"{name}, {clients:5d} clients: {requests / statistics.median(each):10,.0f} requests/s")
     blocks = arguments.requests // 10
-    taken = [asyncio.run(seconds(1, blocks, rows=4096)) for _ in range(arguments.repeats)]
-    turn = asyncio.run(loop_turns(blocks)) / blocks
-    print(f"block of 4,096 rows: {statistics.median(taken) / blocks * 1e6:.1f} µs a round trip")
+    for name, make in makers.items():
+        each = [run(seconds(make(), 1, blocks, rows=4096)) for _ in range(arguments.repeats)]
+        print(f"{name}, block of 4,096 rows: {statistics.median(each) / blocks * 1e6:.1f} µs a round trip")
+    turn = run(loop_turns(blocks)) / blocks
     print(f"(one bare turn of the event loop: {turn * 1e6:.1f} µs)")
 
 

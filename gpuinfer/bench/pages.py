@@ -10,7 +10,7 @@ from typing import Any
 from gpuinfer.bench import tables
 
 TITLES = {
-    "throughput": "Throughput",
+    "throughput": "The runs",
     "batches": "Rows in a batch",
     "time": "Where the lanes' time went",
     "queue_wait": "Waiting in the queue",

@@ -1,0 +1,144 @@
+"""`gpuinfer load` and `gpuinfer bench engine` as people meet them, on the stand-in backend and on a small model."""
+
+import json
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from gpuinfer import registry
+from gpuinfer.bench.document import schema
+from gpuinfer.cli import main
+
+BENCH = ["bench", "engine", "--seconds", "0.4", "--warmup", "0", "--repeats", "2"]
+STANDIN = ["--backend", "standin", "-B", "alpha=10us", "-B", "beta=1ms"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    registry.refresh()
+
+
+@pytest.fixture
+def gpuinfer(capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_a_load_of_its_own(gpuinfer):
+    code, out, _ = gpuinfer("load", *STANDIN, "--rate", "500", "--requests", "100", "--json", "-")
+    report = json.loads(out)
+    assert code == 0
+    assert report["status"] == "done"
+    assert report["progress"]["done"] == 100
+    assert report["bottleneck"]["class"] == "arrival-bound"
+    assert report["roofline"] is None
+
+
+def test_more_than_a_queue_can_take_is_turned_away_and_said(gpuinfer):
+    words = ["-B", "max_rows=1", "-B", "beta=0.05ms", "-B", "alpha=0", "--rate", "100k", "--requests", "9000"]
+    code, out, _ = gpuinfer("load", "--backend", "standin", *words, "--json", "-")
+    report = json.loads(out)
+    assert code == 0
+    assert report["progress"]["done"] == 9000
+    assert report["errors"]["rejected"] > 0
+    assert report["bottleneck"]["class"] != "arrival-bound"
+
+
+def test_what_waits_for_longer_than_its_timeout_expires(gpuinfer):
+    words = ["-B", "max_rows=1", "-B", "beta=200ms", "--rate", "1000", "--requests", "20", "--timeout", "50ms"]
+    code, out, _ = gpuinfer("load", "--backend", "standin", *words, "--json", "-")
+    assert code == 0
+    assert json.loads(out)["errors"]["expired"] > 10
+
+
+def test_a_rate_is_compared_by_latency(gpuinfer):
+    code, out, _ = gpuinfer(*BENCH, *STANDIN, "--rate", "400", "-S", "max_wait=0,30ms", "--json", "-")
+    document = json.loads(out)
+    jsonschema.validate(document, schema())
+    assert code == 0
+    assert (document["target"], document["of_load"]) == ("engine", True)
+    rows = document["comparison"]
+    assert [row["metric"] for row in rows] == ["latency_p95_s"] * 2
+    assert rows[0]["median"] < rows[1]["median"]
+    assert [row["parity"] for row in rows] == [None, None]
+    assert all(set(row["reasons"]) and row["latency_s"]["mean"] > 0 for row in rows)
+
+
+def test_clients_are_compared_by_rows(gpuinfer):
+    code, out, _ = gpuinfer(*BENCH, *STANDIN, "--clients", "2,16")
+    assert code == 0
+    assert "rows/s, median of 2 runs" in out
+    assert "★ 16 clients" in out
+
+
+def test_all_variants_meet_the_same_arrivals(gpuinfer):
+    code, out, _ = gpuinfer("bench", "engine", *STANDIN, "--rate", "300", "--duration", "0.3", "--warmup", "0",
+                            "--repeats", "2", "-S", "max_wait=0,2ms", "--json", "-")  # fmt: skip
+    document = json.loads(out)
+    assert code == 0
+    done = {(one["variant"], one["repeat"]): run["progress"]["done"] for one, run in zip(document["samples"],
+            document["runs"], strict=True)}  # fmt: skip
+    assert done["max wait 0", 0] == done["max wait 2ms", 0]
+    assert done["max wait 0", 1] == done["max wait 2ms", 1]
+
+
+def test_a_small_models_answers_are_checked(gpuinfer):
+    words = ["--model", "blobnet-small", "--device", "cpu", "--rate", "100", "--no-roofline", "--json", "-"]
+    code, out, _ = gpuinfer(*BENCH[:-1], "1", "--compare", "strategy=dynamic", *words)
+    (row,) = json.loads(out)["comparison"]
+    assert code == 0
+    assert row["parity"]["holds"]
+
+
+def test_a_recorded_load_comes_again(gpuinfer):
+    words = ["--classes", "high=0.5,low=0.5", "--rows", "1-3", "--rate", "400", "--requests", "60"]
+    assert gpuinfer("load", *STANDIN, *words, "--trace", "t.jsonl", "--quiet")[0] == 0
+    code, out, _ = gpuinfer("load", *STANDIN, "--replay", "t.jsonl", "--trace", "again.jsonl", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["progress"]["done"] == 60
+
+    def arrived(name):
+        lines = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        return [line[4:6] for line in lines if isinstance(line, list) and line[0] == "a"]
+
+    assert arrived("again.jsonl") == arrived("t.jsonl")
+
+
+def test_engine_is_a_target_of_bench_and_load_a_command(gpuinfer):
+    out = gpuinfer("bench", "--help")[1]
+    assert "engine" in out
+    assert "Put a load of requests on a backend" in out
+    assert "--schedule" in gpuinfer("load", "--help")[1]
+    code, _, err = gpuinfer("tune", "engine")
+    assert code == 2
+    assert "no target named 'engine'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(["load", "--rate", "5", "--clients", "5"], "Give one of them.", id="two loads"),
+        pytest.param(["load", "--rate", "0"], "--rate: '0' is not more than 0.", id="no rate"),
+        pytest.param(["load", "--schedule", "5:x"], "--schedule 5:x: 'x' is no number.", id="a schedule"),
+        pytest.param(["load", "--replay", "no.jsonl"], "no.jsonl", id="no trace"),
+        pytest.param(["load", "--backend", "standin", "-B", "alpha=-1ms"], "alpha", id="a negative alpha"),
+        pytest.param(["load", "--model", "blobnett"], "Did you mean 'blobnet'?", id="a model"),
+        pytest.param(["bench", "engin"], "Did you mean 'engine'?", id="a target"),
+    ],
+)
+def test_bad_usage_is_explained(gpuinfer, words, said):
+    code, out, err = gpuinfer(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) <= 3

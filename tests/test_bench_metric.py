@@ -1,0 +1,168 @@
+"""Loads from outside are compared by latency, of which less is better, among those that keep up."""
+
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from bench_outcomes import WRONG, a_report, outcome
+
+from gpuinfer.api import Progress
+from gpuinfer.bench import pages, tables
+from gpuinfer.bench.compare import compare
+from gpuinfer.bench.document import below, build, schema
+from gpuinfer.bench.interval import interval
+from gpuinfer.bench.metric import LATENCY, goodness
+from gpuinfer.bench.plots import plots
+from gpuinfer.bench.rate import Meter
+from gpuinfer.bench.series import Course
+from gpuinfer.run import Update
+from gpuinfer.stats import Histogram, Snapshot
+
+MS = 1e-3
+CLEAR = {"a": [20 * MS, 21 * MS, 19 * MS], "b": [10 * MS, 10.4 * MS, 9.6 * MS]}
+
+
+def latencies(values, served=None, **more):
+    """The outcome of a load from outside: p95 latencies by variant, and rows/s where they are not all 200."""
+    made = outcome(values, **more)
+    made.runs = [
+        replace(one, metric=LATENCY, served=(served or {}).get(one.variant, 200.0), of_load=True) for one in made.runs
+    ]
+    return made
+
+
+def document(made):
+    return build("engine", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+
+
+def test_the_lower_latency_wins():
+    found = compare(latencies(CLEAR))
+    assert (found.winner.name, found.ties) == ("b", [])
+    assert found.rows[1].standing == "faster"
+    assert found.rows[1].to_first.median == pytest.approx(2.0, rel=0.05)
+
+
+def test_latencies_that_the_noise_does_not_tell_apart_are_a_tie():
+    found = compare(latencies({"a": [20 * MS, 10 * MS, 30 * MS], "b": [19 * MS, 12 * MS, 28 * MS]}))
+    assert (found.winner.name, [row.name for row in found.ties]) == ("a", ["b"])
+
+
+@pytest.mark.parametrize(("served", "winner"), [(199.0, "b"), (190.0, "a")], ids=["keeps up", "falls behind"])
+def test_who_does_not_keep_up_cannot_win(served, winner):
+    made = latencies(CLEAR, {"b": served})
+    assert compare(made).winner.name == winner
+    assert ("behind" in dict(tables.notes(document(made)))) == (winner == "a")
+
+
+def test_who_serves_most_but_answers_wrong_leaves_the_others_in_the_race():
+    assert compare(latencies(CLEAR, {"b": 400.0}, parity={"b": WRONG})).winner.name == "a"
+
+
+def test_a_rate_asks_nobody_to_keep_up():
+    assert [row.keeps_up for row in compare(outcome({"a": [100, 101], "b": [1, 2]})).rows] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("least", "slow"), [(0.9, []), (1.5, []), (2.5, ["b"])], ids=["no worse", "half as long", "not that much better"]
+)
+def test_fail_under_asks_for_a_lower_latency(least, slow):
+    assert below(document(latencies(CLEAR)), least) == slow
+    worse = {"a": CLEAR["b"], "b": CLEAR["a"]}
+    assert below(document(latencies(worse)), 0.9) == ["b"]
+
+
+def test_who_does_not_keep_up_is_below_any_ratio():
+    assert below(document(latencies(CLEAR, {"b": 100.0})), 0.1) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        pytest.param(latencies(CLEAR), "b wins: the p95 latency of a is 2.0", id="a winner"),
+        pytest.param(latencies(CLEAR, {"b": 100.0}), "a wins: it alone keeps up with the load.", id="the only one"),
+        pytest.param(latencies({"a": [2 * MS], "b": [1 * MS]}), "b was fastest, but one run", id="one run"),
+        pytest.param(
+            latencies({"a": [20 * MS, 10 * MS], "b": [19 * MS, 12 * MS]}), "(the p95 latency of a is", id="a tie"
+        ),
+    ],
+)
+def test_the_verdict_speaks_of_latencies(made, said):
+    assert said in document(made)["verdict"]
+
+
+def test_the_table_of_a_load_shows_what_became_of_its_requests():
+    made = document(latencies(CLEAR))
+    jsonschema.validate(made, schema())
+    rows = [dict(zip(tables.columns(made), row, strict=True)) for row in tables.rows(made)]
+    assert [row["p95"] for row in rows] == ["20 ms", "10 ms"]
+    assert rows[1][""] == "★ b"
+    assert rows[1]["rows/s"] == "200"
+    assert rows[1]["×"] == "2.00"
+    assert rows[1]["cut"] == "full 100%"
+    assert tables.about(made).startswith("p95 latency, median of 3 runs")
+    columns, brief = tables.brief(made)
+    assert {len(row) for row in brief} == {len(columns)} == {8}
+    assert "20 ms" in pages.markdown(made, {})
+
+
+def test_the_plots_of_a_load_can_be_drawn():
+    assert {"throughput", "time"} <= plots(document(latencies(CLEAR))).keys()
+
+
+def test_goodness_turns_latencies_round():
+    assert goodness(LATENCY, 0.5) == 2.0
+    assert goodness(LATENCY, 0.0) == 0.0
+    assert goodness("rows_per_s", 0.5) == 0.5
+
+
+# What a run is compared by
+
+
+def seen(*latencies_s):
+    histogram = Histogram()
+    for seconds in latencies_s:
+        histogram.add(seconds)
+    return histogram.to_wire()
+
+
+def look(elapsed_s, facts, rows=0, latency=()):
+    snapshot = Snapshot(rows=rows, latency=seen(*latency))
+    return Update(Progress(0, facts=facts), snapshot, elapsed_s, 0.0, "running", None)
+
+
+def test_a_load_from_outside_is_judged_by_its_latencies_past_the_start():
+    meter, facts = Meter(10.0), {"offered_rows_per_s": 200.0}
+    slow = [1.0] * 50  # at the start, while the first batches warm up
+    for at in range(11):
+        meter.enough(look(at, facts, 200 * at, slow + [0.01] * (100 * (at - 1))))
+    report = {**a_report(200), "throughput": {"rows_per_s": 190.0}}
+    assert meter.rate(report) == (LATENCY, pytest.approx(0.01, rel=0.02))
+    assert meter.served(report) == pytest.approx(200)
+    assert meter.of_load
+
+
+def test_a_load_that_plays_to_its_end_is_judged_as_a_whole():
+    meter = Meter(None)
+    meter.enough(look(1.0, {"offered_rows_per_s": 200.0}, 200, [0.3] * 20))
+    report = {**a_report(200), "latency_s": {"p95": 0.25}}
+    assert meter.rate(report) == (LATENCY, 0.25)
+
+
+@pytest.mark.parametrize("seconds", [4.0, None], ids=["timed", "to its end"])
+def test_clients_that_wait_are_judged_by_rows(seconds):
+    meter = Meter(seconds)
+    for at in range(1, 5):
+        meter.enough(look(at, {"clients": 8}, 50 * at))
+    report = {"throughput": {"evaluations_per_s": 50.0, "rows_per_s": 50.0}, "latency_s": {}}
+    assert meter.rate(report) == ("rows_per_s", pytest.approx(50.0))
+
+
+def test_a_load_of_which_nothing_was_answered_has_no_latency():
+    meter = Meter(1.0)
+    meter.enough(look(1.0, {"offered_rows_per_s": 5.0}))
+    assert meter.rate({"throughput": {}, "latency_s": {}}) == (LATENCY, 0.0)
+
+
+def test_an_interval_of_latencies_is_one_of_seconds():
+    row = compare(latencies(CLEAR)).rows[0]
+    assert row.speed == interval(CLEAR["a"])
