@@ -16,7 +16,7 @@ from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreac
 from remotes import Far
 
 from gpuinfer import report
-from gpuinfer.api import Roofline
+from gpuinfer.api import Roofline, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.run import execute, run
 
@@ -177,14 +177,22 @@ def test_a_given_roofline_is_compared_with_and_not_measured_again():
     assert made["roofline"]["efficiency"] == pytest.approx(made["throughput"]["rows_per_s"] / 1e9)
 
 
-def test_a_workload_with_a_model_has_its_roofline_measured_first():
+def serving_a_model():
+    return Doubler(Setup(model=Modelled(total=3).model()))
+
+
+def test_a_backend_with_a_model_has_its_roofline_measured_first():
     pytest.importorskip("gpuinfer.models.roofline")
-    made = checked(go(Modelled(total=3)))
+    made = checked(go(Modelled(total=3), serving_a_model))
     assert made["roofline"]["rows_per_s"] > 0
 
 
 def test_no_roofline_is_measured_when_none_is_wanted():
-    assert go(Modelled(total=3), roofline=False)["roofline"] is None
+    assert go(Modelled(total=3), serving_a_model, roofline=False)["roofline"] is None
+
+
+def test_a_backend_without_a_model_has_no_roofline_whatever_the_workload_names():
+    assert go(Modelled(total=3))["roofline"] is None
 
 
 STOPPED = """
