@@ -16,6 +16,7 @@ from gpuinfer.strategies.curve import Curve
 
 MEMORY_S = 2.0  # rates forget with this time constant
 KEPT = 0.94  # of a full batch's time is planned with; the rest is for what cannot be foreseen
+FREE = 0.03  # of a full batch's time is not worth a shorter batch, as where more rows take no longer
 RARE = 0.01  # what happens to fewer than these counts for no 99th percentile
 TRIES = 32
 
@@ -48,9 +49,10 @@ class Company:
         `own` are the rows of that class in it. All but few batches take at most (1 + `spread`) times what they usually
         do. At least `own`, at most `full`.
         """
-        seconds = self._curve.seconds
-        left = (KEPT * seconds(full) + self._alone_s(oldest, full, lanes) - (now - oldest.arrived)) / (1 + spread)
-        if own >= full or seconds(full) <= left:
+        seconds, whole = self._curve.seconds, self._curve.seconds(full)
+        left = (KEPT * whole + self._alone_s(oldest, full, lanes) - (now - oldest.arrived)) / (1 + spread)
+        left = max(left, seconds(own) + FREE * whole)
+        if own >= full or whole <= left:
             return full
         return own + bisect_right(range(own + 1, full + 1), left, key=seconds)
 
