@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_COMPARE = "inprocess,central"
 REPEATS = 3
 SECONDS = 5.0  # of one run, when no amount of work was named
+LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
 PANEL = "Comparison"
 
@@ -58,7 +59,10 @@ def own_flags() -> flags.Parameters:
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
         ),
         "seconds": own_flag(
-            "seconds", str | None, "S", f"Length of a run. [default: {SECONDS:g}; with --games, until they are played]"
+            "seconds",
+            str | None,
+            "S",
+            f"Length of a run. [default: {SECONDS:g}, of a load {LOAD_SECONDS:g}; with --games, until they are played]",
         ),
         "warmup": own_flag("warmup", str | None, "S", f"Length of a run before the first. [default: {WARM_UP_S:g}]"),
         "fail_under": own_flag(
@@ -94,7 +98,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
         raise UsageError(f"--fail-under {own['fail_under']}: nothing could fail that. Give a ratio such as 0.95.")
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
-    course = _course(values, own, common.seed, common.roofline)
+    course = _course(target, values, own, common.seed, common.roofline)
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
@@ -121,11 +125,12 @@ def single(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **first, **dict.fromkeys(KINDS)}
 
 
-def _course(values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> Course:
+def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> Course:
     from gpuinfer.bench.series import Course
     from gpuinfer.cli.variants import AMOUNTS
 
-    seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else SECONDS
+    usual = LOAD_SECONDS if target in targets.NAMES else SECONDS
+    seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else usual
     if own["seconds"] is not None:
         seconds = targets.seconds("--seconds", own["seconds"], least=0.1)
     warmup = WARM_UP_S if own["warmup"] is None else targets.seconds("--warmup", own["warmup"])
