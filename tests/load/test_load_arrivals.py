@@ -125,6 +125,7 @@ def test_the_pieces_of_a_schedule_keep_their_order_and_their_time(pieces, seed):
         pytest.param({"schedule": ["200"]}, "no number", id="a rate without a time"),
         pytest.param({"schedule": ["200:0s"]}, "cannot be", id="a piece without time"),
         pytest.param({"schedule": ["0:5s"]}, "rate of 0", id="a schedule of nothing"),
+        pytest.param({"features": 8}, "Add --model module:factory", id="features of a built-in model"),
         pytest.param({"weights": "nowhere"}, "no file 'nowhere'", id="weights that are not there"),
         pytest.param({"replay": "nowhere"}, "nowhere", id="a trace that is not there"),
     ],
@@ -147,6 +148,23 @@ def test_an_unknown_class_or_model_is_told_the_nearest():
 def test_options_out_of_bounds_are_refused(options):
     with pytest.raises(ValidationError):
         Load(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "dtype", "sizes"),
+    [
+        pytest.param({}, 256, "uint8", {"actions", "seats"}, id="the built-in networks"),
+        pytest.param({"model": "m:f"}, 256, "uint8", {"actions", "seats"}, id="a factory for cards"),
+        pytest.param({"model": "m:f", "features": 8}, 8, "float32", set(), id="any factory"),
+    ],
+)
+def test_the_model_is_asked_for_rows_of_its_kind(options, inputs, dtype, sizes):
+    spec = Load(**options).model()
+    assert (spec.inputs, spec.input_dtype, set(spec.arguments)) == (inputs, dtype, sizes)
+
+
+def test_no_model_is_a_model_too():
+    assert Load(model=None).model() is None
 
 
 def test_words_as_people_write_them():

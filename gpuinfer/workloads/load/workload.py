@@ -54,7 +54,9 @@ class Load(Workload):
         requests: int | None = Field(None, ge=1, description="requests, instead of a duration")
         model: str | None = Field("blobnet", description="blobnet, blobnet-small, module:factory, or none")
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
-        features: int | None = Field(None, ge=1, le=1_000_000, description="features of a row [as in self-play: 256]")
+        features: int | None = Field(
+            None, ge=1, le=1_000_000, description="of a row, for a module:factory that plays no cards"
+        )
 
     options: Options
     _warned: ClassVar[bool] = False  # of a late generator: once is enough for a comparison of many runs
@@ -70,6 +72,8 @@ class Load(Workload):
             raise UsageError(f"--think is for clients, and --{named[0]} has none that wait. Leave --think out.")
         if own.model is not None and own.model not in MODELS and ":" not in own.model:
             raise UnknownName("model", own.model, MODELS, label="Choices")
+        if own.features is not None and ":" not in (own.model or ""):
+            raise UsageError("--features is for a model of your own. Add --model module:factory, or leave it out.")
         if own.weights is not None and not own.weights.is_file():
             raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
         self._mix = Mix(
@@ -81,19 +85,18 @@ class Load(Workload):
         self.load: Arrivals = self._arrivals()
 
     def model(self) -> ModelSpec | None:
-        """Rows like those of self-play's default game, whose networks these are; a factory's as wide as is said."""
-        if self.options.model is None:
+        """Rows of self-play's default game, whose networks these are; with --features, of any model that takes float32."""
+        own = self.options
+        if own.model is None:
             return None
+        weights = str(own.weights) if own.weights else None
+        if own.features is not None:
+            return ModelSpec(own.model, weights, own.features)
         from gpuinfer.workloads.selfplay import games
 
         game = games.build("blob", {})
-        return ModelSpec(
-            name=self.options.model,
-            weights=str(self.options.weights) if self.options.weights else None,
-            inputs=self.options.features or game.features,
-            input_dtype=game.feature_dtype if self.options.features in (None, game.features) else "float32",
-            arguments={"actions": game.actions, "seats": game.seats},
-        )
+        sizes = {"actions": game.actions, "seats": game.seats}
+        return ModelSpec(own.model, weights, game.features, game.feature_dtype, sizes)
 
     @property
     def asks(self) -> bool:
