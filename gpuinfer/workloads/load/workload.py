@@ -85,7 +85,7 @@ class Load(Workload):
         self.load: Arrivals = self._arrivals()
 
     def model(self) -> ModelSpec | None:
-        """Rows of self-play's default game, whose networks these are; with --features, of any model that takes float32."""
+        """Rows of self-play's default game, whose networks these are; with --features, of any model."""
         own = self.options
         if own.model is None:
             return None
