@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 from gpuinfer.strategies.service_time import size_of
@@ -39,18 +40,18 @@ class Curve:
     def seconds(self, rows: float) -> float:
         """0 before anything was seen."""
         points = self._points if self._points is not None else self._make_points()
-        place = bisect_left(points, (rows, 0.0))
+        place = bisect_left(points, (rows, math.inf))
         if place == len(points):
             low, low_s = points[-1]
             return low_s * rows / low if low else 0.0
-        (low, low_s), (high, high_s) = points[place - 1] if place else (0.0, 0.0), points[place]
+        (low, low_s), (high, high_s) = points[place - 1], points[place]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
     def _make_points(self) -> list[Point]:
         oldest = self._batches - FORGOTTEN
         self._sizes = {number: size for number, size in self._sizes.items() if size[3] > oldest}
         points: list[Point] = []
-        least = float("inf")
+        least = math.inf
         for _, rows, seconds, _ in sorted(self._sizes.values(), key=lambda size: -size[1]):
             least = min(least, seconds)
             points.append((rows, least))

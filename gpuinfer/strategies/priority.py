@@ -21,14 +21,16 @@ from gpuinfer.strategies.timing import Timing
 
 CLASSES = len(Priority)
 BURST = 2.0  # full batches that the highest class may borrow beyond its share: a burst of it need not wait for batches
+DEBT = 3.0  # full batches that any class may come to owe, as when it has small blocks that fit where no others do
 
 
 class ByPriority(Strategy):
     """Classes with shares of the rows, fair between the clients of each.
 
     **Shares.** Over any stretch in which a class has at least three full batches waiting, it gets its share of the rows
-    less at most four full batches. What a class does not use goes to the next lower one that waits, then to the next
-    higher. In mode `strict` the highest class goes first instead, and lower ones get what it leaves.
+    less at most four full batches, as far as blocks fit together: rows that only a small block can use go to it. What
+    a class does not use goes to the next lower one that waits, then to the next higher. In mode `strict` the highest
+    class goes first instead, and lower ones get what it leaves.
 
     **Order inside a class.** Whoever has waited for `ageing` seconds goes first, the oldest of them before all others;
     then clients take turns by rows, and of one client the earliest deadline goes first (see `FairClients`).
@@ -36,7 +38,7 @@ class ByPriority(Strategy):
     **Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came
     later is served before it: it waits at most until those that came before it are, at the share of its class. In mode
     `strict` a request counts as one class higher for each `ageing` seconds of waiting; after one, two or three times
-    that (high, normal, low) nobody of any class that came later is served before it.
+    that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
 
     **Company.** While the higher class keeps within its share, its 99th percentile is at most one full batch's time
     above what it would be alone (see `company`), however much of the lower ones waits.
@@ -83,14 +85,14 @@ class ByPriority(Strategy):
         for request in batch:
             served[request.priority] += request.rows
             requests[request.priority] += 1
-        for clients, those in zip(
-            self._clients, by_level(batch, now, self._ageing if self._strict else None), strict=True
-        ):
+        levels = by_level(batch, now, self._ageing if self._strict else None)
+        for clients, those in zip(self._clients, levels, strict=True):
             clients.served(those)
         self._company.account(served, requests, now)
         if batch and not self._strict:
-            waited = self._plan.waited if self._plan else served
-            self._credits.settle(batch[0].group, served, [max(pair) for pair in zip(waited, served, strict=True)])
+            waited, full = (self._plan.waited, self._plan.full) if self._plan else (served, sum(served))
+            waited = [max(pair) for pair in zip(waited, served, strict=True)]
+            self._credits.settle(batch[0].group, served, waited, DEBT * full)
         self._plan = None
 
     def observe(self, batch: BatchRecord) -> None:
@@ -116,8 +118,13 @@ class ByPriority(Strategy):
             batch = Filling(self._timing.room(queue), self._timing.share(queue))
             limit = self._fill_strictly(batch, queue) if self._strict else self._fill_by_shares(batch, queue)
             chosen = batch.chosen or [queue.waiting[0]]  # it fits always, though perhaps in no batch of a usual size
-            self._plan = Plan(queue, chosen, limit < min(batch.room, queue.rows), tuple(queue.class_rows))
+            capped = limit < min(batch.room, queue.rows)
+            self._plan = Plan(queue, chosen, capped, list(queue.class_rows), self._full(queue))
         return self._plan
+
+    def _full(self, queue: QueueView) -> int:
+        """The rows of a full batch; where rows are admitted to slots, of all of them."""
+        return queue.limits.slots or self._timing.room(queue)
 
     def _fill_by_shares(self, batch: Filling, queue: QueueView) -> int:
         """First classes that have lent as much as they must, then the highest with all that it may have; then each with
@@ -126,8 +133,9 @@ class ByPriority(Strategy):
         waiting, credits = queue.class_rows, self._credits.of(group := queue.waiting[0].group)
         lines = class_lines(queue, self._ageing, self._clients)
         top = next(number for number in range(CLASSES) if lines[number].head)
-        quanta = [share * batch.room for share in self._shares]
-        own = min(waiting[top], quanta[top] + BURST * batch.room + credits[top])
+        full = self._full(queue)
+        quanta = [share * full for share in self._shares]
+        own = min(waiting[top], quanta[top] + BURST * full + credits[top])
         most = [BURST * quantum / (1 - self._shares[top]) for quantum in quanta]  # to lend, of the others
         owed = [n for n in range(CLASSES) if n != top and lines[n].head and credits[n] > most[n]]
         limit = min(batch.room, queue.rows)
@@ -162,7 +170,7 @@ class ByPriority(Strategy):
         """Up to how many rows the batch may have for the sake of the highest class in it: at least `needed`."""
         if own >= most or queue.limits.slots is not None:
             return most
-        full, lanes = self._timing.room(queue), queue.limits.in_flight
+        full, lanes = self._full(queue), queue.limits.in_flight
         rows = self._company.bearable_rows(line.oldest, queue.now, own, full, lanes, self._timing.service.spread)
         return min(most, max(needed, rows))
 
@@ -174,3 +182,4 @@ class Plan(NamedTuple):
     batch: Sequence[Request]
     capped: bool  # it is kept short for the sake of the highest class in it
     waited: Sequence[int]  # rows of each class
+    full: int  # rows of a full batch

@@ -55,11 +55,23 @@ class Credits:
         entitled[first] += rows * (1 - sum(self._shares))
         return hand_on(entitled, waiting)
 
-    def settle(self, group: Hashable, served: Sequence[int], waiting: Sequence[int]) -> None:
-        """A batch of these rows was cut; `waiting` says what waited before."""
+    def settle(self, group: Hashable, served: Sequence[int], waiting: Sequence[int], debt: float) -> None:
+        """A batch of these rows was cut; `waiting` says what waited before. Nobody comes to owe more than `debt`.
+
+        Who would owe more, because its small blocks fit where no others do, has had what nobody else could use.
+        """
         due = self.due(group, sum(served), waiting)
         self._of.pop(group, None)
         if tuple(served) != tuple(waiting):
-            self._of[group] = [rows - got for rows, got in zip(due, served, strict=True)]
+            credits = [rows - got for rows, got in zip(due, served, strict=True)]
+            self._of[group] = _bounded(credits, debt)
         if len(self._of) > GROUPS_KEPT:
             del self._of[next(iter(self._of))]
+
+
+def _bounded(credits: list[float], debt: float) -> list[float]:
+    forgiven = sum(max(0.0, -debt - credit) for credit in credits)
+    if not forgiven:
+        return credits
+    owed = sum(credit for credit in credits if credit > 0)
+    return [credit * (1 - forgiven / owed) if credit > 0 else max(credit, -debt) for credit in credits]

@@ -93,8 +93,8 @@ def test_shares_that_leave_something_leave_it_to_the_highest_class_that_waits():
 def test_a_class_that_was_away_comes_back_without_credit():
     credits = Credits([0.5, 0.3, 0.2])
     for _ in range(50):
-        credits.settle(None, [0, 8, 0], [0, 50, 50])
-        credits.settle(None, [0, 6, 2], [0, 50, 50])
+        credits.settle(None, [0, 8, 0], [0, 50, 50], 24)
+        credits.settle(None, [0, 6, 2], [0, 50, 50], 24)
     assert credits.of(None)[HIGH] == 0
     assert sum(credits.of(None)) == pytest.approx(0)
 
@@ -107,9 +107,18 @@ def test_in_strict_mode_the_highest_goes_first_and_the_rest_flows_down():
 def test_credits_are_kept_for_each_group_and_not_for_groups_without_end():
     credits = Credits([0.5, 0.3, 0.2])
     for group in range(200):
-        credits.settle(group, [8, 0, 0], [50, 50, 50])
+        credits.settle(group, [8, 0, 0], [50, 50, 50], 24)
     assert credits.of(199)[HIGH] == pytest.approx(-4)
     assert list(credits.of(0)) == [0, 0, 0]
+
+
+def test_a_class_whose_small_blocks_fit_where_no_others_do_does_not_owe_for_ever():
+    def make(number):
+        return [*(asked(HIGH) for _ in range(9)), *(asked(p, 3) for p in (NORMAL, LOW) for _ in range(9))]
+
+    strategy = ByPriority(shares=(10, 30, 60))
+    serve(strategy, make, 100)
+    assert serve(strategy, lambda number: [asked(p) for _ in range(9) for p in Priority], 50)[0] > 0
 
 
 # The order inside a class
