@@ -1,4 +1,21 @@
-"""Classes of requests: which of those that wait go first, which share the batch, and which are turned away."""
+"""Classes of requests: which of those that wait go first, which share the batch, and which are turned away.
+
+**Shares.** Over any stretch in which a class has at least three full batches waiting, it gets its share of the rows
+less at most four full batches, as far as blocks fit together: rows that only a small block can use go to it. What
+a class does not use goes to the next lower one that waits, then to the next higher. In mode `strict` the highest
+class goes first instead, and lower ones get what it leaves.
+
+**Order inside a class.** Whoever has waited for `ageing` seconds goes first, the oldest of them before all others;
+then clients take turns by rows, and of one client the earliest deadline goes first (see `FairClients`).
+
+**Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came
+later is served before it: it waits at most until those that came before it are, at the share of its class. In mode
+`strict` a request counts as one class higher for each `ageing` seconds of waiting; after one, two or three times
+that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
+
+**Company.** While the higher class keeps within its share, its 99th percentile is at most one full batch's time
+above what it would be alone (see `company`), however much of the lower ones waits.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +42,7 @@ DEBT = 3.0  # full batches that any class may come to owe, as when it has small 
 
 
 class ByPriority(Strategy):
-    """Classes with shares of the rows, fair between the clients of each.
-
-    **Shares.** Over any stretch in which a class has at least three full batches waiting, it gets its share of the rows
-    less at most four full batches, as far as blocks fit together: rows that only a small block can use go to it. What
-    a class does not use goes to the next lower one that waits, then to the next higher. In mode `strict` the highest
-    class goes first instead, and lower ones get what it leaves.
-
-    **Order inside a class.** Whoever has waited for `ageing` seconds goes first, the oldest of them before all others;
-    then clients take turns by rows, and of one client the earliest deadline goes first (see `FairClients`).
-
-    **Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came
-    later is served before it: it waits at most until those that came before it are, at the share of its class. In mode
-    `strict` a request counts as one class higher for each `ageing` seconds of waiting; after one, two or three times
-    that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
-
-    **Company.** While the higher class keeps within its share, its 99th percentile is at most one full batch's time
-    above what it would be alone (see `company`), however much of the lower ones waits.
-    """
+    """Classes with shares of the rows, fair between the clients of each; overload sheds the lowest class first."""
 
     class Options(api.Options):
         shares: tuple[float, float, float] = Field(
