@@ -13,8 +13,8 @@ later is served before it: it waits at most until those that came before it are,
 `strict` a request counts as one class higher for each `ageing` seconds of waiting; after one, two or three times
 that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
 
-**Company.** While the higher class keeps within its share, its 99th percentile is at most one full batch's time
-above what it would be alone (see `company`), however much of the lower ones waits.
+**Company.** However much of the lower classes waits, the higher one's 99th percentile stays within one full batch's
+time of what it would be alone (see `company`), while it keeps within its share and its blocks are small against a batch.
 """
 
 from __future__ import annotations
