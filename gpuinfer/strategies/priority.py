@@ -14,7 +14,7 @@ later is served before it: it waits at most until those that came before it are,
 that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
 
 **Company.** However much of the lower classes waits, the higher one's 99th percentile stays within one full batch's
-time of what it would be alone (see `company`), while it keeps within its share and its blocks are small against a batch.
+time of what it would be alone (see `company`), while it keeps within its share and its blocks are small.
 """
 
 from __future__ import annotations
