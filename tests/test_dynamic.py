@@ -70,7 +70,8 @@ def test_without_knobs_it_goes_at_once_while_it_knows_no_cost():
     ("think_s", "cut"),
     [
         pytest.param(0.0001, 1.0008, id="a few think times"),
-        pytest.param(0.005, 1.01, id="never longer than an extra batch costs"),
+        pytest.param(0.004, 1.01, id="never longer than an extra batch costs"),
+        pytest.param(0.006, 1.0, id="not at all when that would cost more than it saves"),
     ],
 )
 def test_without_knobs_it_waits_for_clients_that_come_back_soon(think_s, cut):

@@ -72,7 +72,7 @@ class Line:
         if tuple(self._requests[: len(requests)]) == requests:  # the oldest first: the usual cut
             del self._requests[: len(requests)]
         elif len(requests) == 1 and requests[0] in self._requests[-NEWEST:]:  # turned away: the newest first
-            del self._requests[self._requests.index(requests[0], len(self._requests) - NEWEST)]
+            del self._requests[self._requests.index(requests[0], max(0, len(self._requests) - NEWEST))]
         elif len(self._requests) > 2 * len(self.members) + SLACK:
             self._sweep()
 

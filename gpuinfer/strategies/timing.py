@@ -30,13 +30,11 @@ class Timing:
     def due(self, queue: QueueView, target_s: float = math.inf) -> float:
         """When to cut: a time of the queue's clock. Every request is to be answered `target_s` after its arrival."""
         oldest = queue.waiting[0].arrived
-        if not self._may_wait(queue):
+        patience = self._patience(queue)
+        if not patience:
             return oldest
-        if queue.live:
-            due = max(self._freed, queue.waiting[-1].arrived) + self._worth_waiting(queue)
-        else:
-            due = queue.waiting[-1].arrived + min(self.service.fixed, LULL / queue.arrival_rate)
-        return max(oldest, min(due, self.must_start(queue, target_s)))
+        since = max(self._freed, queue.waiting[-1].arrived) if queue.live else queue.waiting[-1].arrived
+        return max(oldest, min(since + patience, self.must_start(queue, target_s)))
 
     def must_start(self, queue: QueueView, target_s: float = math.inf) -> float:
         """When a batch of one row more than wait would have to start for the earliest deadline to be kept, all but once
@@ -56,7 +54,7 @@ class Timing:
             return Reason.CLIENTS
         if len(queue.waiting) >= self.share(queue):
             return Reason.CAP
-        if not self._may_wait(queue):
+        if not self._patience(queue):
             return Reason.FREE
         return Reason.DEADLINE if queue.now >= self.must_start(queue, target_s) else Reason.GAIN
 
@@ -78,31 +76,34 @@ class Timing:
             return math.inf
         return max(1, math.ceil((queue.outstanding + queue.thinking) / queue.limits.in_flight))
 
-    def _may_wait(self, queue: QueueView) -> bool:
-        """Whether anybody is likely to come soon enough, and there is room for them."""
+    def _patience(self, queue: QueueView) -> float:
+        """How many seconds a free lane may wait for the next arrival, from the last one on; 0: it is not worth waiting.
+
+        Clients that all come back within half the fixed cost of a batch are waited for, each of them up to that cost:
+        an extra batch costs its fixed cost, a wait its own length, and waiting up to that cost is never worse than
+        twice the best in hindsight (the ski-rental rule: Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy
+        caching", 1988). The last of k exponential think times ends after about ln k + 1 of them.
+
+        Others are waited for while they come so fast that waiting saves more than it costs: see `_pays`.
+        """
         if queue.limits.slots is not None:  # a slot that is free costs nothing to fill
-            return False
-        if queue.rows >= self.room(queue) or queue.all_clients_wait or len(queue.waiting) >= self.share(queue):
-            return False
-        if queue.live:  # is the next of those who think back before an extra batch would have paid its fixed cost?
-            return queue.think_s < queue.thinking * self.service.fixed
-        return self._gain_of_one_more(queue) > 0
-
-    def _gain_of_one_more(self, queue: QueueView) -> float:
-        """Seconds that waiting for the next arrival saves everybody, less what it costs those who wait.
-
-        They wait one gap between arrivals each. Whoever comes next saves about half of what an extra batch would cost:
-        solving the queue's Markov chain for the threshold of least mean latency gives λβ/2 rows (docs/strategies.md).
-        """
-        if not queue.arrival_rate:
             return 0.0
-        return self.service.fixed / 2 - (queue.rows + 0.5) / queue.arrival_rate
+        if queue.rows >= self.room(queue) or queue.all_clients_wait or len(queue.waiting) >= self.share(queue):
+            return 0.0
+        fixed = self.service.fixed
+        if not queue.live:
+            return min(fixed, LULL / queue.arrival_rate) if self._pays(queue.rows, queue.arrival_rate) else 0.0
+        if not queue.thinking or queue.think_s == math.inf:
+            return 0.0
+        if queue.think_s * (1 + math.log(queue.thinking)) < fixed / 2:
+            return min(fixed, PATIENCE * queue.think_s)
+        gap = queue.think_s / queue.thinking
+        return fixed if self._pays(len(queue.waiting), 1 / gap) else 0.0
 
-    def _worth_waiting(self, queue: QueueView) -> float:
-        """How many seconds a free lane may wait for the next of those who think, from the last that came back on.
+    def _pays(self, waiting: int, rate: float) -> bool:
+        """Whether waiting for one more arrival saves more than it costs those who wait, one gap between arrivals each.
 
-        An extra batch costs its fixed cost, a wait its own length: waiting up to that cost is never worse than twice
-        the best in hindsight (the ski-rental rule: Karlin, Manasse, Rudolph, Sleator, "Competitive snoopy caching",
-        1988). In a closed loop what the lane gains everybody gains, so the wait is not counted for each who waits.
+        Whoever comes next saves about half of what an extra batch would cost: solving the queue's Markov chain for the
+        threshold of least mean latency gives half of the arrivals within a batch's fixed cost (docs/strategies.md).
         """
-        return min(self.service.fixed, PATIENCE * queue.think_s)
+        return rate > 0 and (waiting + 0.5) / rate < self.service.fixed / 2
