@@ -103,7 +103,7 @@ class ServiceModel:
         return self.failures > 0 and dice.random() < self.failures
 
     def _between(self, rows: float) -> float:
-        """Beyond the last point each row costs what it costs there; below the first the first two go on, never under 0."""
+        """Beyond the last point each row costs what it costs there; below the first the line goes on, down to 0."""
         last = self.points[-1]
         if rows >= last[0] or len(self.points) == 1:
             return rows * last[1] / last[0]

@@ -27,7 +27,7 @@ from gpuinfer.central.blocks import Block, Form
 from gpuinfer.central.caller import Caller
 from gpuinfer.central.lines import Lines, Ready
 from gpuinfer.central.serving import Answerer
-from gpuinfer.central.wire import Garbled, Kind, Record, error_to_wire, pack
+from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull
 from gpuinfer.stats import Lane, Snapshot
 from gpuinfer.trace.recorder import Recorder
@@ -235,7 +235,7 @@ class Desk:
         if record.block in caller.asked or (caller.number, record.number) in self._waiting:
             raise Garbled("a second request before the first is answered")
         now, rows = self._clock(), record.rows
-        who = caller.number, record.client % NAMES
+        who = None if record.client == NOBODY else (caller.number, record.client % NAMES)
         group = _hashable(record.body.get("group")) if isinstance(record.body, dict) else None
         hash(group)  # raises for what cannot be one, before anything is done
         priority = PRIORITIES[min(record.priority, Priority.LOW)]
@@ -248,7 +248,7 @@ class Desk:
             return
         self._waiting[caller.number, record.number] = request
         caller.asked.add(record.block)
-        if who not in caller.names:
+        if who is not None and who not in caller.names:
             caller.names.add(who)
             self._queue.clients.join(who, now)
         self._queue.add(request)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority, Result
 from gpuinfer.central.connection import LOOK_S, POOLED, Connection
+from gpuinfer.central.wire import NOBODY
 from gpuinfer.errors import BackendDied, Closed, GpuinferError
 
 
@@ -68,7 +69,7 @@ class Link:
             await self._up.wait()
             if self._lost is not None:
                 raise self._lost
-            who = self._clients.setdefault(client, len(self._clients))
+            who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
             number = self._connection.ask(payload, rows, client=who, priority=priority, deadline=deadline, group=group)
             future = self._waiting[number] = self._loop.create_future()
             self._numbers[tag] = number

@@ -18,6 +18,7 @@ from gpuinfer.errors import BackendError, GpuinferError, QueueFull
 VERSION = 2
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
+NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
 LONGEST_MESSAGE = 2_000  # characters of an error's text
 
 
