@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from gpuinfer.api import BatchRecord, QueueView, Reason
+from gpuinfer.api import BatchRecord, QueueView, Reason, Request
 from gpuinfer.strategies.service_time import ServiceTime
 
-PATIENCE = 8.0  # average think times: of clients that come back, all but a few in ten thousand have (e^-8)
+PATIENCE = 8.0  # average times: of those that come, all but a few in ten thousand have come by then (e^-8)
+TRAIN = 8  # arrivals, the last of which tell how fast they come
 LULL = 3.0  # average gaps between arrivals: a longer one says that the rate was another
 
 
@@ -97,8 +99,10 @@ class Timing:
             return 0.0
         if queue.think_s * (1 + math.log(queue.thinking)) < fixed / 2:
             return min(fixed, PATIENCE * queue.think_s)
-        gap = queue.think_s / queue.thinking
-        return fixed if self._pays(len(queue.waiting), 1 / gap) else 0.0
+        if self._pays(len(queue.waiting), queue.thinking / queue.think_s):
+            return fixed
+        gap = recent_gap(queue.waiting)
+        return min(fixed, PATIENCE * gap) if gap and self._pays(len(queue.waiting), 1 / gap) else 0.0
 
     def _pays(self, waiting: int, rate: float) -> bool:
         """Whether waiting for one more arrival saves more than it costs those who wait, one gap between arrivals each.
@@ -107,3 +111,11 @@ class Timing:
         threshold of least mean latency gives half of the arrivals within a batch's fixed cost (docs/strategies.md).
         """
         return rate > 0 and (waiting + 0.5) / rate < self.service.fixed / 2
+
+
+def recent_gap(waiting: Sequence[Request]) -> float:
+    """Mean seconds between the last few arrivals: clients that were answered together come back in a train, one after
+    the other as the cores get to them, and not independently of one another. 0 when that says nothing.
+    """
+    cars = min(TRAIN, len(waiting))
+    return (waiting[-1].arrived - waiting[-cars].arrived) / (cars - 1) if cars > 2 else 0.0
