@@ -97,8 +97,8 @@ class Adaptive(Strategy):
         if self._probes():
             return 1
         rows = min(queue.rows, self._allowed(queue))
-        if self._cuts % EXPLORE == EXPLORE - 1 and (unknown := self._service.unknown_below(rows)):
-            return unknown
+        if not queue.live and self._cuts % EXPLORE == EXPLORE - 1 and (unknown := self._service.unknown_below(rows)):
+            return unknown  # of clients that march in step, the half left behind would never catch up
         return self._service.better_below(rows)
 
     def _allowed(self, queue: QueueView) -> int:
