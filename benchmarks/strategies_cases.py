@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import engine as engine_cost
-from strategies_run import Place, adaptive, best_fixed, blobnet, live, simulated, stand_in, traced
+from strategies_run import Place, adaptive, best_fixed, blobnet, live, simulated, stand_in, traced, with_turn
 
 from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Closed, Mix, Poisson
@@ -72,7 +72,7 @@ def late_after(trace: Trace, since: float, until: float) -> float:
 
 
 def recovered(trace: Trace, changes: list[float], end: float) -> tuple[float, float]:
-    """The longest time after a change from which on p95 keeps the target until the next, and the worst p95 after 2 s."""
+    """How long after a change p95 keeps the target from then on, and p95 from 2 s on: the worst over the changes."""
     longest = worst = 0.0
     for change, following in zip(changes, [*changes[1:], end], strict=True):
         halves = [0.5 * number for number in range(int(2 * (following - change)))]
@@ -160,37 +160,43 @@ def closed_loop(seconds: float) -> Iterator[Row]:
 
 
 def priority(seconds: float) -> Iterator[Row]:
-    """Twice what can be served: p99 of high at most its p99 alone and one full batch more; low keeps its share."""
+    """Twice what can be served: p99 of high at most its p99 alone and one full batch more; low keeps its share.
+
+    Medians of three rounds: a single stall of the machine is a 99th percentile of its own.
+    """
     for service, name in ((LINE, "a row costs"), (CARD, "a batch costs")):
         place = stand_in(service)
         full = place.service.seconds(place.limits.max_rows)
-        for share in (0.02, 0.1, 0.2):
-            high = 2 * share * place.capacity
-            alone = live(place, ByPriority, rate=high, classes="high=1", duration=seconds)
-            rest = (1 - share) / 2
-            crowd = live(
-                place,
-                ByPriority,
-                rate=2 * place.capacity,
-                classes=f"high={share},normal={rest},low={rest}",
-                duration=seconds,
-            )
-            found, before = crowd["classes"], alone["classes"]["high"]["p99"]
-            p99, allowed = found["high"]["p99"], before + full
-            low = found["low"]["rows"] / sum(each["rows"] for each in found.values())
+        for share in (0.05, 0.1, 0.2):
+            mix = f"high={share},normal={(1 - share) / 2},low={(1 - share) / 2}"
+            alone, crowd, lows = [], [], []
+            for seed in (1, 2, 3):
+                offered = 2 * place.capacity
+                one = live(place, ByPriority, rate=share * offered, classes="high=1", duration=seconds, seed=seed)
+                all_of_them = live(place, ByPriority, rate=offered, classes=mix, duration=seconds, seed=seed)
+                found = all_of_them["classes"]
+                alone.append(one["classes"]["high"]["p99"])
+                crowd.append(found["high"]["p99"])
+                lows.append(found["low"]["rows"] / sum(each["rows"] for each in found.values()))
+            p99, before, low = map(statistics.median, (crowd, alone, lows))
             yield Row(
                 f"2x overload, {name}, high {2 * share:.0%}",
-                f"p99 of high {ms(p99)} (alone {ms(before)}, allowed {ms(allowed)}), low has {low:.1%} of the rows",
-                p99 <= allowed and low >= 0.19,
-                {"p99_s": p99, "alone_p99_s": before, "allowed_s": allowed, "low": low},
+                f"p99 of high {ms(p99)} (alone {ms(before)}, allowed {ms(before + full)}), low has {low:.1%} of the rows",
+                p99 <= before + full and low >= 0.19,
+                {"p99_s": p99, "alone_p99_s": before, "allowed_s": before + full, "low": low},
             )
 
 
 def reality(seconds: float) -> Iterator[Row]:
-    """Simulator against the stand-in: throughput within 3 %, p95 within 10 %, mean batch within 5 %."""
+    """Simulator against the stand-in: throughput within 3 %, p95 within 10 %, mean batch within 5 %.
+
+    The service model is the one the stand-in was given. The engine's own time between batches, which no such model can
+    know, is taken from a run of its own.
+    """
     settings: list[tuple[Place, int, dict[str, Any], Any]] = []
     for service, rows, most in ((LINE, 1, 64), (CARD, 8, 256)):
         place = stand_in(service, most)
+        place = with_turn(place, rate=0.5 * place.capacity, rows=str(rows), duration=seconds, seed=99)
         loads = [({"rate": load * place.capacity}, Dynamic) for load in (0.2, 0.5, 0.8)]
         loads.append(({"rate": 0.4 * place.capacity}, partial(Dynamic, max_wait=0.005, max_rows=most // 2)))
         loads.append(({"rate": 0.6 * place.capacity}, adaptive(TARGET_S)))

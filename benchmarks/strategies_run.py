@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from gpuinfer.backends.standin import StandIn
 from gpuinfer.run import run
 from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Arrivals, Outcome, simulate
+from gpuinfer.simulate.fitting import of_trace
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.trace.reading import Trace, read
@@ -71,6 +72,12 @@ def blobnet(max_rows: int = 64) -> Place:
         longest = max(longest, sizes[size])
         points.append((int(size), longest))
     return Place("blobnet", InProcess, Limits(max_rows), ServiceModel(points=points, jitter=0.1), options, "blobnet")
+
+
+def with_turn(place: Place, **load: Any) -> Place:
+    """The place, its service model with what the engine needed between the batches of one run."""
+    ran = of_trace(traced(place, Dynamic, **load)[1]).service
+    return replace(place, service=replace(place.service, turn_s=ran.turn_s, turn_request_s=ran.turn_request_s))
 
 
 def live(place: Place, strategy: Build, *, seed: int = 1, trace: Path | None = None, **load: Any) -> dict[str, Any]:

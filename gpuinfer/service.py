@@ -21,7 +21,9 @@ class ServiceModel:
     """τ(n) = α·n + β, with a step of `step_s` for each full `step_rows` rows beyond the first, times a jitter.
 
     With `points`, (rows, seconds) both rising, the straight lines between them take the place of α and β. `jitter` is
-    the standard deviation of a log-normal factor of mean 1; `failures` the share of batches that fail.
+    the standard deviation of a log-normal factor of mean 1; `failures` the share of batches that fail. `turn_s` and
+    `turn_request_s` are what the engine itself needs for a batch, and for each of its requests, until the lane can take
+    the next one.
     Raises `UsageError` for a model that cannot be.
     """
 
@@ -31,10 +33,13 @@ class ServiceModel:
     step_s: float = 0.0
     jitter: float = 0.0
     failures: float = 0.0
+    turn_s: float = 0.0
+    turn_request_s: float = 0.0
     points: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         times = {"alpha": self.alpha, "beta": self.beta, "step": self.step_s, "jitter": self.jitter}
+        times |= {"turn": self.turn_s, "turn_request": self.turn_request_s}
         for name, value in times.items():
             if not 0 <= value < math.inf:
                 raise UsageError(f"a service model with {name} = {value:g} cannot be. Give 0 or more.")
@@ -97,6 +102,10 @@ class ServiceModel:
             return seconds
         sigma = math.sqrt(math.log1p(self.jitter**2))
         return seconds * dice.lognormvariate(-sigma * sigma / 2, sigma)
+
+    def turn(self, requests: int) -> float:
+        """The engine's own time for a batch of so many requests."""
+        return self.turn_s + self.turn_request_s * requests
 
     def fails(self, dice: random.Random) -> bool:
         """Whether one batch fails."""

@@ -134,6 +134,7 @@ class Simulation:
                 [Lane(f"{prefix}forward {lane}", clock=lambda: self.now) for lane in range(self._limits.in_flight)],
                 partial(self._service_s, dice),
                 partial(self._service.fails, dice),
+                self._service.turn,
                 self._schedule,
                 self._left if self._closed is not None else None,
                 recorder() if recorder is not None else None,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, linear_regression
 from typing import Any
 
 from gpuinfer.api import Limits
 from gpuinfer.errors import UsageError
 from gpuinfer.service import ServiceModel
 from gpuinfer.trace import reading
-from gpuinfer.trace.reading import Trace
+from gpuinfer.trace.reading import Cut, Trace
+
+WAITED = ("gain", "waited", "deadline", "drain")  # reasons of cuts that something else held up
+FEW = 20  # batches say nothing of the engine
+USUAL = 0.95  # of the batches; the rest were held up by something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,34 @@ def of_trace(trace: Trace) -> Fitted:
     failed = sum(all(ends.get((cut.engine, one)) == "failed" for one in cut.ids) for cut in trace.cuts)
     failures = min(failed / len(trace.cuts), 0.99) if trace.cuts else 0.0
     service = ServiceModel.of_batches(ran, failures)
+    if trace.header.limits is not None and trace.header.limits.in_flight == 1:
+        turn_s, turn_request_s = _turns(trace)
+        service = replace(service, turn_s=turn_s, turn_request_s=turn_request_s)
     return Fitted(service, trace.header.limits, max(rows for rows, _ in ran))
+
+
+def _turns(trace: Trace) -> tuple[float, float]:
+    """What the engine needs after a batch and for each of its requests, from cuts that nothing but that held up."""
+    arrived = {(one.engine, one.id): one.at for one in trace.arrivals}
+    ended = {(one.engine, one.batch): one for one in trace.batches}
+    found: list[tuple[float, int]] = []
+    engines: dict[int, Cut] = {}
+    for cut in trace.cuts:
+        before = engines.get(cut.engine)
+        engines[cut.engine] = cut
+        ran = ended.get((before.engine, before.batch)) if before is not None else None
+        if before is None or ran is None or cut.reason in WAITED:
+            continue
+        first = min((arrived.get((cut.engine, one), math.inf) for one in cut.ids), default=math.inf)
+        if first < ran.at - ran.seconds / 2:  # it was there all the time
+            found.append((max(0.0, cut.at - before.at - ran.seconds), len(before.ids)))
+    if len(found) < FEW:
+        return 0.0, 0.0
+    found = sorted(found)[: math.ceil(USUAL * len(found))]  # without the stalls
+    sizes, seconds = [size for _, size in found], [spent for spent, _ in found]
+    slope = linear_regression(sizes, seconds).slope if len(set(sizes)) > 1 else 0.0
+    slope = min(max(0.0, slope), fmean(seconds) / fmean(sizes))
+    return fmean(seconds) - slope * fmean(sizes), slope
 
 
 def _document(path: Path) -> dict[str, Any] | None:

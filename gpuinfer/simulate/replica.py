@@ -32,9 +32,9 @@ class Recorder(Protocol):
 
 
 class Batch(NamedTuple):
-    """What runs in a lane until its time comes."""
+    """What runs in a lane until its time comes. Without a cut: the engine's own work, between two batches."""
 
-    cut: Cut
+    cut: Cut | None
     lane: Lane
     started: float
     seconds: float
@@ -47,7 +47,8 @@ Left = Callable[[Request, float, bool], None]
 class Replica:
     """`schedule(when, replica, batch)` is called for what will end, and without a batch for a time to look again.
 
-    `service_s` draws the seconds of a batch of so many rows, and `fails` whether one fails. `left`, if there is one, is
+    `service_s` draws the seconds of a batch of so many rows, and `fails` whether one fails; `turn_s` is what the engine
+    needs after a batch of so many requests before its lane is free. `left`, if there is one, is
     called with each request that is settled, the time, and whether it was let in at all.
     """
 
@@ -59,6 +60,7 @@ class Replica:
         lanes: Sequence[Lane],
         service_s: Callable[[int, float], float],
         fails: Callable[[], bool],
+        turn_s: Callable[[int], float],
         schedule: Callable[[float, Replica, Batch | None], None],
         left: Left | None = None,
         recorder: Recorder | None = None,
@@ -71,7 +73,8 @@ class Replica:
         self._admission = Admission(limits, max_queue_rows)
         self._free = list(reversed(lanes))
         self._early = Snapshot()  # of the lanes, when counting began
-        self._service_s, self._fails, self._schedule, self._left = service_s, fails, schedule, left
+        self._service_s, self._fails, self._turn_s, self._schedule = service_s, fails, turn_s, schedule
+        self._left = left
         self._recorder = recorder
         self._alarm_at = math.inf
 
@@ -101,6 +104,9 @@ class Replica:
     def end(self, batch: Batch, now: float) -> None:
         """A batch has been answered, or has failed."""
         cut, lane, started, seconds, number = batch
+        if cut is None:
+            self._release(lane)
+            return
         lane.enter("reply")
         outcome = "failed" if self._fails() else "ok"
         if outcome == "ok":
@@ -113,6 +119,12 @@ class Replica:
         else:
             for request in cut.requests:
                 self._settle(request, outcome, now)
+        if turn_s := self._turn_s(len(cut.requests)):
+            self._schedule(now + turn_s, self, batch._replace(cut=None))
+        else:
+            self._release(lane)
+
+    def _release(self, lane: Lane) -> None:
         lane.enter("idle")
         self._free.append(lane)
         self.woken = True
