@@ -22,8 +22,7 @@ class ServiceModel:
 
     With `points`, (rows, seconds) both rising, the straight lines between them take the place of α and β. `jitter` is
     the standard deviation of a log-normal factor of mean 1; `failures` the share of batches that fail. `turn_s` and
-    `turn_request_s` are what the engine itself needs for a batch, and for each of its requests, until the lane can take
-    the next one.
+    `turn_request_s` are what the engine itself needs for a batch, and for each of its requests.
     Raises `UsageError` for a model that cannot be.
     """
 

@@ -32,9 +32,9 @@ class Recorder(Protocol):
 
 
 class Batch(NamedTuple):
-    """What runs in a lane until its time comes. Without a cut: the engine's own work, between two batches."""
+    """What runs in a lane until its time comes."""
 
-    cut: Cut | None
+    cut: Cut
     lane: Lane
     started: float
     seconds: float
@@ -48,7 +48,7 @@ class Replica:
     """`schedule(when, replica, batch)` is called for what will end, and without a batch for a time to look again.
 
     `service_s` draws the seconds of a batch of so many rows, and `fails` whether one fails; `turn_s` is what the engine
-    needs after a batch of so many requests before its lane is free. `left`, if there is one, is
+    itself needs for a batch of so many requests: they are answered, and the lane is free, so much later. `left`, if there is one, is
     called with each request that is settled, the time, and whether it was let in at all.
     """
 
@@ -104,9 +104,6 @@ class Replica:
     def end(self, batch: Batch, now: float) -> None:
         """A batch has been answered, or has failed."""
         cut, lane, started, seconds, number = batch
-        if cut is None:
-            self._release(lane)
-            return
         lane.enter("reply")
         outcome = "failed" if self._fails() else "ok"
         if outcome == "ok":
@@ -119,12 +116,6 @@ class Replica:
         else:
             for request in cut.requests:
                 self._settle(request, outcome, now)
-        if turn_s := self._turn_s(len(cut.requests)):
-            self._schedule(now + turn_s, self, batch._replace(cut=None))
-        else:
-            self._release(lane)
-
-    def _release(self, lane: Lane) -> None:
         lane.enter("idle")
         self._free.append(lane)
         self.woken = True
@@ -175,7 +166,7 @@ class Replica:
         lane = self._free.pop()
         lane.enter("forward")
         seconds = self._service_s(cut.rows, now)
-        self._schedule(now + seconds, self, Batch(cut, lane, now, seconds, number))
+        self._schedule(now + seconds + self._turn_s(len(cut.requests)), self, Batch(cut, lane, now, seconds, number))
 
     def _answer(self, cut: Cut, now: float) -> None:
         answered, counted, left, recorder = self.queue.clients.answered, self.tally.answered, self._left, self._recorder
