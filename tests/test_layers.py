@@ -29,7 +29,7 @@ LAYERS = [
     ["gpuinfer.settings"],
     ["gpuinfer.trace"],
     ["gpuinfer.registry"],
-    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts", "gpuinfer.service"],
+    ["gpuinfer.options", "gpuinfer.stats", "gpuinfer.machine", "gpuinfer.layouts", "gpuinfer.service", "gpuinfer.pauses"],
     ["gpuinfer.precise_loop"],
     ["gpuinfer.api", "gpuinfer.error_wire"],
     ["gpuinfer.errors", "gpuinfer"],

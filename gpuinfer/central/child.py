@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from gpuinfer import children, machine
+from gpuinfer import children, machine, pauses
 from gpuinfer.api import Roofline, Setup, Strategy
 from gpuinfer.central import memory
 from gpuinfer.central.blocks import Form
@@ -73,6 +73,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
             line.send_bytes(msgpack.packb({"error": _told(error)}))
             return _leave(1)
+        pauses.keep_short()
         desk.start()
         ready = {"max_rows": desk.limits.max_rows, "in_flight": desk.limits.in_flight}
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer import machine, stats
+from gpuinfer import machine, pauses, stats
 from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy
 from gpuinfer.engine import Engine
 from gpuinfer.runtime.processes import Job, Workers
@@ -40,7 +40,7 @@ class Session(Infer):
         self._recorder = _recorder(backend, strategy)
         self._engine = Engine(backend, strategy, recorder=self._recorder)
         self._starting: asyncio.Task[None] | None = None
-        self._started = False
+        self._started = self._pauses_short = False
         self._lanes: list[stats.Lane] = []
         self._workers: list[Workers] = []
         self._clients = itertools.count()
@@ -68,9 +68,11 @@ class Session(Infer):
             self._backend.strategy, self._backend.roofline = self._strategy, self.roofline
             self._starting = asyncio.create_task(self._engine.start())
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
-        self._started = True
-        if self._recorder is not None:
-            self._recorder.limits = self.limits
+        if not self._started:
+            self._started = self._pauses_short = True
+            pauses.keep_short()
+            if self._recorder is not None:
+                self._recorder.limits = self.limits
         return self.limits
 
     async def __call__(
@@ -193,6 +195,9 @@ class Session(Infer):
         try:
             await self._engine.close(drain=False)
         finally:
+            if self._pauses_short:
+                self._pauses_short = False
+                pauses.restore()
             if self._recorder is not None:
                 self._recorder.close()
 
