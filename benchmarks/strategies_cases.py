@@ -125,7 +125,7 @@ def infeasible(seconds: float) -> Iterator[Row]:
     for name, load in (("64 clients", {"clients": 64}), ("60 % open loop", {"rate": 0.6 * place.capacity})):
         vain = live(place, adaptive(0.002), duration=seconds, **load)
         free = live(place, Adaptive, duration=seconds, **load)
-        first = live(place, adaptive(0.002), requests=400, **load)
+        first = live(place, adaptive(0.002), requests=1200 if "clients" in load else 400, **load)
         rows = vain["throughput"]["rows_per_s"] / free["throughput"]["rows_per_s"]
         said = bool(first["notices"]) and first["batches"]["count"] <= 50
         yield Row(
