@@ -12,6 +12,7 @@ import re
 import stat
 from pathlib import Path
 
+from gpuinfer.errors import UsageError
 from gpuinfer.stats import ERRORS
 
 SCHEMA = "gpuinfer.trace/1"
@@ -30,6 +31,11 @@ def part_path(trace: Path, number: int | str) -> Path:
     return trace.with_name(f".{trace.name}.{os.getpid()}.{number}.part")
 
 
+def lock_path(trace: Path) -> Path:
+    """What the run that records to this trace holds locked."""
+    return trace.with_name(f".{trace.name}.lock")
+
+
 def parts_of(trace: Path) -> list[Path]:
     """All parts that lie beside a trace. Only plain files of this user's count: others may write to the folder too."""
     pattern = re.compile(rf"\.{re.escape(trace.name)}\.\d+\.(\d+|{WHOLE})\.part")
@@ -39,6 +45,11 @@ def parts_of(trace: Path) -> list[Path]:
 def create(path: Path) -> int:
     """A descriptor of a new file that only this user may read. Raises `OSError`, also when there is one."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def unwritable(trace: Path, error: OSError) -> UsageError:
+    """What to say of a place that cannot be written."""
+    return UsageError(f"--trace {trace}: {error.strerror}. Give a file in a folder of yours.")
 
 
 def _is_own_file(path: Path) -> bool:

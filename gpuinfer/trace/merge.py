@@ -23,7 +23,8 @@ from typing import Any, TextIO
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.trace.form import KINDS, PART_END, PART_SCHEMA, SCHEMA, WHOLE, create, part_path, parts_of
+from gpuinfer.trace.form import KINDS, PART_END, PART_SCHEMA, SCHEMA, WHOLE, create, part_path, parts_of, unwritable
+from gpuinfer.trace.lock import alone
 
 log = logging.getLogger(__name__)
 
@@ -46,21 +47,24 @@ class Merged:
 def recording(trace: str | None, merged: Callable[[Merged], None] = lambda merged: None) -> Iterator[None]:
     """Record what runs inside to this file: `prepare` before, `merge` after, whatever happens. None: do nothing.
 
-    `merged` is told what there is. Raises what they raise, an error from inside before all others.
+    `merged` is told what there is. Raises what they raise, an error from inside before all others, and `UsageError`
+    while another run records to the same file.
     """
     if trace is None:
         yield
         return
-    prepare(trace)
-    try:
-        yield
-    except BaseException:
+    _check(Path(trace))
+    with alone(Path(trace)):
+        prepare(trace)
         try:
-            merged(merge(trace))
-        except WorkError as error:
-            log.warning("%s", error)
-        raise
-    merged(merge(trace))
+            yield
+        except BaseException:
+            try:
+                merged(merge(trace))
+            except WorkError as error:
+                log.warning("%s", error)
+            raise
+        merged(merge(trace))
 
 
 def prepare(trace: str | Path) -> None:
@@ -69,12 +73,7 @@ def prepare(trace: str | Path) -> None:
     A trace that is there stays until the new one takes its place. Raises `UsageError`.
     """
     path = Path(trace)
-    if path.is_dir():
-        raise UsageError(f"--trace {path}: this is a folder. Give a file, such as {path / 'trace.jsonl'}.")
-    if path.exists() and not path.is_file():
-        raise UsageError(f"--trace {path}: this is no plain file. Give a file of its own, such as trace.jsonl.")
-    if not path.parent.is_dir():
-        raise UsageError(f"--trace {path}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
+    _check(path)
     try:
         for part in parts_of(path):
             part.unlink(missing_ok=True)
@@ -82,7 +81,17 @@ def prepare(trace: str | Path) -> None:
         os.close(create(probe))
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--trace {path}: {error.strerror}. Give a file in a folder of yours.") from error
+        raise unwritable(path, error) from error
+
+
+def _check(path: Path) -> None:
+    """Raises `UsageError` for a place where no trace can be."""
+    if path.is_dir():
+        raise UsageError(f"--trace {path}: this is a folder. Give a file, such as {path / 'trace.jsonl'}.")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--trace {path}: this is no plain file. Give a file of its own, such as trace.jsonl.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--trace {path}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
 
 
 def merge(trace: str | Path) -> Merged:

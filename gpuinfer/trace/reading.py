@@ -23,6 +23,7 @@ HEADER_BYTES = 10_000
 LINE_BYTES = 2**24  # a batch of a million requests fits
 MOST_LINES = 10**8
 MOST_ENGINES = 10**6
+MOST_LANES = 10**4
 
 PRIORITIES = tuple(Priority)
 REASONS = {reason.value: reason for reason in Reason}
@@ -104,6 +105,8 @@ def read(path: str | Path, *, arrivals_only: bool = False) -> Trace:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise UsageError(f"the trace {path} cannot be read: it is no plain file. Give a file that is.")
         with path.open("rb") as file:
             packed = file.read(2) == GZIP
             file.seek(0)
@@ -213,7 +216,7 @@ class _Reader:
         return Arrival(at, rows, PRIORITIES[priority], who, left_s, which, engine, number)
 
     def _cut(self, at: float, engine: int, batch: int, rows: int, reason: str, ids: Any) -> Cut:
-        if not (_is_count(batch) and _is_count(rows) and set(map(type, ids)) == {int}):
+        if not (_is_count(batch) and _is_count(rows) and rows <= MOST_ROWS and set(map(type, ids)) == {int}):
             raise ValueError
         if type(ids) is not list or not self._open[engine].issuperset(ids):
             raise ValueError
@@ -267,6 +270,7 @@ def _as_limits(given: list[Any] | None) -> Limits | None:
     if given is None:
         return None
     max_rows, in_flight, slots = given
-    if not all(_is_count(one) and one > 0 for one in (max_rows, in_flight, 1 if slots is None else slots)):
+    counts = (max_rows, in_flight, max_rows if slots is None else slots)
+    if not all(_is_count(one) and 0 < one <= MOST_ROWS for one in counts) or in_flight > MOST_LANES:
         raise ValueError
     return Limits(max_rows, in_flight, slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import pytest
 from hypothesis import example, given, settings
@@ -82,8 +83,10 @@ def test_what_is_no_trace_is_told_so(tmp_path):
 def test_places_that_hold_no_file(tmp_path):
     with pytest.raises(UsageError, match="there is no trace"):
         read(tmp_path / "none")
-    with pytest.raises(UsageError, match="cannot be read"):
-        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read(place)
 
 
 def test_another_version_is_named(tmp_path):
@@ -100,6 +103,9 @@ def test_another_version_is_named(tmp_path):
         {"engines": "1"},
         {"limits": [0, 1, None]},
         {"limits": [1, 1]},
+        {"limits": [10**400, 1, None]},
+        {"limits": [1, 10**9, None]},
+        {"limits": [1, 1, ""]},
         {"limits": 7},
         {"strategy": 7},
         {"started_at": None},
@@ -148,6 +154,7 @@ def test_a_header_may_say_more_than_is_known_here(tmp_path):
         ["c", 1.0, 0, 1, 1, "full", {"1": 1}],
         ["c", 1.0, 0, 1, 1, "mood", [1]],
         ["c", 1.0, 0, 1, -1, "full", [1]],
+        ["c", 1.0, 0, 1, 10**400, "full", [1]],
         ["b", 1.0, 0, 1, -1.0],
         ["b", 1.0, 0, "1", 1.0],
         ["s", 1.0, 0, 9, "ok"],

@@ -15,7 +15,7 @@ from playing import START, check_trace, record_little, recorder, request
 
 from gpuinfer.api import Limits, Priority, Reason, Setup
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.trace import form, merge
+from gpuinfer.trace import form, lock, merge
 from gpuinfer.trace.merge import prepare, recording
 from gpuinfer.trace.reading import Arrival, Cut, Ran, Settle, read
 from gpuinfer.trace.recorder import Recorder
@@ -306,6 +306,42 @@ def test_places_that_cannot_be_written_are_refused_with_the_cure(tmp_path):
     for path, word in cases.items():
         with pytest.raises(UsageError, match=word):
             prepare(path)
+        with pytest.raises(UsageError, match=word), recording(str(path)):
+            pass
+
+
+def test_a_second_run_is_kept_from_the_file_of_the_first(tmp_path):
+    path = tmp_path / "trace.jsonl"
+
+    def second():
+        with recording(str(path)):
+            pass
+
+    with recording(str(path)):
+        record_little(path)
+        with pytest.raises(UsageError, match="another run records to this file"):
+            second()
+    assert len(read(path).arrivals) == 6
+    second()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_lock_of_a_crashed_run_holds_nobody_up(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    form.lock_path(path).touch()
+    with recording(str(path)):
+        record_little(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_files_cannot_be_locked_a_trace_is_recorded_all_the_same(tmp_path, monkeypatch):
+    def unable(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(lock.fcntl, "flock", unable)
+    with recording(str(tmp_path / "trace.jsonl")):
+        record_little(tmp_path / "trace.jsonl")
+    assert len(read(tmp_path / "trace.jsonl").arrivals) == 6
 
 
 def test_a_run_that_fails_leaves_its_trace_and_its_own_error(tmp_path):
