@@ -14,6 +14,9 @@ from gpuinfer.errors import UsageError
 
 BEYOND = 64  # times the largest batch that was measured: up to there a fitted model goes on in a straight line
 NOISE = 1e-4  # a smaller jitter is that of the numbers themselves
+LEAST_S, MOST_S = 1e-9, 1e6  # of a batch of one row, and of each of its parts: a clock can still tell them apart
+MOST_ROWS = 10**9  # in a batch
+MOST_JITTER = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,16 @@ class ServiceModel:
         times = {"alpha": self.alpha, "beta": self.beta, "step": self.step_s, "jitter": self.jitter}
         times |= {"turn": self.turn_s, "turn_request": self.turn_request_s}
         for name, value in times.items():
-            if not 0 <= value < math.inf:
-                raise UsageError(f"a service model with {name} = {value:g} cannot be. Give 0 or more.")
+            most = MOST_JITTER if name == "jitter" else MOST_S
+            if not 0 <= value <= most:
+                raise UsageError(
+                    f"a service model with {name} = {value:g} cannot be. Give 0 or more, {most:g} at most."
+                )
         if not 0 <= self.failures < 1:
             raise UsageError(f"{self.failures:g} of the batches cannot fail. Give a share of 0 or more, below 1.")
         if self.step_rows is not None and self.step_rows < 1:
             raise UsageError(f"a step at every {self.step_rows} rows cannot be. Give 1 row or more.")
-        if not self.seconds(1) > 0:
+        if not self.seconds(1) >= LEAST_S:
             raise UsageError("a batch that takes no time cannot be. Give alpha or beta, or both.")
 
     @classmethod
@@ -54,8 +60,8 @@ class ServiceModel:
         """Fitted to the batch times that a report holds (`batches.seconds`). Raises `UsageError` when it holds none."""
         try:
             times = {float(rows): float(seconds) for rows, seconds in report["batches"]["seconds"].items()}
-            known = [(rows, seconds) for rows, seconds in times.items() if rows >= 1 and 0 < seconds < math.inf]
-        except (KeyError, TypeError, ValueError, AttributeError):
+            known = [one for one in times.items() if _can_be(*one)]
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             known = []
         if not known:
             raise UsageError("this report holds no batch times. Give one of a run that had batches, or a trace.")
@@ -66,7 +72,7 @@ class ServiceModel:
         """Fitted to the rows and seconds of batches that ran: the mean of those of about one size, four sizes for each
         doubling, and as the jitter how far each is from it. Raises `UsageError` when there is none.
         """
-        ran = [(rows, seconds) for rows, seconds in batches if rows >= 1 and 0 < seconds < math.inf]
+        ran = [one for one in batches if _can_be(*one)]
         if not ran:
             raise UsageError("there is no batch from which to learn service times. Record a run that has some.")
         alike: dict[int, list[tuple[int, float]]] = {}
@@ -75,7 +81,7 @@ class ServiceModel:
         means = [(fmean(rows for rows, _ in some), fmean(s for _, s in some), len(some)) for some in alike.values()]
         model = cls(points=_rising(means))
         spread = math.sqrt(fmean((seconds / model.seconds(rows) - 1) ** 2 for rows, seconds in ran))
-        return replace(model, jitter=spread if spread > NOISE else 0.0, failures=failures)
+        return replace(model, jitter=min(spread, MOST_JITTER) if spread > NOISE else 0.0, failures=failures)
 
     def seconds(self, rows: int) -> float:
         """The mean time of a batch of so many rows."""
@@ -83,7 +89,7 @@ class ServiceModel:
         return steps + (self._between(rows) if self.points else self.alpha * rows + self.beta)
 
     def capacity(self, max_rows: int) -> float:
-        """The most rows per second of one lane, over batches of up to so many rows.
+        """The most rows per second of one lane, over batches of up to so many rows of one request.
 
         Between steps and points τ is a straight line, along which n / τ(n) only rises or only falls: the most is at an
         end of one.
@@ -92,7 +98,8 @@ class ServiceModel:
         if self.step_rows:
             ends.update((self.step_rows, max_rows // self.step_rows * self.step_rows))
             ends.update(rows // self.step_rows * self.step_rows for rows in tuple(ends))
-        return (1 - self.failures) * max(rows / self.seconds(rows) for rows in ends if 1 <= rows <= max_rows)
+        turn = self.turn(1)
+        return (1 - self.failures) * max(rows / (self.seconds(rows) + turn) for rows in ends if 1 <= rows <= max_rows)
 
     def draw(self, rows: int, dice: random.Random) -> float:
         """The time of one such batch."""
@@ -103,7 +110,7 @@ class ServiceModel:
         return seconds * dice.lognormvariate(-sigma * sigma / 2, sigma)
 
     def turn(self, requests: int) -> float:
-        """The engine's own time for a batch of so many requests."""
+        """The engine's own time for a batch of so many requests: they are answered so much later."""
         return self.turn_s + self.turn_request_s * requests
 
     def fails(self, dice: random.Random) -> bool:
@@ -118,6 +125,11 @@ class ServiceModel:
         index = max(1, bisect.bisect_left(self.points, (rows, math.inf)))
         (low, low_s), (high, high_s) = self.points[index - 1], self.points[index]
         return max(0.0, low_s + (rows - low) * (high_s - low_s) / (high - low))
+
+
+def _can_be(rows: float, seconds: float) -> bool:
+    """Whether a batch may have been of so many rows, and have taken so long."""
+    return 1 <= rows <= MOST_ROWS and LEAST_S <= seconds <= MOST_S
 
 
 def _rising(means: Iterable[tuple[float, float, float]]) -> list[tuple[float, float]]:

@@ -13,6 +13,12 @@ from typing import NamedTuple
 from gpuinfer.api import Priority
 from gpuinfer.errors import UsageError
 
+LEAST_RATE, MOST_RATE = 1e-6, 1e9  # rows per second
+LONGEST_S = 1e9  # of a piece of a schedule
+LEAST_TIMEOUT_S = 1e-6  # less is no time on a clock that has run for days
+LEAST_IN_BURST = 0.01  # requests, on average: bursts that are nearly always empty are none
+MOST_ROWS = 10**9  # of a request
+
 
 class Ask(NamedTuple):
     """One request as it arrives, `at` seconds after the beginning."""
@@ -40,13 +46,13 @@ class Mix:
 
     def __post_init__(self) -> None:
         least, most = self.rows
-        if not 1 <= least <= most:
+        if not 1 <= least <= most <= MOST_ROWS:
             raise UsageError(f"requests of {least} to {most} rows cannot be. Give 1 or more, such as 8 or 1-8.")
         shares = self.classes.values()
         if shares and not (all(share >= 0 for share in shares) and abs(sum(shares) - 1) < 1e-6):
             raise UsageError(f"the shares of the classes add up to {sum(shares):g}. Give shares that add up to 1.")
-        if not self.timeout > 0:
-            raise UsageError(f"a timeout of {self.timeout:g} s is over before it began. Give a positive one.")
+        if not self.timeout >= LEAST_TIMEOUT_S:
+            raise UsageError(f"a timeout of {self.timeout:g} s is over before it began. Give 1 µs or more.")
 
     @property
     def mean_rows(self) -> float:
@@ -81,6 +87,11 @@ class Arrivals(ABC):
         """The mean rate at which rows come; None when that depends on the answers, or is not known."""
         return None
 
+    @property
+    def most_rows(self) -> int:
+        """Of one request."""
+        return self.mix.rows[1]
+
     @abstractmethod
     def asks(self, dice: random.Random) -> Iterator[Ask]:
         """The requests, by time; of a closed load the first of each client."""
@@ -97,12 +108,16 @@ class Poisson(Arrivals):
         self.mix = mix or Mix()
         self.schedule = [(rate, math.inf)] if isinstance(rate, int | float) else list(rate)
         for rows_per_s, seconds in self.schedule:
-            if not 0 <= rows_per_s < math.inf or not seconds > 0:
+            if not seconds > 0 or rows_per_s < 0:
                 raise UsageError(f"{rows_per_s:g} rows/s for {seconds:g} s cannot be. Give numbers above 0.")
+            if rows_per_s:
+                check_rate(rows_per_s)
         if not any(rows_per_s for rows_per_s, _ in self.schedule):
             raise UsageError("a rate of 0 brings no request. Give a rate above 0, in rows per second.")
         total = sum(seconds for _, seconds in self.schedule)
         self.duration = total if total < math.inf else None
+        if self.rows_per_s * total < LEAST_IN_BURST * self.mix.mean_rows:
+            raise UsageError(f"hardly a request comes in {total:g} s of this schedule. Give longer times.")
 
     @property
     def rows_per_s(self) -> float:
@@ -131,13 +146,14 @@ class Bursty(Arrivals):
     """
 
     def __init__(self, rate: float, factor: float = 5.0, length: float = 0.1, mix: Mix | None = None) -> None:
-        if not 0 < rate < math.inf:
-            raise UsageError(f"a rate of {rate:g} rows/s cannot be. Give a rate above 0.")
+        check_rate(rate)
         if not 1 < factor < math.inf:
             raise UsageError(f"bursts of {factor:g} times the mean rate are none. Give a factor above 1.")
         if not 0 < length < math.inf:
             raise UsageError(f"bursts of {length:g} s cannot be. Give a length above 0.")
         self.rate, self.factor, self.length, self.mix = rate, factor, length, mix or Mix()
+        if factor * rate * length < LEAST_IN_BURST * self.mix.mean_rows:
+            raise UsageError(f"in bursts of {length:g} s hardly a request comes at {rate:g} rows/s. Give longer ones.")
 
     @property
     def rows_per_s(self) -> float:
@@ -186,6 +202,10 @@ class Recorded(Arrivals):
             raise UsageError("nothing arrives in this recording. Record a run that asks for something.")
 
     @property
+    def most_rows(self) -> int:
+        return max(ask.rows for ask in self.recorded)
+
+    @property
     def rows_per_s(self) -> float | None:
         """Over the whole recording; None for one that has no length."""
         seconds = self.recorded[-1].at - self.recorded[0].at
@@ -193,3 +213,10 @@ class Recorded(Arrivals):
 
     def asks(self, dice: random.Random) -> Iterator[Ask]:
         return iter(self.recorded)
+
+
+def check_rate(rows_per_s: float) -> None:
+    """Raises `UsageError` for a rate that cannot be."""
+    if not LEAST_RATE <= rows_per_s <= MOST_RATE:
+        bounds = f"above 0, from {LEAST_RATE:g} to {MOST_RATE:g}"
+        raise UsageError(f"a rate of {rows_per_s:g} rows/s cannot be. Give a rate {bounds}.")

@@ -119,6 +119,25 @@ def test_requests_that_are_turned_away_are_counted_and_the_load_goes_on(options,
     assert seen[-1].done == 30
 
 
+def late_by(seconds):
+    error = QueueFull("full")
+    error.retry_after_s = seconds
+    return error
+
+
+def test_clients_that_are_turned_away_rest_no_longer_than_the_load_lasts():
+    infer, _, seconds = driven(lambda: Slow(answer=raising(late_by(1e6))), clients=3, duration=5)
+    assert len(infer.requests) == 3
+    assert seconds == pytest.approx(5, abs=0.2)
+
+
+def test_requests_that_expire_at_once_leave_the_others_a_turn():
+    _, _, seconds = driven(
+        lambda: Slow(answer=raising(Expired("late"))), stop_after=0.0, clients=1, duration=1e9, timeout=1e-6
+    )
+    assert seconds < 1.2
+
+
 @pytest.mark.parametrize("options", [{"rate": 100}, {"clients": 3}], ids=["open", "closed"])
 def test_failed_batches_are_counted_as_long_as_some_are_answered(options):
     def every_second():

@@ -7,12 +7,37 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from pydantic import BaseModel
+
 from gpuinfer.api import Priority
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.options import natural
-from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Mix, Poisson
+from gpuinfer.simulate.arrivals import (
+    LONGEST_S,
+    MOST_RATE,
+    MOST_ROWS,
+    Arrivals,
+    Ask,
+    Bursty,
+    Mix,
+    Poisson,
+    check_rate,
+)
 
 CLASSES = {priority.name.lower(): priority for priority in Priority}
+
+RATES = ("rate", "schedule")
+DRAWN = (*RATES, "clients")
+HEEDED = {  # options, and the loads that heed them: a recorded one is as it is
+    "burst": RATES,
+    "burst_s": RATES,
+    "sources": RATES,
+    "think": ("clients",),
+    "think_time": ("clients",),
+    "rows": DRAWN,
+    "classes": DRAWN,
+    "timeout": DRAWN,
+}
 
 Piece = tuple[float, float]
 """(rows per second, seconds)"""
@@ -22,8 +47,7 @@ class Constant(Arrivals):
     """Requests at equal distances; of several rows, so that `rate` rows per second come on average."""
 
     def __init__(self, rate: float, mix: Mix | None = None) -> None:
-        if not 0 < rate < math.inf:
-            raise UsageError(f"a rate of {rate:g} rows/s cannot be. Give a rate above 0.")
+        check_rate(rate)
         self.rate, self.mix = rate, mix or Mix()
 
     @property
@@ -39,6 +63,8 @@ class Pieces(Arrivals):
     """One load after the other, each for its time: `one` makes that of a rate. It ends after the last."""
 
     def __init__(self, schedule: Sequence[Piece], one: Callable[[float], Arrivals]) -> None:
+        if not schedule:
+            raise UsageError("a schedule of nothing brings no request. Give rates and times, such as 200:8s,3000:8s.")
         self.schedule = [(one(rate) if rate else None, seconds) for rate, seconds in schedule]
         self.duration = math.fsum(seconds for _, seconds in schedule)
         self.rate = math.fsum(rate * seconds for rate, seconds in schedule) / self.duration
@@ -70,6 +96,18 @@ def drawn(kind: str, rate: float | Sequence[Piece], mix: Mix, burst: float, burs
     return one(rate) if isinstance(rate, int | float) else Pieces(rate, one)
 
 
+def refuse_unheeded(options: BaseModel, source: str) -> None:
+    """Raises `UsageError` for an option that means nothing to a load of this source: rate, schedule, clients or replay.
+
+    Those that are not there, and those at their defaults, are no matter.
+    """
+    for name, field in type(options).model_fields.items():
+        sources = HEEDED.get(name, (source,))
+        if source not in sources and getattr(options, name) != field.default:
+            flag, owners = f"--{name.replace('_', '-')}", " or ".join(f"--{one}" for one in sources)
+            raise UsageError(f"{flag} is for {owners}, and means nothing to --{source}. Leave {flag} out.")
+
+
 def rows_of(text: str) -> tuple[int, int]:
     """`8` or `1-8` as the least and the most rows of a request. Raises `UsageError`."""
     least, _, most = text.partition("-")
@@ -77,7 +115,7 @@ def rows_of(text: str) -> tuple[int, int]:
         found = int(least), int(most or least)
     except ValueError:
         found = (0, 0)
-    if not 1 <= found[0] <= found[1]:
+    if not 1 <= found[0] <= found[1] <= MOST_ROWS:
         raise UsageError(
             f"--rows {text}: no request has so many rows. Give a number such as 8, or a range such as 1-8."
         )
@@ -105,7 +143,7 @@ def schedule_of(parts: Sequence[str]) -> list[Piece]:
     for part in parts:
         rate, _, seconds = part.partition(":")
         piece = tuple(_number("--schedule", part, word, "200:8s,3000:8s") for word in (rate, seconds))
-        if not (0 <= piece[0] < math.inf and 0 < piece[1] < math.inf):
+        if not (0 <= piece[0] <= MOST_RATE and 0 < piece[1] <= LONGEST_S):
             raise UsageError(f"--schedule {part}: cannot be. Give rows/s and a time, such as 200:8s,3000:8s.")
         found.append((piece[0], piece[1]))
     return found

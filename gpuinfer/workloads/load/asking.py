@@ -74,6 +74,7 @@ class Asker:
             return error
         except Expired:
             tally.lost["expired"] += 1
+            await asyncio.sleep(0)  # it may have been over at once: whoever asks again must not keep out all others
         except BackendDied:
             raise
         except (BackendError, BadResult) as error:

@@ -142,13 +142,17 @@ class Clients(Driver):
                 self._left -= 1
                 full = await self._asker.ask(draw(0.0)._replace(client=me), time())
                 if full is not None:
-                    await asyncio.sleep(full.retry_after_s or AGAIN_S)
+                    await self._rest(full.retry_after_s or AGAIN_S)
 
     async def _thinks(self, dice: random.Random) -> bool:
         """Whether the load still goes on after that."""
         if self._load.think:
-            await asyncio.sleep(min(self._load.think_s(dice), max(0.0, self._until - self._loop.time())))
+            await self._rest(self._load.think_s(dice))
         return self._loop.time() < self._until
+
+    async def _rest(self, seconds: float) -> None:
+        """For so long, or until the load is over."""
+        await asyncio.sleep(min(seconds, max(0.0, self._until - self._loop.time())))
 
     async def send(self) -> None:
         await self.settle()

@@ -18,7 +18,7 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed, Mix
-from gpuinfer.workloads.load.arrivals import classes_of, drawn, rows_of, schedule_of
+from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unheeded, rows_of, schedule_of
 from gpuinfer.workloads.load.asking import Asker, Tally
 from gpuinfer.workloads.load.driving import Clients, Driver, Open
 from gpuinfer.workloads.load.payloads import Payloads
@@ -50,8 +50,10 @@ class Load(Workload):
         classes: str | None = Field(None, description="shares of the requests: high=0.2,normal=0.4,low=0.4")
         timeout: float | None = Field(None, gt=0, description="seconds after which a request expires")
         sources: int = Field(0, ge=0, le=1_000_000, description="senders of an open load; 0: nobody says who asks")
-        duration: float | None = Field(None, gt=0, le=1e9, description="seconds of load [10, or as scheduled]")
-        requests: int | None = Field(None, ge=1, description="requests, instead of a duration")
+        duration: float | None = Field(
+            None, gt=0, le=1e9, allow_inf_nan=False, description="seconds of load [10, or as scheduled]"
+        )
+        requests: int | None = Field(None, ge=1, le=10**12, description="requests, instead of a duration")
         model: str | None = Field("blobnet", description="blobnet, blobnet-small, module:factory, or none")
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
         features: int | None = Field(
@@ -68,8 +70,10 @@ class Load(Workload):
         if len(named) > 1:
             flags = " and ".join(f"--{name}" for name in named)
             raise UsageError(f"{flags} each say what the load is. Give one of them.")
-        if own.think and named and named != ["clients"]:
-            raise UsageError(f"--think is for clients, and --{named[0]} has none that wait. Leave --think out.")
+        source = named[0] if named else "clients"
+        refuse_unheeded(own, source)
+        if own.arrivals != "poisson" and source not in RATES:
+            raise UsageError(f"--arrivals {own.arrivals} spreads a rate, and --{source} has none. Leave it out.")
         if own.model is not None and own.model not in MODELS and ":" not in own.model:
             raise UnknownName("model", own.model, MODELS, label="Choices")
         if own.features is not None and ":" not in (own.model or ""):
@@ -147,7 +151,7 @@ class Load(Workload):
         spec = self.model() if getattr(infer, "has_model", True) else None
         tally = Tally()
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
-        asker = Asker(infer, Payloads(spec, self._most_rows, self.setup.seed), tally)
+        asker = Asker(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)
         driver = self._driver(asker, infer)
         async for _ in followed(driver, infer.stopping):
             yield self._progress(tally, driver.lasted_s)
@@ -162,15 +166,10 @@ class Load(Workload):
         count = math.inf if self.options.requests is None else self.options.requests
         return Clients(asker, infer, self.load, self.seconds, count, self._dice())
 
-    @property
-    def _most_rows(self) -> int:
-        known = getattr(self.load, "recorded", None)
-        return max((ask.rows for ask in known), default=1) if known is not None else self._mix.rows[1]
-
     def _refuse_rows(self, most: int) -> None:
-        if self._most_rows > most:
+        if self.load.most_rows > most:
             raise UsageError(
-                f"requests of {self._most_rows} rows do not fit into a batch of {most}, and none is split. "
+                f"requests of {self.load.most_rows} rows do not fit into a batch of {most}, and none is split. "
                 "Give fewer --rows, or raise the limit (-B max_rows)."
             )
 
