@@ -83,13 +83,19 @@ def execute(values: Mapping[str, Any]) -> int:
 
 def _check_files(cases: Sequence[Case], common: Common) -> None:
     """Refuse, before anything is simulated, what could not be written after it."""
+    from gpuinfer.cli.workload import check_trace
+
     options = cases[0].options
     if len(cases) > 1 and options.solve:
         raise UsageError("--sweep and --solve both say what to vary. Leave one of them out.")
     if common.trace is not None and (len(cases) > 1 or options.solve):
         raise UsageError("--trace records one simulation. Leave it out, or --sweep and --solve.")
+    check_trace(common)
     if (plot := options.plot) is None:
         return
+    for flag, other in (("json", common.report), ("trace", common.trace)):
+        if other and os.path.realpath(other) == os.path.realpath(plot):
+            raise UsageError(f"--plot and --{flag} both name {plot}. Give each a file of its own.")
     if plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {plot}: this is drawn as PNG or SVG. Give a file such as {plot.stem or 'p'}.png.")
     folder = plot.parent
@@ -161,7 +167,7 @@ def _solved(case: Case, common: Common, command: str, on_stderr: bool) -> dict[s
     solution = solve(
         outcome,
         case.target_s,
-        alone_s=service.seconds(case.arrivals.mix.rows[0]),
+        alone_s=service.seconds(case.arrivals.mix.rows[0]) + service.turn(1),
         offered=case.arrivals.rows_per_s,
         capacity=service.capacity(case.limits.max_rows) * case.limits.in_flight,
     )

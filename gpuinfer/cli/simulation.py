@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -23,11 +23,12 @@ from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted
 from gpuinfer.simulate.replay import replayed
 from gpuinfer.simulate.replica import Recorder
-from gpuinfer.workloads.load.arrivals import classes_of, drawn, rows_of, schedule_of
+from gpuinfer.workloads.load.arrivals import classes_of, drawn, refuse_unheeded, rows_of, schedule_of
 
 NAME = "simulate"
 REQUESTS = 100_000  # of a load that would never end
 MAX_ROWS = 64
+MOST = 1e9  # rows of a step, and seconds or a factor of a drift
 
 
 class Options(api.Options):
@@ -47,20 +48,31 @@ class Options(api.Options):
     replay: Path | None = Field(None, description="a trace whose arrivals are replayed")
     rows: str = Field("1", description="of a request: 8, or 1-8 for any number of them")
     classes: str | None = Field(None, description="shares of the classes: high=0.2,normal=0.4,low=0.4")
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="that each request allows")
-    requests: int | None = Field(None, ge=1, description="simulated; default: 100,000, or all of a trace or schedule")
-    duration: float | None = Field(None, gt=0, allow_inf_nan=False, description="of the arrivals, as 60s")
+    timeout: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False, description="that each request allows")
+    requests: int | None = Field(
+        None, ge=1, le=10**12, description="simulated; default: 100,000, or all of a trace or schedule"
+    )
+    duration: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False, description="of the arrivals, as 60s")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the requests that is not counted")
-    alpha: float | None = Field(None, ge=0, allow_inf_nan=False, description="time of a row, as 50us")
-    beta: float | None = Field(None, ge=0, allow_inf_nan=False, description="time of a batch however small, as 2ms")
+    alpha: float | None = Field(None, ge=0, le=1e6, allow_inf_nan=False, description="time of a row, as 50us")
+    beta: float | None = Field(
+        None, ge=0, le=1e6, allow_inf_nan=False, description="time of a batch however small, as 2ms"
+    )
+    turn: float | None = Field(
+        None, ge=0, le=1e6, allow_inf_nan=False, description="the engine's own time for a batch, as 200us"
+    )
     steps: str | None = Field(None, description="more time for each so many rows: 64:1ms")
-    jitter: float | None = Field(None, ge=0, allow_inf_nan=False, description="spread of the batch times, as 0.1")
+    jitter: float | None = Field(
+        None, ge=0, le=10, allow_inf_nan=False, description="spread of the batch times, as 0.1"
+    )
     failures: float | None = Field(None, ge=0, lt=1, description="share of the batches that fail")
     service: Path | None = Field(None, description="a report or a trace, to which the service times are fitted")
     drift: str | None = Field(None, description="batches take longer from a time on: 2x@30s")
-    max_rows: int | None = Field(None, ge=1, description="in one batch; default: 64, or as in the --service trace")
+    max_rows: int | None = Field(
+        None, ge=1, le=10**9, description="in one batch; default: 64, or as in the --service trace"
+    )
     in_flight: int | None = Field(None, ge=1, le=10**4, description="batches at once; default: 1, or as in the trace")
-    max_queue_rows: int | None = Field(None, ge=1, description="rows that may wait; default: as in a run")
+    max_queue_rows: int | None = Field(None, ge=1, le=10**12, description="rows that may wait; default: as in a run")
     replicas: int = Field(1, ge=1, le=10**4, description="servers behind the router")
     routing: Literal["least-outstanding", "power-of-two", "round-robin", "random"] = Field(
         "least-outstanding", description="which replica a request goes to"
@@ -121,11 +133,14 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Case:
     built = plugin(setup, **given)
     load, backend = arrivals(options), service(options)
     limits = _limits(options, backend.limits)
-    if load.mix.rows[1] > limits.max_rows:
+    most = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
+    if load.most_rows > most:
         raise UsageError(
-            f"--rows {options.rows}: a batch takes {limits.max_rows} rows. Raise --max-rows, or ask for fewer."
+            f"requests of {load.most_rows} rows: a batch takes {most}. Raise --max-rows, or ask for fewer."
         )
     target = options.target or getattr(built.options, "latency_target", None)
+    if options.solve and options.replicas > 1:
+        raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")
     if options.solve and target is None:
         raise UsageError(f"--solve {options.solve} needs a target. Give --target 50ms, or -S latency_target=50ms.")
     return Case(
@@ -157,6 +172,25 @@ def _title(options: Options, load: Arrivals, strategy: str) -> str:
     return f"{said} · {strategy} · {options.replicas} replica{'s' if options.replicas > 1 else ''}"
 
 
+T = TypeVar("T")
+_kept: dict[tuple[object, ...], Any] = {}
+
+
+def read_once(read: Callable[[Path], T], path: Path) -> T:
+    """What is read of a file, kept for the next setting of a sweep: a long trace takes seconds, and much memory."""
+    try:
+        found = path.stat()
+    except OSError:
+        return read(path)  # which says what is wrong
+    key = (read, path.resolve(), found.st_ino, found.st_size, found.st_mtime_ns)
+    if key not in _kept:
+        for other in [one for one in _kept if one[0] is read]:
+            del _kept[other]
+        _kept[key] = read(path)
+    kept: T = _kept[key]
+    return kept
+
+
 # The load
 
 
@@ -176,8 +210,9 @@ def arrivals(options: Options) -> Arrivals:
     if len(named) > 1:
         flags = " and ".join(f"--{name}" for name in named)
         raise UsageError(f"{flags} each say what the load is. Give one of them.")
+    refuse_unheeded(options, named[0])
     if options.replay is not None:
-        return replayed(options.replay)
+        return read_once(replayed, options.replay)
     classes = classes_of(options.classes) if options.classes else {}
     mix = Mix(rows_of(options.rows), classes, options.timeout or math.inf, options.sources)
     if options.clients is not None:
@@ -202,12 +237,12 @@ def service(options: Options) -> Fitted:
     """The service model by hand or fitted, and what else the file says. Raises `UsageError`."""
     by_hand = {key: value for key in ("alpha", "beta", "steps") if (value := getattr(options, key)) is not None}
     more = {key: value for key in ("jitter", "failures") if (value := getattr(options, key)) is not None}
+    if options.turn is not None:
+        more |= {"turn_s": options.turn, "turn_request_s": 0.0}
     if options.service is not None:
         if by_hand:
             raise UsageError(f"--service says how long a batch takes, and so does --{next(iter(by_hand))}. Give one.")
-        from dataclasses import replace
-
-        found = fitted(options.service)
+        found = read_once(fitted, options.service)
         return replace(found, service=replace(found.service, **more))
     if not {"alpha", "beta"} & set(by_hand):
         raise UsageError("how long does a batch take? Give --alpha 50us --beta 2ms, say, or --service FILE.")
@@ -220,7 +255,7 @@ def service(options: Options) -> Fitted:
 
 def _limits(options: Options, known: Limits | None) -> Limits:
     max_rows = options.max_rows or (known.max_rows if known else MAX_ROWS)
-    return Limits(max_rows, options.in_flight or (known.in_flight if known else 1))
+    return Limits(max_rows, options.in_flight or (known.in_flight if known else 1), known.slots if known else None)
 
 
 def drift(text: str | None) -> Drift:
@@ -248,7 +283,7 @@ def _number(flag: str, text: str, cure: str, above: float | None = None) -> floa
         value = float(natural(text.strip(), float))
     except (TypeError, ValueError):
         raise UsageError(f"{flag}: '{text}' is no number. Give {cure}.") from None
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= MOST:
         raise UsageError(f"{flag}: {text} cannot be. Give {cure}.")
     if above is not None and not value > above:
         raise UsageError(f"{flag}: {text} is not more than {above:g}. Give {cure}.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuinfer import options, registry
 from gpuinfer.cli.simulation import Options
-from gpuinfer.cli.variants import Axis, parts, with_choices
+from gpuinfer.cli.variants import Axis, labels_of, parts, with_choices
 from gpuinfer.errors import UnknownName, UsageError
 
 NOT_SWEPT = ("plot", "solve")
@@ -30,7 +30,8 @@ def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[st
             raise UsageError(f"--sweep and --{flag} both name values of '{key}'. Leave one of them out.")
         axes[axis] = found
     chosen = [dict(zip(axes, one, strict=True)) for one in itertools.product(*axes.values())]
-    return [(with_choices(values, one), {key or flag: text for (flag, key), text in one.items()}) for one in chosen]
+    labels = labels_of(axes)
+    return [(with_choices(values, one), {labels[axis]: text for axis, text in one.items()}) for one in chosen]
 
 
 def _split(word: str) -> tuple[str, list[str]]:

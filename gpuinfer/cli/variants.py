@@ -54,7 +54,7 @@ def variant(target: str, values: Values, chosen: Mapping[Axis, str], *, timed: b
     return Variant(
         name=_name(chosen) or common.backend,
         build=lambda seed: build(target, merge(target, {**own, **endless, "seed": str(seed)})),
-        settings={label: chosen[axis] for axis, label in _labels(chosen).items()},
+        settings={label: chosen[axis] for axis, label in labels_of(chosen).items()},
         command=spelled(target, own),
         flags=own,
     )
@@ -167,7 +167,7 @@ def _owner(flag: str) -> str:
     return flag.removesuffix("_options")
 
 
-def _labels(axes: Iterable[Axis]) -> dict[Axis, str]:
+def labels_of(axes: Iterable[Axis]) -> dict[Axis, str]:
     """A name for each: that of its setting, with `strategy.` or `backend.` before it when another has that name."""
     labels: dict[Axis, str] = {}
     for flag, key in axes:
@@ -178,7 +178,7 @@ def _labels(axes: Iterable[Axis]) -> dict[Axis, str]:
 
 def _name(chosen: Mapping[Axis, str]) -> str:
     """Such as `central, 2 workers, model blobnet`."""
-    return ", ".join(_said(label, chosen[axis]) for axis, label in _labels(chosen).items())
+    return ", ".join(_said(label, chosen[axis]) for axis, label in labels_of(chosen).items())
 
 
 def _said(label: str, value: str) -> str:

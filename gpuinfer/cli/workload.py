@@ -57,7 +57,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     merged = merge(name, values)
     common = merged.common
     destination = output.Destination(common.report)
-    _check_trace(common)
+    check_trace(common)
     plan = build(name, merged)
     log_to_people(common.verbose)
     from gpuinfer.display import Display
@@ -71,7 +71,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     return EXIT_CODES.get(report["status"], FAILED)
 
 
-def _check_trace(common: settings.Common) -> None:
+def check_trace(common: settings.Common) -> None:
     """Before links are followed: where standard output leads to is no place for it. Raises `UsageError`."""
     if common.trace is None:
         return

@@ -50,7 +50,7 @@ def run(settings: Mapping[str, str], strategy: str, outcome: Outcome, target_s: 
         "classes": {name: _of_class(count) for name, count in snapshot.classes.items()},
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "target_s": target_s,
-        "met": None if target_s is None else p95 <= target_s,
+        "met": None if target_s is None else p95 <= target_s and outcome.served_share >= LEAST_SERVED,
         "notices": list(outcome.notices),
     }
 

@@ -140,8 +140,8 @@ class Simulation:
                 recorder() if recorder is not None else None,
             )
             self.replicas.append(replica)
-        if self._joined and isinstance(self._arrivals, Closed):
-            for client in range(self._arrivals.clients):
+        if self._joined and self._closed is not None:
+            for client in self._closed.clients:
                 self.replicas[0].queue.clients.join(client, 0.0)
         self._route = route(routing, self.replicas, self._dice("routing"))
 
@@ -224,7 +224,7 @@ class Simulation:
         """What has been counted. After `run`."""
         snapshots = [replica.snapshot() for replica in self.replicas]
         began, ended, full = self._began, self._mark(), self._full or self._mark()
-        until = full if full.rows >= LITTLE * ended.rows else ended
+        until = full if full.now > began.now and full.rows >= LITTLE * ended.rows else ended
         seconds = until.now - began.now
         limits = self._limits
         capacity = self._service.capacity(limits.max_rows) * limits.in_flight * len(self.replicas)

@@ -47,9 +47,9 @@ class OpenFeed:
 
 
 class ClosedFeed:
-    """The same of clients that ask again once they are answered."""
+    """The same of clients that ask again once they are answered; `clients` are those that ask at all."""
 
-    __slots__ = ("_dice", "_draw", "_due", "_left", "_load", "_numbers", "_until", "next_at", "taken")
+    __slots__ = ("_dice", "_draw", "_due", "_left", "_load", "_numbers", "_until", "clients", "next_at", "taken")
 
     def __init__(self, load: Closed, dice: random.Random, most: float, until: float) -> None:
         self._load, self._dice, self._until, self._left = load, dice, until, most
@@ -57,8 +57,7 @@ class ClosedFeed:
         self._due: list[tuple[float, int, Hashable]] = []  # a heap: when, a number for ties, the client
         self._numbers = itertools.count()
         self.taken, self.next_at = 0, math.inf
-        for ask in load.asks(dice):
-            self._plan(ask.client, ask.at)
+        self.clients = [ask.client for ask in load.asks(dice) if self._plan(ask.client, ask.at)]
 
     def take(self) -> Ask:
         at, _, client = heapq.heappop(self._due)

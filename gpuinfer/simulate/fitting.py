@@ -13,7 +13,7 @@ from gpuinfer.api import Limits
 from gpuinfer.errors import UsageError
 from gpuinfer.service import ServiceModel
 from gpuinfer.trace import reading
-from gpuinfer.trace.reading import Cut, Trace
+from gpuinfer.trace.reading import Arrival, Cut, Trace
 
 WAITED = ("gain", "waited", "deadline", "drain")  # reasons of cuts that something else held up
 FEW = 20  # batches say nothing of the engine
@@ -59,8 +59,8 @@ def of_trace(trace: Trace) -> Fitted:
 
 
 def _turns(trace: Trace) -> tuple[float, float]:
-    """What the engine needs after a batch and for each of its requests, from cuts that nothing but that held up."""
-    arrived = {(one.engine, one.id): one.at for one in trace.arrivals}
+    """What the engine needs for a batch and for each of its requests, from cuts that nothing but that held up."""
+    arrived = {(one.engine, one.id): one for one in trace.arrivals}
     ended = {(one.engine, one.batch): one for one in trace.batches}
     found: list[tuple[float, int]] = []
     engines: dict[int, Cut] = {}
@@ -70,8 +70,9 @@ def _turns(trace: Trace) -> tuple[float, float]:
         ran = ended.get((before.engine, before.batch)) if before is not None else None
         if before is None or ran is None or cut.reason in WAITED:
             continue
-        first = min((arrived.get((cut.engine, one), math.inf) for one in cut.ids), default=math.inf)
-        if first < ran.at - ran.seconds / 2:  # it was there all the time
+        batch = [arrived[cut.engine, one] for one in cut.ids]
+        there = min(one.at for one in batch) < ran.at - ran.seconds / 2  # all the time
+        if there and not any(_awaited(one, cut) for one in batch if one.at > ran.at):
             found.append((max(0.0, cut.at - before.at - ran.seconds), len(before.ids)))
     if len(found) < FEW:
         return 0.0, 0.0
@@ -82,9 +83,16 @@ def _turns(trace: Trace) -> tuple[float, float]:
     return fmean(seconds) - slope * fmean(sizes), slope
 
 
+def _awaited(late: Arrival, cut: Cut) -> bool:
+    """Whether a batch may have waited for a request that came while the lane was free."""
+    return late.client is not None or cut.reason != "free"
+
+
 def _document(path: Path) -> dict[str, Any] | None:
     """The file as one JSON object; None when it is none, as a trace of many lines is not."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise UsageError(f"{path} cannot be read: it is no plain file. Give one that a run has written.")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}. Give a report (--json) or a trace (--trace) of a run.") from None

@@ -59,7 +59,8 @@ def _distribution(axes: Axes, run: Run) -> None:
     axes.set_xlabel("latency, from arrival to answer")
     axes.set_ylabel("of the requests")
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", frameon=False, fontsize=8)
 
 
 def _shares(axes: Axes, counts: Mapping[str, int], label: str) -> None:

@@ -48,8 +48,8 @@ class Replica:
     """`schedule(when, replica, batch)` is called for what will end, and without a batch for a time to look again.
 
     `service_s` draws the seconds of a batch of so many rows, and `fails` whether one fails; `turn_s` is what the engine
-    itself needs for a batch of so many requests: they are answered, and the lane is free, so much later. `left`, if there is one, is
-    called with each request that is settled, the time, and whether it was let in at all.
+    itself needs for a batch of so many requests: they are answered, and the lane is free, so much later. `left`, if
+    there is one, is called with each request that is settled, the time, and whether it was let in at all.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuinfer.screen.units import short, whole
+from gpuinfer.screen.units import number, short, whole
 from gpuinfer.simulate.outcome import Outcome
 
 LEAST_SERVED = 0.99  # of what is offered
 MOST = 1024  # replicas that are tried
-GAIN = 0.99  # twice the replicas that leave more than this share of the latency help no more
+GAIN = 0.99  # twice the replicas that leave more than this share of latency and losses help no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,11 @@ def solve(
 
     below = 0 if offered is None else max(0, math.ceil(offered * LEAST_SERVED / capacity) - 1)
     enough = below + 1
+    if enough > MOST:
+        why = f"{whole(offered or 0)} rows/s are offered, and each serves {number(capacity)}"
+        return Solution(target_s, None, [], f"Over {MOST:,} replicas would be needed: {why}. Use faster ones.")
     while not meets(enough):
-        if _in_vain(tried, below, enough) or 2 * enough > MOST:
+        if _in_vain(tried, below, enough, target_s) or 2 * enough > MOST:
             return Solution(target_s, None, _sorted(tried), _defeat(tried[enough], target_s))
         below, enough = enough, 2 * enough
     while enough - below > 1:
@@ -71,11 +74,13 @@ def solve(
     return Solution(target_s, enough, _sorted(tried), _victory(tried, enough, target_s, offered, capacity))
 
 
-def _in_vain(tried: dict[int, Trial], before: int, now: int) -> bool:
-    """Whether twice the replicas have brought next to nothing, though nobody was turned away for want of them."""
+def _in_vain(tried: dict[int, Trial], before: int, now: int, target_s: float) -> bool:
+    """Whether twice the replicas have brought next to nothing of what is lacking: quicker answers, or more of them."""
     if before not in tried:
         return False
-    return tried[before].outcome.served_share >= LEAST_SERVED and tried[now].p95 > GAIN * tried[before].p95
+    few, many = tried[before], tried[now]
+    quicker = many.p95 > target_s and many.p95 < GAIN * few.p95
+    return not quicker and GAIN * many.outcome.served_share <= few.outcome.served_share
 
 
 def _sorted(tried: dict[int, Trial]) -> list[Trial]:
@@ -86,10 +91,10 @@ def _defeat(last: Trial, target_s: float) -> str:
     p95 = f"p95 is {short(last.p95)}" if last.p95 < math.inf else "nothing is answered"
     if last.outcome.served_share < LEAST_SERVED:
         p95 += f" and {last.outcome.served_share:.1%} is served"
-    return (
-        f"No number of replicas was found: with {last.replicas} {p95}, where {short(target_s)} is the target. "
-        f"Raise the target, or let requests wait less for company."
-    )
+    cure = "Raise the target, or let requests wait less for company."
+    if last.p95 <= target_s:
+        cure = "Look at what is lost, and why: more replicas do not mend it."
+    return f"No number of replicas was found: with {last.replicas} {p95}, where {short(target_s)} is the target. {cure}"
 
 
 def _victory(tried: dict[int, Trial], enough: int, target_s: float, offered: float | None, capacity: float) -> str:

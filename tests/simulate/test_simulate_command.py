@@ -82,6 +82,14 @@ def test_a_strategy_s_option_that_is_also_a_flag_is_swept_by_its_full_name(gpuin
     ]
 
 
+def test_a_flag_and_an_option_of_one_name_are_told_apart(gpuinfer):
+    words = ["--sweep", "max_rows=4,8", "--sweep", "strategy.max_rows=1,2", "--json", "o.json", "--quiet"]
+    assert gpuinfer(*SMALL, *words)[0] == 0
+    assert [run["settings"] for run in json.loads(Path("o.json").read_text())["runs"]] == [
+        {"max_rows": of, "strategy.max_rows": most} for of in ("4", "8") for most in ("1", "2")
+    ]
+
+
 def test_values_with_commas_are_parted_by_semicolons(gpuinfer):
     code, _, _ = gpuinfer(*SMALL, "--sweep", "classes=high=1;high=0.5,low=0.5", "--json", "o.json")
     assert code == 0
@@ -155,6 +163,46 @@ def test_a_schedule_ends_by_itself(gpuinfer):
     assert json.loads(out)["runs"][0]["offered"]["requests"] == pytest.approx(3200, rel=0.1)
 
 
+def test_the_engines_own_time_is_a_flag(gpuinfer):
+    words = ["simulate", "--clients", "1", "--beta", "2ms", "--requests", "100", "--json", "-"]
+    (plain,), (slow,) = (json.loads(gpuinfer(*words, *more)[1])["runs"] for more in ([], ["--turn", "500us"]))
+    assert slow["latency_s"]["mean"] - plain["latency_s"]["mean"] == pytest.approx(500e-6)
+    assert slow["capacity_rows_per_s"] == pytest.approx(64 / 2.5e-3)
+
+
+def test_the_engines_own_time_takes_the_place_of_what_a_trace_says(gpuinfer):
+    words = [*SMALL, "--turn", "500us", "--rate", "8k", "--requests", "4000"]
+    assert gpuinfer(*words, "--trace", "t.jsonl")[0] == 0
+    fitted = ["simulate", "--clients", "1", "--service", "t.jsonl", "--requests", "100", "--json", "-"]
+    (learnt,), (none,) = (json.loads(gpuinfer(*fitted, *more)[1])["runs"] for more in ([], ["--turn", "0"]))
+    assert learnt["latency_s"]["mean"] - none["latency_s"]["mean"] == pytest.approx(500e-6, rel=0.05)
+
+
+def test_a_sweep_reads_a_file_once(gpuinfer, monkeypatch):
+    assert gpuinfer(*SMALL, "--trace", "t.jsonl")[0] == 0
+    read, seen = simulation.replayed, []
+    monkeypatch.setattr(simulation, "replayed", lambda path: seen.append(path) or read(path))
+    assert gpuinfer("simulate", "--replay", "t.jsonl", *MODEL, "--sweep", "strategy=dynamic,adaptive")[0] == 0
+    assert len(seen) == 1
+
+
+def test_a_target_that_only_the_few_who_are_answered_meet_is_missed(gpuinfer):
+    words = ["simulate", "--rate", "20k", *MODEL, "--requests", "5000", "--timeout", "5ms", "--target", "50ms"]
+    code, out, _ = gpuinfer(*words, "--json", "o.json")
+    (run,) = json.loads(Path("o.json").read_text())["runs"]
+    assert code == 0
+    assert run["latency_s"]["p95"] < 0.05
+    assert run["served_share"] < 0.9
+    assert run["met"] is False
+    assert "is met by what is answered, but" in " ".join(out.split())
+
+
+def test_nothing_answered_is_shown_and_drawn(gpuinfer):
+    words = [*SMALL[:-1], "100", "--failures", "0.999999", "--warmup", "0"]
+    assert gpuinfer(*words, "--plot", "p.svg")[0] == 0
+    assert gpuinfer(*words, "--plot", "p.svg", "--sweep", "seed=1,2", "--target", "50ms")[0] == 0
+
+
 def test_overload_is_said(gpuinfer):
     code, out, _ = gpuinfer("simulate", "--rate", "50k", *MODEL, "--requests", "9000")
     assert code == 0
@@ -217,10 +265,35 @@ REFUSED = {
         "Leave one of them out",
     ),
     "solve without a target": ([*SMALL, "--solve", "replicas"], "Give --target 50ms, or -S latency_target=50ms"),
+    "solve and replicas": (
+        [*SMALL, "--solve", "replicas", "--target", "1s", "--replicas", "2"],
+        "Leave one of them out",
+    ),
     "solve of what is none": ([*SMALL, "--solve", "gpus"], "Choose from replicas"),
     "plot of another kind": ([*SMALL, "--plot", "p.gif"], "Give a file such as p.png"),
     "plot nowhere": ([*SMALL, "--plot", "nowhere/p.png"], "mkdir -p nowhere"),
     "trace of a sweep": ([*SMALL, "--sweep", "in_flight=1,2", "--trace", "t"], "--trace records one simulation"),
+    "trace to a stream": ([*SMALL, "--trace", "-"], "in a file. Name one"),
+    "trace and report in one": ([*SMALL, "--trace", "o", "--json", "./o"], "Give each a file of its own"),
+    "plot and report in one": ([*SMALL, "--plot", "o.png", "--json", "./o.png"], "Give each a file of its own"),
+    "replay of a device": (["simulate", "--replay", "/dev/zero", *MODEL], "it is no plain file"),
+    "service of a device": ([*BARE, "--service", "/dev/zero"], "it is no plain file"),
+    "think of nobody": ([*SMALL, "--think", "1ms"], "--think is for --clients"),
+    "deadlines of a recorded load": (
+        ["simulate", "--replay", "t", *MODEL, "--timeout", "1ms"],
+        "means nothing to --replay. Leave --timeout out",
+    ),
+    "endless alpha": ([*BARE, "--alpha", "1e300"], "is more than 1e+06"),
+    "next to no time": ([*BARE, "--alpha", "1e-300"], "a batch that takes no time cannot be"),
+    "endless jitter": ([*SMALL, "--jitter", "1e200"], "is more than 10"),
+    "endless drift": ([*SMALL, "--drift", "1e300x@1s"], "cannot be"),
+    "next to no rate": (["simulate", "--rate", "1e-300", *MODEL], "Give a rate above 0"),
+    "empty bursts": ([*SMALL, "--arrivals", "bursty", "--burst-s", "1e-9"], "Give longer ones"),
+    "an empty schedule": (["simulate", "--schedule", ",", *MODEL], "a schedule of nothing"),
+    "endless rows": ([*SMALL, "--rows", "1" + "0" * 400], "no request has so many rows"),
+    "endless requests": ([*SMALL[:-1], "1" + "0" * 400], "or less"),
+    "endless batches": ([*SMALL, "--max-rows", "1" + "0" * 400], "or less"),
+    "no number of a timeout": ([*SMALL, "--timeout", "nan"], "--timeout"),
     "trace nowhere": ([*SMALL, "--trace", "nowhere/t"], "there is no folder"),
     "replay of nothing": (["simulate", "--replay", "none.jsonl", *MODEL], "there is no trace none.jsonl"),
     "trace arrivals of nothing": (["simulate", "--arrivals", "trace", *MODEL], "Give --replay FILE"),

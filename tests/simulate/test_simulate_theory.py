@@ -229,7 +229,15 @@ def test_classes_are_counted_apart():
         pytest.param(lambda: Mix((0, 1)), "Give 1 or more", id="no rows"),
         pytest.param(lambda: Mix((3, 2)), "Give 1 or more", id="rows the wrong way round"),
         pytest.param(lambda: Mix(classes={Priority.LOW: 1.5}), "add up to 1.5", id="shares over 1"),
-        pytest.param(lambda: Mix(timeout=0), "Give a positive one", id="no time for an answer"),
+        pytest.param(lambda: Mix(timeout=0), "over before it began", id="no time for an answer"),
+        pytest.param(lambda: Mix(timeout=1e-9), "Give 1 µs or more", id="hardly any time for an answer"),
+        pytest.param(lambda: Mix((1, 10**400)), "Give 1 or more", id="endless rows"),
+        pytest.param(lambda: Poisson(1e-300), "rate above 0", id="a rate of next to nothing"),
+        pytest.param(lambda: Poisson([(1, 1e-9)]), "Give longer times", id="a schedule of next to nothing"),
+        pytest.param(lambda: Bursty(1, 2.0, 1e-9), "Give longer ones", id="bursts of next to nothing"),
+        pytest.param(lambda: ServiceModel(alpha=1e300), "0 or more, 1e.06 at most", id="endless batches"),
+        pytest.param(lambda: ServiceModel(alpha=1e-300), "takes no time", id="batches of next to no time"),
+        pytest.param(lambda: ServiceModel(beta=1, jitter=1e200), "jitter", id="endless jitter"),
         pytest.param(lambda: Recorded([]), "nothing arrives", id="an empty recording"),
         pytest.param(lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1)), "never ends", id="no end"),
         pytest.param(lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=0), "Give 1", id="no requests"),
@@ -255,6 +263,29 @@ def test_a_short_run_of_full_batches_is_exact_too():
     """Counting begins and ends with the end of a batch, so that no part of one is counted twice or not at all."""
     outcome = simulate(Closed(64, 0.0), PLAIN, Dynamic, Limits(64), requests=64 * 20, warmup=0.2)
     assert outcome.served_rows_per_s == pytest.approx(64 / PLAIN.seconds(64))
+
+
+def test_clients_that_never_get_to_ask_are_not_waited_for():
+    outcome = simulate(Closed(64, 0.0), PLAIN, Dynamic, Limits(64), requests=8, warmup=0)
+    assert dict(outcome.snapshot.batches) == {8: 1}
+    assert outcome.latency_s["max"] == pytest.approx(PLAIN.seconds(8))
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 0.9])
+def test_a_load_that_ebbs_before_it_is_warm_has_a_rate(warmup):
+    outcome = simulate(Closed(100, 1.0), PLAIN, Dynamic, Limits(64), requests=100, warmup=warmup)
+    assert outcome.seconds > 0
+    assert 0 < outcome.served_rows_per_s < 200
+
+
+@pytest.mark.parametrize("think", [0.0, 0.01])
+def test_clients_of_whom_nobody_is_answered_come_to_an_end(think):
+    late = Closed(4, think, mix=Mix(timeout=1e-3))
+    outcome = simulate(late, ServiceModel(beta=10.0), Dynamic, Limits(1), duration=5, warmup=0)
+    assert outcome.snapshot.errors["expired"] > 10
+    assert outcome.snapshot.waiting == 0
+    never = simulate(Closed(4, think), ServiceModel(beta=1e-3, failures=0.99), Dynamic, Limits(4), duration=5)
+    assert never.served_share < 0.1
 
 
 def test_a_watch_sees_a_step_in_load_and_each_request():
