@@ -29,9 +29,11 @@ def waits(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll, no rounding")
 def test_a_wait_is_not_rounded_to_milliseconds(waits):
-    precise_loop.run(asyncio.sleep(0.0003))
-    assert waits
-    assert max(waits) <= 0.0003
+    for _ in range(1000):  # where other programs take the core the time may be over before it is waited for
+        precise_loop.run(asyncio.sleep(0.0003))
+        if waits:
+            break
+    assert 0 < max(waits) <= 0.0003
 
 
 def test_a_timer_never_goes_off_early():
