@@ -39,25 +39,34 @@ def ms(seconds: float) -> str:
 
 
 def open_loop(seconds: float) -> Iterator[Row]:
-    """adaptive keeps p95 wherever the best of five fixed settings does: 0.97 of its throughput, 1.05 of its mean."""
+    """adaptive keeps p95 wherever the best of five fixed settings does: 0.97 of its throughput, 1.05 of its mean.
+
+    The best is whichever did best in a first round; it and adaptive then run three rounds more in turns, for the medians.
+    """
     for place in (stand_in(LINE), blobnet()):
         for load in LOADS:
             rate = load * place.capacity
-            offered = {"rate": rate, "duration": seconds}
+            run = partial(live, place, rate=rate, duration=seconds)
             settings = best_fixed(place, Poisson(rate), TARGET_S, duration=seconds)
-            fixed = [live(place, partial(Dynamic, **options), **offered) for options in settings]
-            ours = live(place, adaptive(TARGET_S), **offered)
-            keeping = [one for one in fixed if one["latency_s"]["p95"] <= TARGET_S]
-            best = min(keeping or fixed, key=lambda one: one["latency_s"]["mean"])
-            rows = ours["throughput"]["rows_per_s"] / best["throughput"]["rows_per_s"]
-            mean = ours["latency_s"]["mean"] / best["latency_s"]["mean"]
-            p95 = ours["latency_s"]["p95"]
+            fixed = [partial(Dynamic, **options) for options in settings]
+            best = min(fixed, key=lambda build: merit(run(build)))
+            rounds = [(run(best, seed=seed), run(adaptive(TARGET_S), seed=seed)) for seed in (2, 3, 4)]
+            theirs_p95, p95 = (statistics.median(both[side]["latency_s"]["p95"] for both in rounds) for side in (0, 1))
+            rows = statistics.median(
+                ours["throughput"]["rows_per_s"] / theirs["throughput"]["rows_per_s"] for theirs, ours in rounds
+            )
+            mean = statistics.median(ours["latency_s"]["mean"] / theirs["latency_s"]["mean"] for theirs, ours in rounds)
             yield Row(
                 f"open loop, {place.name}, {load:.0%}",
-                f"p95 {ms(p95)} (fixed {ms(best['latency_s']['p95'])}), throughput {rows:.3f}, mean {mean:.3f}",
-                (p95 <= TARGET_S or not keeping) and rows >= 0.97 and mean <= 1.05,
-                {"p95_s": p95, "fixed_p95_s": best["latency_s"]["p95"], "throughput": rows, "mean": mean},
+                f"p95 {ms(p95)} (fixed {ms(theirs_p95)}), throughput {rows:.3f}, mean {mean:.3f}",
+                (p95 <= TARGET_S or theirs_p95 > TARGET_S) and rows >= 0.97 and mean <= 1.05,
+                {"p95_s": p95, "fixed_p95_s": theirs_p95, "throughput": rows, "mean": mean},
             )
+
+
+def merit(report: dict[str, Any]) -> tuple[bool, float]:
+    """The lower the better: those that keep the target go first, then by mean latency."""
+    return report["latency_s"]["p95"] > TARGET_S, report["latency_s"]["mean"]
 
 
 def late_after(trace: Trace, since: float, until: float) -> float:
