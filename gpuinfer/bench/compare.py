@@ -25,6 +25,7 @@ class Row:
     report: dict[str, Any]  # of its median run
     right: bool = True  # its answers are the model's
     served: float = 0.0  # rows per second that were answered
+    served_by: Mapping[int, float] = field(default_factory=dict)  # the same, by repeat
     keeps_up: bool = True  # with the load, if that comes from outside
 
     @property
@@ -87,8 +88,15 @@ def _ratio(metric: str, ours: Mapping[int, float], theirs: Mapping[int, float]) 
 
 def _judged(rows: Sequence[Row]) -> list[Row]:
     """The rows, each knowing whether it keeps up with the load, where that is what they share."""
-    most = max((row.served for row in rows if row.right), default=0.0)
-    return [replace(row, keeps_up=not is_latency(row.metric) or row.served >= KEEPS_UP * most) for row in rows]
+    best = max((row for row in rows if row.right), key=lambda row: row.served, default=None)
+    return [replace(row, keeps_up=best is None or not is_latency(row.metric) or _keeps_up(row, best)) for row in rows]
+
+
+def _keeps_up(row: Row, best: Row) -> bool:
+    """Whether it may answer as much as the best, pair by pair: of a short run whoever waits longer misses the last."""
+    both = sorted(row.served_by.keys() & best.served_by.keys())
+    found = ratio([row.served_by[one] for one in both], [best.served_by[one] for one in both])
+    return not (found.median if found.high is None else found.high) < KEEPS_UP
 
 
 def in_one_metric(runs: Sequence[Measured]) -> list[Measured]:
@@ -111,8 +119,8 @@ def _row(variant: Variant, outcome: Outcome, measured: Sequence[Measured]) -> Ro
     to_first = _ratio(runs[0].metric, rates, first)
     found = outcome.parity.get(variant.name)
     report = next(one.report for one in runs if one.rate == median_low(rates.values()))
-    right, served = found is None or found.holds, median(one.served for one in runs)
-    return Row(variant, runs[0].metric, speed, to_first, rates, report, right, served)
+    right, served = found is None or found.holds, {one.repeat: one.served for one in runs}
+    return Row(variant, runs[0].metric, speed, to_first, rates, report, right, median(served.values()), served)
 
 
 def _first(outcome: Outcome, measured: Sequence[Measured]) -> dict[int, float]:

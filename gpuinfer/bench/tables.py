@@ -96,7 +96,10 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of what there is to say beside the table."""
     yield "verdict", document["verdict"]
     if behind := [f"{row['name']} ({number(row['rows_per_s'])} rows/s)" for row in _behind(document)]:
-        yield "behind", f"{', '.join(behind)}: under 0.99 of what the best answers, so the queue grows. It cannot win."
+        yield (
+            "behind",
+            f"{', '.join(behind)}: under 0.99 of what the best answers: requests pile up, or are lost. It cannot win.",
+        )
     if document["why"]:
         yield "why", document["why"]
     if unquiet := _unquiet(document["comparison"]):

@@ -209,7 +209,7 @@ def arrivals(options: Options) -> Arrivals:
         raise UsageError(f"--arrivals {kind} needs --{needed[0]}{unfit}. Give {example}.")
     if len(named) > 1:
         flags = " and ".join(f"--{name}" for name in named)
-        raise UsageError(f"{flags} each say what the load is. Give one of them.")
+        raise UsageError(f"{flags} each say what the load is, here or in gpuinfer.toml. Give one of them.")
     refuse_unheeded(options, named[0])
     if options.replay is not None:
         return read_once(replayed, options.replay)

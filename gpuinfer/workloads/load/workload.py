@@ -69,7 +69,7 @@ class Load(Workload):
         named = [name for name in SOURCES if getattr(own, name) is not None]
         if len(named) > 1:
             flags = " and ".join(f"--{name}" for name in named)
-            raise UsageError(f"{flags} each say what the load is. Give one of them.")
+            raise UsageError(f"{flags} each say what the load is, here or in gpuinfer.toml. Give one of them.")
         source = named[0] if named else "clients"
         refuse_unheeded(own, source)
         if own.arrivals != "poisson" and source not in RATES:
