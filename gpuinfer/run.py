@@ -70,11 +70,11 @@ async def execute(
     """Run the workload and return its report (`report.SCHEMA`).
 
     `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
-    whether to measure the bare model first, or is what was measured before. `command` is what the verdict's advice is
-    appended to. `until` is asked at every update, and once it says yes the run is over, and done. The first SIGINT or
-    SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it. What the workload
-    raises is raised again, with the report so far as its `report`. When the setup names a trace, `on_trace` is told
-    what was recorded, whatever happened.
+    whether to measure the bare model first, that of the backend's setup, or is what was measured before. `command` is
+    what the verdict's advice is appended to. `until` is asked at every update, and once it says yes the run is over,
+    and done. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second
+    cancels it. What the workload raises is raised again, with the report so far as its `report`. When the setup names a
+    trace, `on_trace` is told what was recorded, whatever happened.
     """
     done: dict[str, Any] | None = None
     try:

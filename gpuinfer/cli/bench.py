@@ -27,12 +27,16 @@ SECONDS = 5.0  # of one run, when no amount of work was named
 LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
 PANEL = "Comparison"
+TEXT = """Run the same work in several ways, in turn, and say which wins here, how sure that is, and why.
+
+A comma in a flag's value names several: `--workers 1,2,4`.
+"""
 
 
 class Bench(targets.Targets):
     """`gpuinfer bench TARGET`."""
 
-    text = __doc__ or ""
+    text = TEXT
 
     def own_flags(self) -> flags.Parameters:
         return own_flags()

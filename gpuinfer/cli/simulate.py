@@ -25,9 +25,14 @@ COMMON = ("strategy", "strategy_options", "seed", "json", "trace", "quiet", "ver
 SUFFIXES = (".png", ".svg")
 TEXT = """Simulate the strategies on a virtual clock, for capacity planning.
 
-The load: `--arrivals poisson --rate 2000`, `--arrivals bursty --rate 2000`, `--arrivals closed --clients 64`, or a
-recorded one, `--replay FILE`. The backend: `--alpha 50us --beta 2ms` (a batch of n rows takes alpha·n + beta), or
-`--service FILE`. Several settings: `--sweep max_wait=0,1ms,5ms`. How many replicas: `--solve replicas --target 50ms`.
+The load: `--rate 2000`, `--clients 64`, or a recorded one, `--replay FILE`.
+
+The backend: `--alpha 50us --beta 2ms` (n rows take n·alpha + beta), or one
+that was measured, `--service FILE`, from a report or a trace.
+
+Several settings: `--sweep max_wait=0,1ms,5ms`.
+
+How many replicas: `--solve replicas --target 50ms`.
 """
 
 

@@ -122,6 +122,7 @@ def test_engine_is_a_target_of_bench_and_load_a_command(gpuinfer):
     out = gpuinfer("bench", "--help")[1]
     assert "engine" in out
     assert "Put a load of requests on a backend" in out
+    assert "say which wins here" in " ".join(gpuinfer("bench", "engine", "--help")[1].split())
     assert "--schedule" in gpuinfer("load", "--help")[1]
     code, _, err = gpuinfer("tune", "engine")
     assert code == 2
