@@ -26,7 +26,7 @@ def draw(document: Mapping[str, Any], kind: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    runs, alone = document["runs"], len(document["runs"]) == 1 and not document["solve"]
+    runs, alone = document["runs"], len(document["runs"]) == 1
     panels = 3 if alone else 2
     figure = Figure(figsize=(WIDTH, HEIGHT * panels * (0.8 if alone else 1.0)), layout="constrained")
     axes = figure.subplots(panels)
@@ -58,9 +58,9 @@ def _distribution(axes: Axes, run: Run) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("latency, from arrival to answer")
     axes.set_ylabel("of the requests")
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.xaxis.set_major_formatter(lambda value, _: short(round(value, 9)))
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", frameon=False, fontsize=8)
+        axes.legend(loc="center right", facecolor="white", edgecolor="white", framealpha=1, fontsize=8)
 
 
 def _shares(axes: Axes, counts: Mapping[str, int], label: str) -> None:
@@ -98,15 +98,17 @@ def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
         rates = [run["throughput"]["rows_per_s"] for run in ordered]
         below.plot(at, rates, "o-", color=COLOURS[place], markersize=4, label=label)
     _mark_target(above, runs)
-    _label_across(above, below, across, places, scaled)
+    answered = any(run["latency_s"] for run in runs)  # else there is nothing to scale
+    _label_across(above, below, across, places, scaled, wide=answered)
     above.set_ylabel("latency" if len(groups) == 1 else "latency, p95")
-    above.set_yscale("log")
-    above.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    if answered:
+        above.set_yscale("log")
+        above.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     above.yaxis.set_major_formatter(lambda value, _: short(value))
     above.yaxis.set_minor_formatter(lambda value, _: "")
     above.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8)
     below.set_ylabel("rows per second")
-    below.set_ylim(bottom=0)
+    below.set_ylim(0, 1.1 * max(run["throughput"]["rows_per_s"] for run in runs) or 1)
     below.yaxis.set_major_formatter(lambda value, _: number(value))
 
 
@@ -127,12 +129,15 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _label_across(above: Axes, below: Axes, across: str, places: Mapping[str, float], scaled: bool) -> None:
+def _label_across(
+    above: Axes, below: Axes, across: str, places: Mapping[str, float], scaled: bool, *, wide: bool
+) -> None:
+    """Ticks where the values are; in a logarithmic scale where they are `wide` apart."""
     for axes in (above, below):
         if not scaled or len(places) <= 12:
             axes.set_xticks(list(places.values()), list(places), fontsize=8)
         positive = [place for place in places.values() if place > 0]
-        if scaled and len(positive) == len(places) and max(positive) >= 20 * min(positive):
+        if wide and scaled and len(positive) == len(places) and max(positive) >= 20 * min(positive):
             axes.set_xscale("log")
             axes.set_xticks(list(places.values()), list(places), fontsize=8)
             axes.xaxis.set_minor_formatter(lambda value, _: "")

@@ -200,7 +200,13 @@ def test_a_target_that_only_the_few_who_are_answered_meet_is_missed(gpuinfer):
 def test_nothing_answered_is_shown_and_drawn(gpuinfer):
     words = [*SMALL[:-1], "100", "--failures", "0.999999", "--warmup", "0"]
     assert gpuinfer(*words, "--plot", "p.svg")[0] == 0
+    assert gpuinfer(*words, "--plot", "p.svg", "--sweep", "max_rows=1,64")[0] == 0
     assert gpuinfer(*words, "--plot", "p.svg", "--sweep", "seed=1,2", "--target", "50ms")[0] == 0
+
+
+def test_a_search_that_tries_one_number_draws_that_one(gpuinfer):
+    assert gpuinfer(*SMALL, "--solve", "replicas", "--target", "50ms", "--plot", "p.svg")[0] == 0
+    assert "why batches were cut" in Path("p.svg").read_text()
 
 
 def test_overload_is_said(gpuinfer):
