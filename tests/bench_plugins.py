@@ -11,6 +11,13 @@ from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 
 
+class Mute(InProcess):
+    """Answers with nothing."""
+
+    async def infer(self, batch):
+        return [None for _ in batch]
+
+
 class Liar(InProcess):
     """A little off."""
 

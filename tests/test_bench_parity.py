@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench_plugins import CrookedBlocks, Liar, Swapper
+from bench_plugins import CrookedBlocks, Liar, Mute, Swapper
 from helpers import AtOnce, Counting, Doubler
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +53,12 @@ def test_wrong_answers_do_not_hold(backend):
     parity = found(backend)
     assert not parity.holds
     assert parity.difference > 5e-4
+
+
+def test_no_answers_at_all_do_not_hold():
+    parity = found(Mute)
+    assert not parity.holds
+    assert parity.difference == math.inf
 
 
 def test_without_a_model_nothing_is_compared():

@@ -128,10 +128,14 @@ def direct(spec: ModelSpec, arguments: Mapping[str, Any], rows: np.ndarray) -> l
 
 
 def arrays(answer: Any) -> list[np.ndarray]:
-    """An answer's parts in float32 [rows, ...]: of one tensor or array, or a tuple, list or dict of them."""
+    """An answer's parts in float32 [rows, ...]: of one tensor or array, or a tuple, list or dict of them.
+
+    No answer at all, None, is one part that no model gives.
+    """
     parts = [answer[key] for key in sorted(answer)] if isinstance(answer, Mapping) else answer
     parts = list(parts) if isinstance(parts, tuple | list) else [parts]
-    return [np.asarray(part.float().cpu() if hasattr(part, "cpu") else part, dtype=np.float32) for part in parts]
+    plain = [part.float().cpu() if hasattr(part, "cpu") else part for part in parts]
+    return [np.atleast_1d(np.asarray(part, dtype=np.float32)) for part in plain]
 
 
 def difference(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> float:
