@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
-from gpuinfer.batching.admission import Admission
+from gpuinfer.batching.admission import Admission, class_of
 from gpuinfer.batching.alarm import Alarm
 from gpuinfer.batching.answering import answer, as_failure
-from gpuinfer.batching.cutting import Cut, Fault, PassThrough, next_cut
+from gpuinfer.batching.cutting import Cut, Fault, PassThrough, next_cut, notices_of
 from gpuinfer.batching.queueing import Queue
 from gpuinfer.batching.settling import Unsettled
 from gpuinfer.batching.shedding import make_room
@@ -107,6 +107,8 @@ class Engine:
         """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
         if self._shut is not None:
             raise Closed(f"the engine {self._shut}")
+        if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
+            priority = class_of(priority)
         now = self._clock()
         request = Request(payload, rows, now, priority, now + timeout, group, client)
         if self._recorder is not None:
@@ -162,7 +164,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        return self._tally.snapshot(self._queue.rows, self.lanes, self.strategy.notices)
+        return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy))
 
     # Cutting
 

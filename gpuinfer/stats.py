@@ -164,7 +164,7 @@ class Snapshot:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
-        return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire["notices"])})
+        return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire.get("notices", ()))})
 
 
 def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
@@ -281,7 +281,9 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
     def histogram(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
         return {**late, "counts": beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
 
-    def class_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+    def class_beyond(late: Mapping[str, Any], early: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        if early is None:
+            return late
         return {
             "requests": late["requests"] - early["requests"],
             "rows": late["rows"] - early["rows"],
@@ -295,6 +297,7 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
         return {**late, **counted}
 
     earlier = {lane["name"]: lane for lane in then.lanes}
+    counts = {name: class_beyond(late, then.classes.get(name)) for name, late in now.classes.items()}
     return replace(
         now,
         requests=now.requests - then.requests,
@@ -305,11 +308,13 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
         latency=histogram(now.latency, then.latency),
         queue_wait=histogram(now.queue_wait, then.queue_wait),
         errors=beyond(now.errors, then.errors),
-        classes={
-            name: class_beyond(late, then.classes[name]) if name in then.classes else late
-            for name, late in now.classes.items()
-        },
+        classes={name: count for name, count in counts.items() if _any_counted(count)},
         lanes=tuple(lane_beyond(lane, earlier.get(lane["name"], {})) for lane in now.lanes),
         cpu_s=max(0.0, now.cpu_s - then.cpu_s),
         cpu_wait_s=max(0.0, now.cpu_wait_s - then.cpu_wait_s),  # threads that ended take what they counted along
     )
+
+
+def _any_counted(count: Mapping[str, Any]) -> bool:
+    """Whether there was any request of a class, as `ClassCount.seen` has it."""
+    return bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gpuinfer.api import Limits
+from typing import Any
+
+from gpuinfer.api import Limits, Priority
 from gpuinfer.errors import Expired, QueueFull, RequestError, UsageError
 
 
@@ -38,3 +40,12 @@ class Admission:
             f"the queue is full: {waiting_rows} of {self.bound} rows wait, and {rows} more do not fit. "
             f"Keep fewer requests outstanding, try again later, or raise max_queue_rows."
         )
+
+
+def class_of(priority: Any) -> Priority:
+    """The class that a caller means, who may have written its number. Raises `RequestError` for what is none."""
+    try:
+        return Priority(priority)
+    except ValueError:
+        names = ", ".join(f"Priority.{one.name}" for one in Priority)
+        raise RequestError(f"a request of priority {priority!r} cannot be queued. Give one of {names}.") from None

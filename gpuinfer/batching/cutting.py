@@ -124,6 +124,15 @@ def _account(strategy: Strategy, cut: Cut, now: float) -> None:
         raise blamed(strategy, f"raised in account: {error!r}") from error
 
 
+def notices_of(strategy: Strategy) -> tuple[str, ...]:
+    """What a strategy has to say to the user. Nothing when it raises: no request and no counter depends on it."""
+    try:
+        said = strategy.notices
+        return (said,) if isinstance(said, str) else tuple(map(str, said))
+    except Exception:  # noqa: BLE001 (a plugin may raise anything)
+        return ()
+
+
 def blamed(strategy: Strategy, what: str) -> StrategyError:
     """The error that says what a strategy did wrong."""
     return StrategyError(

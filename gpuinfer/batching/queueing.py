@@ -8,7 +8,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
+from operator import attrgetter
 from typing import overload
 
 from gpuinfer.api import Limits, Priority, QueueView, Request
@@ -17,7 +19,8 @@ from gpuinfer.batching.clients import Clients
 RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
 LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
 SLACK = 64  # entries that may be out of date before a list is swept
-NEWEST = 64  # requests among which one that is turned away is looked for before
+
+by_arrival = attrgetter("arrived")
 
 
 class Waiting(Sequence[Request]):
@@ -71,8 +74,8 @@ class Line:
             self._class_rows[request.priority] -= request.rows
         if tuple(self._requests[: len(requests)]) == requests:  # the oldest first: the usual cut
             del self._requests[: len(requests)]
-        elif len(requests) == 1 and requests[0] in self._requests[-NEWEST:]:  # turned away: the newest first
-            del self._requests[self._requests.index(requests[0], max(0, len(self._requests) - NEWEST))]
+        elif len(requests) == 1:  # turned away, withdrawn or expired, perhaps one after the other out of thousands
+            del self._requests[self._place_of(requests[0])]
         elif len(self._requests) > 2 * len(self.members) + SLACK:
             self._sweep()
 
@@ -92,6 +95,9 @@ class Line:
             deadline,
             self._class_rows,
         )
+
+    def _place_of(self, request: Request) -> int:
+        return self._requests.index(request, bisect_left(self._requests, request.arrived, key=by_arrival))
 
     def _sweep(self) -> None:
         self._requests[:] = [request for request in self._requests if request in self.members]

@@ -39,7 +39,7 @@ class Tally:
         count.rows += request.rows
         count.latency.add(now - request.arrived)
 
-    def error(self, kind: str, priority: Priority = Priority.NORMAL) -> None:
+    def error(self, kind: str, priority: Priority) -> None:
         """Count one request that got no result; `kind` is one of `stats.ERRORS`."""
         self._classes[priority].errors[kind] += 1
 

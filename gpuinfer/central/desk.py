@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
-from gpuinfer.batching.cutting import Cut, Fault, next_cut
+from gpuinfer.batching.cutting import Cut, Fault, next_cut, notices_of
 from gpuinfer.batching.queueing import Queue
 from gpuinfer.batching.settling import kind_of
 from gpuinfer.batching.shedding import make_room
@@ -139,7 +139,7 @@ class Desk:
                 break
             time.sleep(0.001)
         with self._state:
-            return self._tally.snapshot(self._queue.rows, self.lanes, self.strategy.notices)
+            return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy))
 
     def busy_s(self) -> float:
         """How long the batch that has run longest has been running."""
@@ -334,8 +334,8 @@ class Desk:
             caller.release()
             self._queue.clients.answered(request.client, ended)
             self._settled(request, "ok" if error is None else kind_of(error), ended)
-        for _ in range(retried):
-            self._tally.error("retried")
+        for request in cut.requests[:retried]:  # all of them, or none
+            self._tally.error("retried", request.priority)
         self._tally.ran(cut.rows, ended - started)
         if self._recorder is not None:
             self._recorder.ran(self._numbers.pop(cut), ended - started, ended)

@@ -10,6 +10,7 @@ from gpuinfer.strategies.service_time import ServiceTime
 
 PATIENCE = 8.0  # average times: of those that come, all but a few in ten thousand have come by then (e^-8)
 TRAIN = 8  # arrivals, the last of which tell how fast they come
+TIMER_S = 1e-3  # so late may a wait end: a request whose deadline has come is not served any more
 LULL = 3.0  # average gaps between arrivals: a longer one says that the rate was another
 
 
@@ -43,7 +44,7 @@ class Timing:
         in twenty; inf when there is none.
         """
         deadline = min(queue.deadline, queue.waiting[0].arrived + target_s)
-        return deadline - self.service.late(queue.rows + 1) if deadline < math.inf else math.inf
+        return deadline - self.service.late(queue.rows + 1) - TIMER_S if deadline < math.inf else math.inf
 
     def reason(self, queue: QueueView, target_s: float = math.inf) -> Reason:
         """Why the batch is cut, now that it is due."""
