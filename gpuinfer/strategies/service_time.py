@@ -14,6 +14,7 @@ CHANGE = 6.0  # summed deviations, beyond one for each batch, that cannot be cha
 FIRST = 4  # batches of a size that are all believed
 LATE = 2.5  # mean absolute deviations above the mean: one batch in twenty, if they are anything like normal
 FASTER = 1.05  # a size is better than another when its rate is higher by this factor
+TICK_S, LONGEST_S = 1e-9, 1e6  # a time below or above is counted as these: what no clock tells apart, or nobody awaits
 REFRESH = 4  # batches between two looks at which sizes are good
 
 
@@ -121,16 +122,21 @@ class ServiceTime:
     def unknown_below(self, rows: int) -> int:
         """Fewer rows, the next power of two below, when little was seen of such batches; else 0."""
         edge = 1 << max(0, (rows - 1).bit_length() - 1)
-        size = self._sizes.get(size_of(edge))
-        return edge if edge < rows and (size is None or size[0] < FIRST) else 0
+        return edge if edge < rows and not self.knows(edge) else 0
+
+    def knows(self, rows: int) -> bool:
+        """Whether enough batches of about so many rows were seen."""
+        size = self._sizes.get(size_of(rows))
+        return size is not None and size[0] >= FIRST
 
     def learn(self, rows: int, seconds: float) -> None:
         """One batch of so many rows took so long."""
         self.batches += 1
         self.smallest = min(self.smallest or rows, rows)
         self.largest = max(self.largest, rows)
-        expected, size = self.seconds(rows), self._sizes.get(size_of(rows))
-        if size is not None and size[0] >= FIRST and seconds > 0 and self._is_outlier(seconds / expected):
+        seconds = min(max(TICK_S, seconds), LONGEST_S)
+        expected, size = max(TICK_S, self.seconds(rows)), self._sizes.get(size_of(rows))
+        if size is not None and size[0] >= FIRST and self._is_outlier(seconds / expected):
             return
         self._learn_line(rows, seconds)
         self._learn_size(rows, seconds)

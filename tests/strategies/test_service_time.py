@@ -81,6 +81,18 @@ def test_single_stalls_change_nothing():
     assert known.seconds(32) == pytest.approx(model.seconds(32), rel=0.15)
 
 
+@pytest.mark.parametrize("seconds", [1e-12, 0.01, 1e300, float("nan")])
+def test_a_clock_that_has_not_moved_spoils_nothing(seconds):
+    known = ServiceTime()
+    for _ in range(20):
+        known.learn(4, 0.0)
+    for _ in range(100):
+        known.learn(4, seconds)
+    for _ in range(100):
+        known.learn(4, 0.02)
+    assert known.seconds(4) == pytest.approx(0.02, rel=0.2)
+
+
 @given(st.integers(1, 4096))
 def test_sizes_end_at_powers_of_two_and_are_never_wider_than_a_quarter(rows):
     assert size_of(rows) <= size_of(rows + 1)
