@@ -42,6 +42,7 @@ class Adaptive(Strategy):
         self._timing = Timing()
         self._service = self._timing.service
         self._feasible = True
+        self._admits = False  # to slots, for as long as each row takes: a batch's time says nothing of its size
         self._single = 0  # rows of the smallest batch of a single request, 0 before one was seen
         self._singles = 0  # batches of a single request that were seen
         self._cuts = 0
@@ -49,6 +50,7 @@ class Adaptive(Strategy):
         self._known_fit = ((-1, 0), 1)
 
     def cut_at(self, queue: QueueView) -> float:
+        self._admits = queue.limits.slots is not None
         if queue.rows >= self._allowed(queue):
             return queue.waiting[0].arrived
         return self._timing.due(queue, self._target())
@@ -72,7 +74,7 @@ class Adaptive(Strategy):
         if batch.requests == 1:
             self._singles += 1
             self._single = min(self._single or batch.rows, batch.rows)
-        if self.options.latency_target is not None:
+        if self.options.latency_target is not None and not self._admits:
             self._judge(self.options.latency_target)
 
     def _judge(self, target_s: float) -> None:
@@ -94,12 +96,21 @@ class Adaptive(Strategy):
 
     def _size(self, queue: QueueView) -> int:
         """The rows of the next batch at most: what is allowed, or fewer that are served faster, or that may be."""
+        if queue.limits.slots is not None:
+            return self._timing.room(queue)
         if self._probes():
             return 1
         rows = min(queue.rows, self._allowed(queue))
-        if not queue.live and self._cuts % EXPLORE == EXPLORE - 1 and (unknown := self._service.unknown_below(rows)):
+        if not queue.live and self._cuts % EXPLORE == EXPLORE - 1 and (unknown := self._unknown(queue, rows)):
             return unknown  # of clients that march in step, the half left behind would never catch up
         return self._service.better_below(rows)
+
+    def _unknown(self, queue: QueueView, rows: int) -> int:
+        """A smaller size that is worth a look; 0 when there is none, or blocks do not add up to it: they never will."""
+        edge = self._service.unknown_below(rows)
+        if not edge or self._service.knows(sum(request.rows for request in oldest_first(queue, edge))):
+            return 0
+        return edge
 
     def _allowed(self, queue: QueueView) -> int:
         """The rows of the largest batch that the target allows."""
@@ -108,7 +119,9 @@ class Adaptive(Strategy):
             return room
         seen = min(room, GROWTH * max(self._service.largest, 1))
         fits = self._fits(target, seen)
-        if fits < seen and queue.limits.in_flight * self._service.rate(fits) < ROOM * queue.arrival_rate:
+        too_slow = queue.limits.in_flight * self._service.rate(fits) < ROOM * queue.arrival_rate
+        missed = queue.now - queue.waiting[0].arrived > target  # `arrival_rate` is of this group, and others may come
+        if fits < seen and (too_slow or missed):
             return seen
         return fits
 
@@ -123,6 +136,7 @@ class Adaptive(Strategy):
         """Whether the next batch is a single request, since whether any keep the target is not known otherwise."""
         return (
             self._target() < math.inf
+            and not self._admits
             and self._service.batches >= EVERY <= self._cuts
             and max(self._singles, self._probed) < PROBES
             and self._service.late(self._service.smallest) > self._target()

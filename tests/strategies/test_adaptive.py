@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from gpuinfer.api import BatchRecord, Limits, Reason
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, check
 from gpuinfer.service import ServiceModel
-from gpuinfer.simulate import Closed, Poisson, simulate
+from gpuinfer.simulate import Ask, Closed, Poisson, Recorded, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.queues import waiting
@@ -163,6 +164,28 @@ def test_a_batch_is_no_larger_than_the_target_allows_unless_that_could_not_serve
     assert 8 <= len(strategy.select(slow)) <= 10
     assert strategy.reason(slow) is Reason.CAP
     assert len(strategy.select(fast)) == 16
+
+
+def test_groups_that_together_ask_for_more_than_small_batches_serve_get_larger_ones():
+    dice, asks, at = random.Random(1), [], 0.0
+    for _ in range(8000):  # 1300 rows/s, of which each group has a third; 8 rows within 10 ms are 900 rows/s
+        at += dice.expovariate(1300)
+        asks.append(Ask(at, group=dice.choice("abc")))
+    seen = simulate(Recorded(asks), LINE, partial(Adaptive, latency_target=0.010), Limits(64), warmup=0.5)
+    assert seen.latency_s["p95"] < 0.5
+
+
+def test_blocks_that_never_add_up_to_a_size_are_not_cut_short_to_see_it():
+    strategy = Adaptive()
+    view = waiting([1.0] * 5, rows=100, max_rows=1024)
+    sizes = []
+    for _ in range(60):
+        rows = sum(request.rows for request in strategy.select(view))
+        strategy.account(strategy.select(view), view.now)
+        strategy.observe(BatchRecord(rows, rows // 100, 1.0, 0.005 + 1e-5 * rows, 0.0, Reason.FREE))
+        sizes.append(rows)
+    assert set(sizes[:30]) == {200, 500}
+    assert set(sizes[30:]) == {500}
 
 
 def test_slots_that_are_free_are_filled_at_once():
