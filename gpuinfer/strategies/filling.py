@@ -49,6 +49,12 @@ class Filling:
         self.chosen: list[Request] = []
         self._left = most
 
+    def take_width(self, lines: Sequence[Line], most: int) -> None:
+        """Have room for the next request of each line, up to `most` rows. A block may well be wider than the batches
+        that are large enough: those behind it would wait until nobody else comes.
+        """
+        self.room = max(self.room, min(most, max(line.head_rows for line in lines)))
+
     def fill(self, line: Line, rows: float, limit: int) -> None:
         """Take from a line, up to `rows` of it in all, while the batch stays within `limit`."""
         room, taken = min(limit - self.rows, rows + SLIGHTLY - line.taken), 0

@@ -110,7 +110,8 @@ class ByPriority(Strategy):
             return None
         first, share = (0, 1.0) if self._strict else (request.priority, self._shares[request.priority])
         rows = sum(queue.class_rows[first : request.priority + 1]) + request.rows
-        return rows / share * service.seconds(full) / (full * queue.limits.in_flight)
+        at_once = queue.limits.slots or full * queue.limits.in_flight
+        return rows / share * service.seconds(full) / at_once
 
     def _planned(self, queue: QueueView) -> Plan:
         """The next batch. `reason` and `select` ask for the same one, and `account` must know who else waited."""
@@ -119,12 +120,8 @@ class ByPriority(Strategy):
             limit = self._fill_strictly(batch, queue) if self._strict else self._fill_by_shares(batch, queue)
             chosen = batch.chosen or [queue.waiting[0]]  # it fits always, though perhaps in no batch of a usual size
             capped = limit < min(batch.room, queue.rows)
-            self._plan = Plan(queue, chosen, capped, list(queue.class_rows), self._full(queue))
+            self._plan = Plan(queue, chosen, capped, list(queue.class_rows), _full(queue, batch))
         return self._plan
-
-    def _full(self, queue: QueueView) -> int:
-        """The rows of a full batch; where rows are admitted to slots, of all of them."""
-        return queue.limits.slots or self._timing.room(queue)
 
     def _fill_by_shares(self, batch: Filling, queue: QueueView) -> int:
         """First classes that have lent as much as they must, then the highest with all that it may have; then each with
@@ -133,7 +130,8 @@ class ByPriority(Strategy):
         waiting, credits = queue.class_rows, self._credits.of(group := queue.waiting[0].group)
         lines = class_lines(queue, self._ageing, self._clients)
         top = next(number for number in range(CLASSES) if lines[number].head)
-        full = self._full(queue)
+        batch.take_width(lines, queue.limits.max_rows)
+        full = _full(queue, batch)
         quanta = [share * full for share in self._shares]
         own = min(waiting[top], quanta[top] + BURST * full + credits[top])
         most = [BURST * quantum / (1 - self._shares[top]) for quantum in quanta]  # to lend, of the others
@@ -141,7 +139,7 @@ class ByPriority(Strategy):
         limit = min(batch.room, queue.rows)
         if own >= waiting[top]:
             needed = waiting[top] + sum(max(quanta[number], lines[number].head_rows) for number in owed)
-            limit = self._bearable(queue, lines[top], waiting[top], math.ceil(needed), limit)
+            limit = self._bearable(queue, batch, lines[top], waiting[top], math.ceil(needed))
         due = self._credits.due(group, limit, waiting)
         for number in sorted(owed, key=lambda number: most[number] - credits[number]):
             batch.fill(lines[number], max(quanta[number], lines[number].head_rows), batch.room)
@@ -156,21 +154,23 @@ class ByPriority(Strategy):
     def _fill_strictly(self, batch: Filling, queue: QueueView) -> int:
         """Returns the rows that the batch was meant to have."""
         lines = [line for line in strict_lines(queue, self._ageing, self._clients) if line.head]
+        batch.take_width(lines, queue.limits.max_rows)
         limit, top = min(batch.room, queue.rows), lines[0]
         rows = top.count()
         if rows < limit:
-            limit = self._bearable(queue, top, rows, rows, limit)
+            limit = self._bearable(queue, batch, top, rows, rows)
         for line in lines:
             batch.fill(line, math.inf, batch.room if line is top else limit)
             if line.head and queue.limits.slots is not None:  # slots that come free are for it
                 break
         return limit
 
-    def _bearable(self, queue: QueueView, line: Line, own: int, needed: int, most: int) -> int:
+    def _bearable(self, queue: QueueView, batch: Filling, line: Line, own: int, needed: int) -> int:
         """Up to how many rows the batch may have for the sake of the highest class in it: at least `needed`."""
+        most = min(batch.room, queue.rows)
         if own >= most or queue.limits.slots is not None:
             return most
-        full, lanes = self._full(queue), queue.limits.in_flight
+        full, lanes = _full(queue, batch), queue.limits.in_flight
         rows = self._company.bearable_rows(line.oldest, queue.now, own, full, lanes, self._timing.service.spread)
         return min(most, max(needed, rows))
 
@@ -183,3 +183,8 @@ class Plan(NamedTuple):
     capped: bool  # it is kept short for the sake of the highest class in it
     waited: Sequence[int]  # rows of each class
     full: int  # rows of a full batch
+
+
+def _full(queue: QueueView, batch: Filling) -> int:
+    """The rows of a full batch; where rows are admitted to slots, of all of them."""
+    return queue.limits.slots or batch.room
