@@ -41,7 +41,7 @@ def ms(seconds: float) -> str:
 def open_loop(seconds: float) -> Iterator[Row]:
     """adaptive keeps p95 wherever the best of five fixed settings does: 0.97 of its throughput, 1.05 of its mean.
 
-    The best is whichever did best in a first round; it and adaptive then run three rounds more in turns, for the medians.
+    The best is whichever did best in a first round; it and adaptive then run three rounds in turns, for the medians.
     """
     for place in (stand_in(LINE), blobnet()):
         for load in LOADS:

@@ -15,7 +15,7 @@ from gpuinfer.api import Priority, Request
 from gpuinfer.strategies.curve import Curve
 
 MEMORY_S = 2.0  # rates forget with this time constant
-KEPT = 0.86  # of a full batch's time is planned with; the rest is for what cannot be foreseen
+KEPT = 0.90  # of a full batch's time is planned with; the rest is for what cannot be foreseen
 FREE = 0.03  # of a full batch's time is not worth a shorter batch, as where more rows take no longer
 RARE = 0.01  # what happens to fewer than these counts for no 99th percentile
 TRIES = 32
