@@ -302,9 +302,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not any(one.served or one.cancelled for one in asked)
         assert all(one.deadline > self.loop.time() for one in asked)
         group = asked[0].group
-        hurried = any(
-            one.deadline < math.inf for one in self.asked if one in asked or (one.waits and one.group == group)
-        )
+        seen = [one for one in self.asked if one in asked or one.waits or one is self.regretted]
+        hurried = any(one.deadline < math.inf for one in seen)
         assert self.closing or hurried or self.is_due(group, asked, away_s=0.0)
         for one in asked:
             one.served = True

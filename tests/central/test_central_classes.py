@@ -1,0 +1,40 @@
+"""Classes of requests at the central server: who is turned away when it is full, what they are told, what counts."""
+
+from __future__ import annotations
+
+from programs import named, wrong
+from servers import serving
+
+from gpuinfer.api import Priority
+from gpuinfer.errors import QueueFull
+from gpuinfer.strategies.priority import ByPriority
+
+WIDTH = 64  # rows of a block, as wide as a batch: 64 of them may wait
+LOW, HIGH = 80, 10
+
+
+def test_a_full_server_turns_the_lowest_class_away_and_says_when_to_come_again():
+    slow = {"seconds": 0.05}
+    with (
+        serving(arguments=slow, forwards=1, max_rows=WIDTH, strategy=ByPriority()) as server,
+        server.client() as client,
+    ):
+        client.evaluate(named(1, 0, WIDTH))  # from now on it knows what a batch takes
+        rows = [named(1, number, WIDTH) for number in range(LOW + HIGH)]
+        asked = [client.submit(rows[number], priority=Priority.LOW) for number in range(LOW)]
+        asked += [client.submit(rows[number], priority=Priority.HIGH) for number in range(LOW, LOW + HIGH)]
+        refused = []
+        for number, pending in enumerate(asked):
+            try:
+                assert wrong(rows[number], pending.result(60)) is None
+            except QueueFull as error:
+                refused.append((number, error))
+        counted = server.stats().classes
+    assert refused
+    assert all(number < LOW for number, _ in refused)
+    assert all(error.retry_after_s > 0 and "There may be room in" in str(error) for _, error in refused)
+    assert counted["high"]["requests"] == HIGH
+    assert counted["low"]["requests"] == LOW - len(refused)
+    assert counted["low"]["errors"]["rejected"] == len(refused)
+    assert counted["normal"]["requests"] == 1
+    assert all(sum(count["latency"]["counts"].values()) == count["requests"] for count in counted.values())
