@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,20 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)  # multiprocessing hands sys.path down
+
+
+@pytest.fixture
+def gpuinfer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process; returns its exit code, output and errors."""
+    from gpuinfer.cli import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ from packages import install_count
 
 from gpuinfer import machine, registry
 from gpuinfer.bench.document import schema
-from gpuinfer.cli import main, tune
+from gpuinfer.cli import tune
 from gpuinfer.cli.progress import interruptible
 
 BENCH = ["bench", "count", "--backend", "parrot", "--strategy", "at-once", "--seconds", "0.3", "--warmup", "0"]
@@ -34,17 +34,6 @@ def site(tmp_path, monkeypatch):
     registry.refresh()
     yield folder
     sys.modules.pop("count_package", None)
-
-
-@pytest.fixture
-def gpuinfer(capsys):
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_a_comparison_shows_a_table_a_verdict_and_the_command(gpuinfer):

@@ -14,7 +14,6 @@ import pytest
 from packages import install, install_count
 
 from gpuinfer import registry
-from gpuinfer.cli import main
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
@@ -40,19 +39,6 @@ def site(tmp_path, monkeypatch):
     yield folder
     for module in ("count_package", "bad_module"):
         sys.modules.pop(module, None)
-
-
-@pytest.fixture
-def gpuinfer(capsys):
-    """Run the command here and return its exit code, output and errors."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 def process(*words: str, code: str = "from gpuinfer.cli import main; main()", **environment: str):

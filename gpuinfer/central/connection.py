@@ -18,6 +18,7 @@ import msgpack
 from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority
+from gpuinfer.batching.admission import class_of
 from gpuinfer.central import memory
 from gpuinfer.central.address import Address
 from gpuinfer.central.blocks import PER_CLIENT, Block, Form
@@ -226,6 +227,7 @@ class Connection:
                 "Send smaller blocks, or give the server a larger max_rows."
             )
         _refuse_group(group)
+        priority = class_of(priority)
         block = self._owned.get(_place(payload)) if payload.flags.c_contiguous else None
         if (borrowed := block is None or block.room < rows) or block is None:
             block = self._borrow(rows)

@@ -105,6 +105,13 @@ def test_a_group_that_cannot_travel_is_refused(client, group):
     assert well(client)
 
 
+@pytest.mark.parametrize("priority", [3, -1, "high", 1.5])
+def test_a_class_that_does_not_exist_is_refused(client, priority):
+    with pytest.raises(RequestError, match=r"priority .* cannot be queued"):
+        client.evaluate(named(1, 1, 1), priority=priority)
+    assert well(client)
+
+
 @pytest.mark.parametrize("group", ["a", 3, ("a", 1, ("b", None)), 2.5, True], ids=str)
 def test_a_group_that_can_travel_does(client, group):
     rows = named(1, 1, 4)

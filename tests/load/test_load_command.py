@@ -9,7 +9,6 @@ import pytest
 
 from gpuinfer import registry
 from gpuinfer.bench.document import schema
-from gpuinfer.cli import main
 
 BENCH = ["bench", "engine", "--seconds", "0.8", "--warmup", "0", "--repeats", "2"]
 STANDIN = ["--backend", "standin", "-B", "alpha=10us", "-B", "beta=1ms"]
@@ -22,17 +21,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     registry.refresh()
-
-
-@pytest.fixture
-def gpuinfer(capsys):
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_a_load_of_its_own(gpuinfer):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuinfer import registry
-from gpuinfer.cli import main, simulation
+from gpuinfer.cli import simulation
 from gpuinfer.trace.reading import read
 
 MODEL = ["--alpha", "50us", "--beta", "2ms"]
@@ -21,17 +21,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv(registry.DISABLED, "")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def gpuinfer(capsys):
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_one_simulation_shows_latency_throughput_batches_and_reasons(gpuinfer):
