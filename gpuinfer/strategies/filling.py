@@ -41,13 +41,13 @@ class Line:
 class Filling:
     """Rows up to `room`, requests up to `most`. A request that does not fit holds up its own line only."""
 
-    __slots__ = ("_left", "chosen", "room", "rows")
+    __slots__ = ("chosen", "left", "room", "rows")
 
     def __init__(self, room: int, most: float = math.inf) -> None:
         self.room = room
         self.rows = 0
         self.chosen: list[Request] = []
-        self._left = most
+        self.left = most
 
     def take_width(self, lines: Sequence[Line], most: int) -> None:
         """Have room for the next request of each line, up to `most` rows. A block may well be wider than the batches
@@ -58,13 +58,13 @@ class Filling:
     def fill(self, line: Line, rows: float, limit: int) -> None:
         """Take from a line, up to `rows` of it in all, while the batch stays within `limit`."""
         room, taken = min(limit - self.rows, rows + SLIGHTLY - line.taken), 0
-        head, order, left = line.head, line.order, self._left
+        head, order, left = line.head, line.order, self.left
         while head is not None and taken + head.rows <= room and left >= 1:
             self.chosen.append(head)
             taken += head.rows
             left -= 1
             head = next(order, None)
-        line.head, self._left = head, left
+        line.head, self.left = head, left
         line.taken += taken
         self.rows += taken
 
@@ -73,7 +73,7 @@ class Filling:
 
         With `stop` whoever is due most and does not fit ends it: what comes free is for that one.
         """
-        while self._left >= 1:
+        while self.left >= 1:
             fits = [
                 n for n, line in enumerate(lines) if line.head_rows and (stop or line.head_rows + self.rows <= limit)
             ]

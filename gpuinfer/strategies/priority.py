@@ -117,7 +117,10 @@ class ByPriority(Strategy):
         """The next batch. `reason` and `select` ask for the same one, and `account` must know who else waited."""
         if self._plan is None or self._plan.queue is not queue:
             batch = Filling(self._timing.room(queue), self._timing.share(queue))
-            limit = self._fill_strictly(batch, queue) if self._strict else self._fill_by_shares(batch, queue)
+            if queue.rows <= batch.room and len(queue.waiting) <= batch.left and queue.rows in queue.class_rows:
+                batch.chosen, limit = list(queue.waiting), queue.rows  # all of one class: there is nothing to choose
+            else:
+                limit = self._fill_strictly(batch, queue) if self._strict else self._fill_by_shares(batch, queue)
             chosen = batch.chosen or [queue.waiting[0]]  # it fits always, though perhaps in no batch of a usual size
             capped = limit < min(batch.room, queue.rows)
             self._plan = Plan(queue, chosen, capped, list(queue.class_rows), _full(queue, batch))
