@@ -19,6 +19,7 @@ class Evidence:
     wall_s: float = 0.0
     lanes: Sequence[Lane] = ()
     requests: int = 0  # that were answered
+    lost: int = 0  # that were turned away, came too late, or failed
     rows_per_s: float = 0.0
     rows_mean: float = 0.0  # of a batch
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
@@ -34,6 +35,7 @@ class Evidence:
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
     on_cpu: bool = True
     dtype: str = "float32"
+    computes: bool = True  # there is a model, whose numbers could be smaller
     options: Mapping[str, Collection[str]] = field(default_factory=dict)  # the plugins' own, under "-B" and "-S"
     command: str = "gpuinfer"
 

@@ -18,6 +18,7 @@ from gpuinfer.stats import ERRORS, Snapshot, percentile, summarise
 from gpuinfer.verdict import judge
 
 SCHEMA = "gpuinfer.report/1"
+LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ def evidence(run: Run) -> Evidence:
         wall_s=run.wall_s,
         lanes=[{**lane, "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
         requests=snapshot.requests,
+        lost=sum(snapshot.errors.get(kind, 0) for kind in LOST),
         rows_per_s=throughput(run).get("rows_per_s", 0.0),
         rows_mean=batches(snapshot)["rows_mean"] or 0.0,
         batch_s=snapshot.batch_s,
@@ -232,6 +234,7 @@ def evidence(run: Run) -> Evidence:
         cpu_wait_s=snapshot.cpu_wait_s,
         on_cpu="reserved_mb" not in snapshot.device,
         dtype=run.setup.dtype,
+        computes=run.setup.model is not None or run.roofline is not None,
         options={"-B": _options(run, "backends", run.backend), "-S": _options(run, "strategies", run.strategy)},
         command=run.command,
     )

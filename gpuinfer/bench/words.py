@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gpuinfer.bench.compare import Comparison, Row, against
 from gpuinfer.bench.interval import Interval
 from gpuinfer.bench.metric import LATENCIES, is_latency
+from gpuinfer.report import LOST
 from gpuinfer.screen.units import number, short
 
+ABOUT_ALL = 0.93  # of what arrives; the rest is still on its way
+FEW = 0.01  # of the requests
 METRICS = {"games_per_min": "games/min", **LATENCIES}
 
 
 def verdict(comparison: Comparison) -> str:
-    """Which variant to use, in a sentence or two."""
-    winner = comparison.winner
-    if winner is None:
+    """Which variant to use, in a sentence or two, and what even so has no answer."""
+    if comparison.winner is None:
         return "Nothing was measured to the end, so there is no winner."
+    return " ".join([_verdict(comparison, comparison.winner), *_unanswered(comparison, comparison.winner)])
+
+
+def _unanswered(comparison: Comparison, winner: Row) -> Iterator[str]:
+    """A load that is more than anybody answers, and requests that were lost."""
+    if not keeps_up_with_all(winner):
+        yield f"None keeps up: {offered(winner):,.0f} rows/s arrive, and {winner.served:,.0f} are answered."
+    for row in comparison.rows:
+        report = row.report
+        lost = sum(report.get("errors", {}).get(kind, 0) for kind in LOST)
+        answered = sum(found["requests"] for found in report.get("classes", {}).values())
+        if lost > FEW * (lost + answered):
+            yield f"{row.name}: {lost:,} of {lost + answered:,} requests have no answer."
+
+
+def offered(row: Row) -> float:
+    """Rows per second that arrived in its median run, of a load from outside; else 0."""
+    bounds = (row.report.get("bottleneck") or {}).get("bounds") or {}
+    return float(bounds.get("arrival") or 0.0)
+
+
+def keeps_up_with_all(row: Row) -> bool:
+    """Whether about all that arrives is answered, where the load comes from outside."""
+    return not is_latency(row.metric) or row.served >= ABOUT_ALL * offered(row)
+
+
+def _verdict(comparison: Comparison, winner: Row) -> str:
     if len(comparison.rows) == 1:
         return f"Only {winner.name} was measured: there is nothing to compare it with."
     if sum(row.able for row in comparison.rows) == 1:
@@ -33,7 +62,8 @@ def _fastest(comparison: Comparison) -> Row:
 
 def _alone(comparison: Comparison, winner: Row) -> str:
     if any(not row.keeps_up for row in comparison.rows):
-        return f"{winner.name} wins: it alone keeps up with the load."
+        more = "it alone keeps up with the load" if keeps_up_with_all(winner) else "it answers most of the load"
+        return f"{winner.name} wins: {more}."
     return f"{winner.name} is the only one that answered, and as the model does."
 
 

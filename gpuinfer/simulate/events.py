@@ -233,7 +233,9 @@ class Simulation:
             replicas=snapshots,
             seconds=seconds,
             offered_requests=self._feed.taken - began.taken,
-            offered_rows_per_s=_rate(until.rows_taken - began.rows_taken, seconds),
+            offered_rows_per_s=_rate(full.rows_taken - began.rows_taken, full.now - began.now)
+            or self._arrivals.rows_per_s
+            or 0.0,
             served_rows_per_s=_rate(until.rows, seconds),
             served_requests_per_s=_rate(until.requests, seconds),
             utilisation=_rate(until.busy_s, until.lanes_s),
@@ -251,6 +253,6 @@ def notices(snapshots: Sequence[Snapshot], offered: float | None, capacity: floa
     yield from dict.fromkeys(notice for snapshot in snapshots for notice in snapshot.notices)
     if offered is not None and offered > capacity:
         yield (
-            f"offered {offered:,.0f} rows/s > capacity {capacity:,.0f} rows/s: the queue grows until it is full, and "
-            f"these are the results of a full queue. Offer less, or add replicas."
+            f"offered {offered:,.0f} rows/s > capacity {capacity:,.0f} rows/s: the queue grows, and so do "
+            f"these times, the longer it lasts and until it is full. Offer less, or add replicas."
         )

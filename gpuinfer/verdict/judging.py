@@ -7,7 +7,7 @@ all the time, and that nothing but their own cure can move, to what is left when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpuinfer.evidence import Evidence
@@ -31,14 +31,27 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
 )
 NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run go on for longer.")
 
+NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the load last longer, or raise its rate.")
+
 
 def judge(run: Evidence) -> dict[str, Any]:
     """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
         return _told(NOTHING, {}, 0.0, 0.0)
+    if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
+        return _told(NOTHING_ASKED, {}, 0.0, 0.0)
     case = Case.of(run)
     verdict = next((found for cause in CAUSES if (found := cause(case))), None) or waits.no_cause_fits(case)
-    return _told(verdict, dict(case.bounds), run.share(verdict.station), run.share("other"))
+    return _told(_beside(verdict, run), dict(case.bounds), run.share(verdict.station), run.share("other"))
+
+
+def _beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, and what it must be seen beside: a load that is more than is answered."""
+    offered = run.facts.get("offered_rows_per_s", 0.0)
+    if verdict.kind == "arrival-bound" or run.rows_per_s >= waits.KEEPS_UP * offered:
+        return verdict
+    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
 
 
 def _told(verdict: Verdict, bounds: dict[str, float], share: float, unexplained: float) -> dict[str, Any]:

@@ -9,20 +9,28 @@ from gpuinfer.verdict.outstanding import AGAIN, advise, product
 
 KEEPS_UP = 0.93  # of the rows that are offered: the rest is still on its way
 WORTH = 1.1  # what not waiting must promise, where it is not plain that a timer is set
+FEW = 0.01  # of the requests: so many may be lost
+NEARLY_FULL = 0.9  # of the lanes' time: whoever is lost then is lost for want of room
 NOTICED = 0.1  # of a request's time: a timer that takes less is not to blame
 
 
 def for_arrivals(case: Case) -> Verdict | None:
-    """Everything that comes is answered: the load is what its sources make it."""
+    """Everything that comes is answered, or lost though there was time: the load is what its sources make it."""
     run, offered = case.run, case.run.facts.get("offered_rows_per_s", 0.0)
-    if not offered or run.rows_per_s < KEEPS_UP * offered:
+    busy, asked = run.busy(run.forwards), run.requests + run.lost
+    few_lost = run.lost <= FEW * asked
+    if not offered or (run.rows_per_s < KEEPS_UP * offered and (few_lost or busy > NEARLY_FULL)):
         return None
     why = f"{offered:,.0f} rows/s arrived and {run.rows_per_s:,.0f} were answered"
-    return _arrivals(case, why + f"; the forward lanes were busy {run.busy(run.forwards):.0%} of the time.")
+    why += f"; the forward lanes were busy {busy:.0%} of the time."
+    if few_lost:
+        return _arrivals(case, why)
+    advice = "Requests failed, came too late or were turned away although there was time: see `errors` for which."
+    return Verdict("arrival-bound", "idle", f"{run.lost:,} of {asked:,} requests have no answer. {why}", advice)
 
 
 def _arrivals(case: Case, why: str) -> Verdict:
-    room = case.bounds.get("forward", 0.0)
+    room = case.bounds.get("forward", 0.0) if case.run.roofline else 0.0  # else only sizes that were seen are known
     advice = "Nothing needs mending: it keeps up."
     if room:
         advice = f"Nothing needs mending: it keeps up, and batches of the best size would allow {room:,.0f} rows/s."
