@@ -11,7 +11,7 @@ from gpuinfer.simulate.arrivals import Ask
 from gpuinfer.stats import Histogram
 from gpuinfer.workloads.load.payloads import Payloads
 
-ODD_LATE_S, ODD_SHARE = 1e-3, 0.05  # a generator that is so late, or by such a share of the latency, is not believed
+ODD_LATE_S, ODD_SHARE = 0.5e-3, 0.05  # a generator that is later, and by more than such a share, is not believed
 
 
 class Tally:
@@ -35,7 +35,7 @@ class Tally:
     def doubt(self) -> str:
         """Why the latencies are not to be believed, with the cure; empty when they are."""
         late, latency = self.late_s, self.latency.summary().get("p95", 0.0)
-        if not latency or late <= min(ODD_LATE_S, ODD_SHARE * latency):
+        if not latency or late <= max(ODD_LATE_S, ODD_SHARE * latency):
             return ""
         return (
             f"the load was sent up to {late * 1e3:.2f} ms late (p95), for want of a core: latencies count from then. "
