@@ -222,9 +222,10 @@ def tally(late_s, latency_s, count=100):
 @pytest.mark.parametrize(
     ("late_s", "latency_s", "doubted"),
     [
-        pytest.param(0.5e-3, 0.1, False, id="hardly late"),
-        pytest.param(1.5e-3, 0.1, True, id="over a millisecond"),
-        pytest.param(0.5e-3, 2e-3, True, id="a quarter of the latency"),
+        pytest.param(1.5e-3, 0.1, False, id="hardly late beside the latency"),
+        pytest.param(0.3e-3, 2e-3, False, id="no later than timers are"),
+        pytest.param(8e-3, 0.1, True, id="late"),
+        pytest.param(0.6e-3, 2e-3, True, id="a quarter of the latency"),
         pytest.param(0.0, 0.1, False, id="on time"),
     ],
 )
