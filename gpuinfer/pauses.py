@@ -19,8 +19,7 @@ def keep_short() -> None:
     """Serving begins. Ends with `restore`, once for each call."""
     _before.append(gc.get_threshold())
     if len(_before) == 1:
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # with what garbage there is: to collect it now would be such a pause
         gc.set_threshold(*_before[0][:2], RARELY)
 
 
