@@ -14,7 +14,7 @@ from typing import Any
 from gpuinfer import machine
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.evidence import Evidence
-from gpuinfer.stats import ERRORS, Snapshot, percentile, summarise
+from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.verdict import judge
 
 SCHEMA = "gpuinfer.report/1"
@@ -124,7 +124,7 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
     count = sum(snapshot.batches.values())
     return {
         "count": count,
-        "rows_mean": sum(rows * times for rows, times in snapshot.batches.items()) / count if count else None,
+        "rows_mean": mean_size(snapshot.batches) if count else None,
         "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
         "rows_max": max(snapshot.batches) if count else None,
         "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},

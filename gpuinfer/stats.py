@@ -76,6 +76,12 @@ def percentile(sizes: Mapping[int, int], share: float) -> int:
     raise ValueError("there is no percentile of no batches")
 
 
+def mean_size(sizes: Mapping[int, int]) -> float:
+    """The mean size of the batches; `sizes`: size → how many batches. 0 when there were none."""
+    count = sum(sizes.values())
+    return sum(size * times for size, times in sizes.items()) / count if count else 0.0
+
+
 class Lane:
     """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
 

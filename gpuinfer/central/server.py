@@ -30,7 +30,7 @@ from gpuinfer.central.client import Client
 from gpuinfer.central.pulse import LATE_S, SIZE, Pulse
 from gpuinfer.central.wire import error_from_wire
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
-from gpuinfer.stats import Snapshot, merge_in_turn, percentile, summarise
+from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)
 
@@ -447,7 +447,7 @@ def summary(stats: Snapshot) -> str:
     lines = [f"gpuinfer server: {stats.requests:,} requests, {stats.rows:,} rows in {batches:,} batches"]
     if batches:
         sizes = [percentile(stats.batches, share) for share in (0.5, 0.95)]
-        mean = sum(rows * count for rows, count in stats.batches.items()) / batches
+        mean = mean_size(stats.batches)
         lines.append(
             f"  rows a batch: mean {mean:,.1f}, p50 {sizes[0]:,}, p95 {sizes[1]:,}, max {max(stats.batches):,}"
         )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report import doublings
 from gpuinfer.screen.units import duration, number, whole
+from gpuinfer.stats import Snapshot, mean_size
 
 if TYPE_CHECKING:
     from gpuinfer.run import Update
-    from gpuinfer.stats import Snapshot
 
 WINDOW_S = 5.0  # rates are those of the last seconds, so that a change shows
 LINE_EVERY_S = 5.0
@@ -88,7 +88,7 @@ def batch_chart(snapshot: Snapshot, rows: int) -> Chart:
     most, total = max(counts.values(), default=0), counts.total()
     common = sorted(size for size, _ in counts.most_common(rows))
     bars = [(f"≤ {whole(size)}", counts[size] / most, f"{counts[size] / total:.0%}") for size in common]
-    return Chart("rows in a batch", f"mean {whole(mean_batch(snapshot))}" if total else "none yet", bars)
+    return Chart("rows in a batch", f"mean {whole(mean_size(snapshot.batches))}" if total else "none yet", bars)
 
 
 def time_chart(snapshot: Snapshot, rows: int) -> Chart:
@@ -161,9 +161,4 @@ def errors_of(errors: Mapping[str, int] | None) -> str:
 
 
 def batch_of(snapshot: Snapshot) -> list[str]:
-    return [f"{whole(mean_batch(snapshot))} rows a batch"] if snapshot.batches else []
-
-
-def mean_batch(snapshot: Snapshot) -> float:
-    count = sum(snapshot.batches.values())
-    return sum(size * each for size, each in snapshot.batches.items()) / count if count else 0.0
+    return [f"{whole(mean_size(snapshot.batches))} rows a batch"] if snapshot.batches else []

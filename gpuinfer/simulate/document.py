@@ -11,7 +11,7 @@ from gpuinfer import __version__
 from gpuinfer.api import Reason
 from gpuinfer.simulate.outcome import Outcome
 from gpuinfer.simulate.solving import LEAST_SERVED, Solution
-from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, Snapshot, percentile, summarise
+from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, Snapshot, mean_size, percentile, summarise
 
 SCHEMA = "gpuinfer.simulation/1"
 STEP = 0.01  # between two points of a distribution
@@ -62,7 +62,7 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
         sizes[1 << max(0, rows - 1).bit_length()] += times
     return {
         "count": count,
-        "rows_mean": sum(rows * times for rows, times in snapshot.batches.items()) / count if count else None,
+        "rows_mean": mean_size(snapshot.batches) if count else None,
         "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
         "rows_max": max(snapshot.batches) if count else None,
         "sizes": {str(size): times for size, times in sorted(sizes.items())},

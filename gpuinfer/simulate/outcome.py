@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpuinfer.stats import Snapshot, summarise
+from gpuinfer.stats import Snapshot, mean_size, summarise
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Outcome:
     @property
     def mean_batch_rows(self) -> float:
         """0 when no batch ran."""
-        count = sum(self.snapshot.batches.values())
-        return sum(rows * times for rows, times in self.snapshot.batches.items()) / count if count else 0.0
+        return mean_size(self.snapshot.batches)
 
     @property
     def max_batch_rows(self) -> int:
