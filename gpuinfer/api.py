@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -119,6 +119,7 @@ class ModelSpec:
     inputs: int = 0  # features per row, for models that take rows
     input_dtype: str = "float32"  # as the rows arrive; the backend casts them to the run's dtype
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the factory as far as it takes them
+    kind: Literal["rows", "text"] = "rows"  # text: payloads are `generation.Prompt`, results `generation.Generation`
 
 
 @dataclass(frozen=True, slots=True)

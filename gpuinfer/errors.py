@@ -8,6 +8,7 @@ GpuinferError                 a message for people that ends with the cure; `exi
     ├── RequestError          one request failed; its neighbours did not
     │   ├── QueueFull         refused at once: the bounded queue is full
     │   ├── Expired           its deadline passed before it cost anything
+    │   ├── BadPrompt         it cannot be served as it is; its neighbours can
     │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
     ├── BackendError          the backend raised; only its batch failed
     │   └── BackendDied       the backend is gone
@@ -66,6 +67,10 @@ class QueueFull(RequestError):
 
 class Expired(RequestError):
     """The deadline passed before the request was sent to the backend."""
+
+
+class BadPrompt(RequestError):
+    """This prompt, or what is asked of its answer, cannot be served; its neighbours can."""
 
 
 class BadResult(RequestError):

@@ -38,13 +38,13 @@ LAYERS = [
         "gpuinfer.pauses",
     ],
     ["gpuinfer.precise_loop"],
-    ["gpuinfer.api", "gpuinfer.error_wire"],
+    ["gpuinfer.api", "gpuinfer.error_wire", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.display"]}
 HEAVY = {
     "torch": ["gpuinfer.models", "gpuinfer.workloads.selfplay.dataset"],
-    "numba": ["gpuinfer.workloads.selfplay"],
+    "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models"],
     "matplotlib": [],
 }
 # A screen-only helper that knows no more than numbers and their units.

@@ -1,0 +1,96 @@
+"""What a workload that wants text asks for, and what it is answered.
+
+A `Prompt` is the payload of a request, a `Generation` its result. Both are plain structures: they travel as msgpack, and
+a backend of a third party reads them as they are. A request has as many rows as its prompt has samples: each takes a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class Constraint(Struct, frozen=True, kw_only=True):
+    """What the whole answer must match. Exactly one field is set."""
+
+    json_schema: Mapping[str, Any] | bool | None = None  # true: any JSON
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, or GBNF as llama.cpp has it
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How one answer is drawn. The names are those of OpenAI's API, and of vLLM's where that has none.
+
+    The filters apply in this order: logit bias, penalties, temperature, top-k, top-p, min-p.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0  # before them neither the end token nor a stop token can come, and no stop string counts
+    temperature: float = 1.0  # 0: the likeliest token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over the tokens of prompt and answer (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over those of the answer
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # of this prompt; None: the run's, and the prompt's own key
+    stop: tuple[str, ...] = ()  # not part of the answer
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = {}  # token id → added to its logit
+    logprobs: int | None = None  # that of each chosen token, and of so many likeliest ones beside it
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    constraint: Constraint | None = None
+
+
+class Prompt(Struct, frozen=True, kw_only=True):
+    """One thing to continue: exactly one of `text`, `tokens`, `messages`."""
+
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None  # a chat, through the model's own template
+    sampling: Sampling = Sampling()
+    samples: int = 1  # answers wanted
+    first_sample: int = 0  # the number of the first of them: parts of one prompt draw different answers
+    key: str = ""  # names the prompt where random numbers are drawn, so that its answer is its own in any company
+    truncate: Literal["left", "right"] | None = None  # of a prompt that does not fit, what goes; None: it is refused
+    special_tokens: bool = True  # add what the tokenizer adds to a text; a chat template has its own
+
+
+class Candidate(Struct, frozen=True, array_like=True):
+    """One token and its log-probability, before temperature and filters."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the likeliest
+
+
+class Logprob(Struct, frozen=True, array_like=True):
+    """What the model thought of one token, and of the likeliest others."""
+
+    chosen: Candidate
+    likeliest: tuple[Candidate, ...] = ()
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """One answer. `finish_reason`: stop (end token, stop token, stop string, or the constraint is complete) or length."""
+
+    text: str
+    tokens: tuple[int, ...]  # without what a stop string cut off; with the end token
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None  # the token id or the string that ended it; None: the model's end token
+    logprobs: tuple[Logprob, ...] | None = None  # one for each token
+
+
+class Generation(Struct, frozen=True, kw_only=True):
+    """The answers to one prompt, in the order of their numbers."""
+
+    completions: tuple[Completion, ...]
+    prompt_tokens: int
+    cached_tokens: int = 0  # of them, those that had been computed for another prompt
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # None for the first token, which nothing predicts
+    first_token_s: float = 0.0  # from the admission to a slot
+    seconds: float = 0.0  # from the admission to the last token
