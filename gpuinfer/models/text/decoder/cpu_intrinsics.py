@@ -1,0 +1,140 @@
+"""What compiled code needs and Numba does not offer: calls by address, atomics, views of a number's bits."""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I32, I64, F32, VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
+FLOATS = I64  # an address
+
+
+def _call(builder, address, signature, arguments):
+    """Call the C function of this signature at an address."""
+    function = builder.inttoptr(address, ir.PointerType(signature))
+    return builder.call(function, arguments)
+
+
+@intrinsic
+def sgemm_packed(typing, function, m, n, k, a, lda, b, c, ldc):
+    """c [m, n] = a [m, k] · b, float32, row-major, `b` packed: `cblas_sgemm_compute` at address `function`."""
+
+    def generate(context, builder, signature, values):
+        function, m, n, k, a, lda, b, c, ldc = values
+        constant = [ir.Constant(I32, value) for value in (101, 111, 151)]  # row-major, not transposed, packed
+        narrow = [builder.trunc(value, I32) for value in (m, n, k, lda, ldc)]
+        m, n, k, lda, ldc = narrow
+        kind = ir.FunctionType(VOID, [I32] * 6 + [FLOATS, I32, FLOATS, I32, F32, FLOATS, I32])
+        arguments = [*constant, m, n, k, a, lda, b, k, ir.Constant(F32, 0.0), c, ldc]
+        _call(builder, function, kind, arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
+
+
+@intrinsic
+def gemm_bfloat16(typing, function, m, n, k, a, lda, b, c, ldc):
+    """c [m, n] float32 = a [m, k] · b [n, k] transposed, both bfloat16, row-major: `cblas_gemm_bf16bf16f32`."""
+
+    def generate(context, builder, signature, values):
+        function, m, n, k, a, lda, b, c, ldc = values
+        constant = [ir.Constant(I32, value) for value in (101, 111, 112)]  # row-major, not transposed, transposed
+        m, n, k, lda, ldc = [builder.trunc(value, I32) for value in (m, n, k, lda, ldc)]
+        one, zero = ir.Constant(F32, 1.0), ir.Constant(F32, 0.0)
+        kind = ir.FunctionType(VOID, [I32] * 6 + [F32, FLOATS, I32, FLOATS, I32, F32, FLOATS, I32])
+        _call(builder, function, kind, [*constant, m, n, k, one, a, lda, b, k, zero, c, ldc])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
+
+
+@intrinsic
+def call_int(typing, function):
+    """Call `int function(void)` at an address, such as `sched_yield`."""
+
+    def generate(context, builder, signature, values):
+        return builder.sext(_call(builder, values[0], ir.FunctionType(I32, []), []), I64)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def atomic_add(typing, array, index, value):
+    """Add to an element of an int64 array, seen by all threads in one order; its value before."""
+
+    def generate(context, builder, signature, values):
+        pointer = _element(context, builder, signature, values)
+        return builder.atomic_rmw("add", pointer, values[2], "seq_cst")
+
+    return types.int64(array, types.int64, types.int64), generate
+
+
+@intrinsic
+def atomic_swap(typing, array, index, value):
+    """Set an element of an int64 array, seen by all threads in one order; its value before."""
+
+    def generate(context, builder, signature, values):
+        pointer = _element(context, builder, signature, values)
+        return builder.atomic_rmw("xchg", pointer, values[2], "seq_cst")
+
+    return types.int64(array, types.int64, types.int64), generate
+
+
+@intrinsic
+def atomic_load(typing, array, index):
+    """An element of an int64 array as the other threads have left it."""
+
+    def generate(context, builder, signature, values):
+        return builder.load_atomic(_element(context, builder, signature, values), "seq_cst", 8)
+
+    return types.int64(array, types.int64), generate
+
+
+@intrinsic
+def poke(typing, array, index, value):
+    """array[index] = value, for an index that is known not to count from the end."""
+
+    def generate(context, builder, signature, values):
+        builder.store(values[2], _element(context, builder, signature, values))
+        return context.get_dummy_value()
+
+    if not isinstance(array, types.Array):
+        return None
+    return types.void(array, types.int64, array.dtype), generate
+
+
+@intrinsic
+def relax(typing):
+    """Tell the core that this is a loop that waits."""
+
+    def generate(context, builder, signature, values):
+        pause = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VOID, []), "llvm.x86.sse2.pause")
+        builder.call(pause, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def bits_of(typing, value):
+    """The bits of a float32 as an int32."""
+
+    def generate(context, builder, signature, values):
+        return builder.bitcast(values[0], I32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def float_of(typing, bits):
+    """The float32 of these bits."""
+
+    def generate(context, builder, signature, values):
+        return builder.bitcast(values[0], F32)
+
+    return types.float32(types.int32), generate
+
+
+def _element(context, builder, signature, values):
+    array = context.make_array(signature.args[0])(context, builder, values[0])
+    return builder.gep(array.data, [values[1]])

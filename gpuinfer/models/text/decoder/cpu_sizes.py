@@ -1,0 +1,43 @@
+"""Where compiled code finds what: places in its arrays `control`, `sizes` and `addresses`."""
+
+# in `control`, a cache line apart: what the lanes tell one another
+GO = 0  # how many steps have begun
+STOP = 8
+ARRIVED = 16  # lanes at the barrier
+PHASE = 24  # barriers passed
+ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken part in
+CONTROL = 8
+
+# in `sizes`
+(
+    LANES,
+    LAYERS,
+    SLOTS,
+    HEADS,  # of this lane
+    KV_HEADS,
+    HEAD_DIM,
+    PADDED_DIM,  # of a head in the cache: a multiple of 16
+    TILES,  # of 16 positions in a slot
+    HALF_ROPE,  # how many values of a head turn with how many others
+    QK_NORM,
+    HIDDEN,
+    INNER,  # columns between up and down projection, of this lane
+    ACTIVATION,
+    GATED,
+    LAYER_NORM,
+    LEARNED_POSITIONS,
+    COLUMN,  # of the logits, where this lane's begin
+    COLUMNS,
+    VOCABULARY,
+    LEAST_ROWS,  # in one product
+    ROWS,
+    SEGMENTS,
+    OUTPUTS,
+    SIZES,
+) = range(24)
+
+# in `addresses`
+PRODUCT, YIELD, FIRST_WEIGHT = 0, 1, 2  # qkv, out, up, down of each layer; then the head
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+SILU, GELU, GELU_TANH, RELU = ACTIVATIONS.values()

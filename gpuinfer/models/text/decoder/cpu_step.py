@@ -1,0 +1,232 @@
+"""The compiled forward step of one lane: a thread that has its share of every layer's heads and columns.
+
+All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, their
+attention, and what these add to the rows; then its own columns of the up projection, and what these add (Shoeybi et al.
+2019 split a transformer over devices so). The sums and norms between are divided by rows. Four barriers a layer.
+
+Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
+"""
+
+import math
+
+import numpy as np
+
+from gpuinfer.models.text.decoder import cpu_sizes as at
+from gpuinfer.models.text.decoder.cpu_attention import attend_segment
+from gpuinfer.models.text.decoder.cpu_intrinsics import (
+    atomic_add,
+    atomic_load,
+    atomic_swap,
+    call_int,
+    gemm_bfloat16,
+    relax,
+    sgemm_packed,
+)
+from gpuinfer.models.text.decoder.cpu_math import compiled, inlined, narrow, sigmoid, tanh, widen
+
+SPINS_BEFORE_YIELD = 2000
+SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies between two steps
+
+
+@compiled
+def serve(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """Take part in steps until there has been none for a while (0) or STOP is set (1)."""
+    while True:
+        if not wait_for_go(lane, control, addresses):
+            return np.int64(0)
+        if atomic_load(control, at.STOP):
+            return np.int64(1)
+        run(lane, control, sizes, addresses, eps, step, model, cache, shared, own)
+
+
+@compiled
+def lead(control, sizes, addresses, eps, step, model, cache, shared, own):
+    """Run one step as lane 0, with all others."""
+    run(0, control, sizes, addresses, eps, step, model, cache, shared, own)
+
+
+@compiled
+def go(control):
+    """Have the lanes begin the next step."""
+    atomic_add(control, at.GO, 1)
+
+
+@compiled
+def take_asleep(control, lane):
+    """Whether this lane has gone to sleep and must be woken. It is told so once."""
+    return atomic_swap(control, at.ASLEEP + 8 * lane, 0) == 1
+
+
+@inlined
+def wait_for_go(lane, control, addresses):
+    """Whether a step has begun since this lane's last one. If not, the lane is to sleep until it is woken."""
+    asleep = at.ASLEEP + 8 * lane
+    seen = control[asleep + 1]
+    spins = 0
+    while atomic_load(control, at.GO) == seen:
+        relax()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            call_int(addresses[at.YIELD])
+        if spins > SPINS_BEFORE_SLEEP:
+            atomic_swap(control, asleep, 1)
+            # A step may have begun meanwhile: then its leader has seen the flag, and wakes us, or has not.
+            if atomic_load(control, at.GO) == seen or atomic_swap(control, asleep, 0) == 0:
+                return False
+    control[asleep + 1] = seen + 1
+    return True
+
+
+@inlined
+def barrier(control, lanes, addresses):
+    """Wait until all lanes have come here."""
+    phase = atomic_load(control, at.PHASE)
+    if atomic_add(control, at.ARRIVED, 1) == lanes - 1:
+        atomic_add(control, at.ARRIVED, -lanes)
+        atomic_add(control, at.PHASE, 1)
+        return
+    spins = 0
+    while atomic_load(control, at.PHASE) == phase:
+        relax()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            call_int(addresses[at.YIELD])
+
+
+@compiled
+def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """One lane's share of one step."""
+    tokens, slots, starts, lengths, wanted, positions = step
+    embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
+        model
+    )
+    keys, values = cache
+    x, normed, partial, last, logits = shared
+    qkv, mixed, up, inner, qkv_biases, up_biases, scores, query, mix = own
+    lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
+    heads_width = sizes[at.HEADS] * sizes[at.HEAD_DIM]
+    first, end = rows * lane // lanes, rows * (lane + 1) // lanes
+    product = addresses[at.PRODUCT]
+    count = max(rows, sizes[at.LEAST_ROWS])
+    for row in range(first, end):
+        embed(embedding[tokens[row]], places, positions[row], sizes[at.LEARNED_POSITIONS], x[row])
+        norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
+    barrier(control, lanes, addresses)
+    for layer in range(layers):
+        weight = at.FIRST_WEIGHT + 4 * layer
+        multiply(product, count, qkv.shape[1], hidden, normed, addresses[weight], qkv)
+        row = 0
+        for segment in range(sizes[at.SEGMENTS]):
+            attend_segment(
+                layer, row, slots[segment], starts[segment], lengths[segment], windows[layer], sizes, eps,
+                qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
+                keys, values, scores, query, mix, mixed,
+            )  # fmt: skip
+            row += lengths[segment]
+        multiply(product, count, hidden, heads_width, mixed, addresses[weight + 1], partial[lane])
+        barrier(control, lanes, addresses)
+        for row in range(first, end):
+            add_parts(x[row], partial, row, lanes, out_biases[layer])
+            norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
+        barrier(control, lanes, addresses)
+        multiply(product, count, up.shape[1], hidden, normed, addresses[weight + 2], up)
+        for row in range(rows):
+            activate(up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER], inner[row])
+        multiply(product, count, hidden, inner.shape[1], inner, addresses[weight + 3], partial[lane])
+        barrier(control, lanes, addresses)
+        for row in range(first, end):
+            add_parts(x[row], partial, row, lanes, down_biases[layer])
+            norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, sizes[at.LAYER_NORM], normed[row])
+        barrier(control, lanes, addresses)
+    outputs = sizes[at.OUTPUTS]
+    for row in range(outputs * lane // lanes, outputs * (lane + 1) // lanes):
+        for i in range(hidden):
+            last[row, i] = normed[wanted[row], i]
+    barrier(control, lanes, addresses)
+    if outputs:
+        head = addresses[at.FIRST_WEIGHT + 4 * layers]
+        columns = sizes[at.COLUMNS]
+        target = logits.ctypes.data + 4 * sizes[at.COLUMN]
+        multiply_to(
+            product, max(outputs, sizes[at.LEAST_ROWS]), columns, hidden, last, head, target, sizes[at.VOCABULARY]
+        )
+    barrier(control, lanes, addresses)
+
+
+@inlined
+def multiply(product, rows, columns, inner, a, weight, c):
+    """c [rows, columns] = a [rows, inner] · weight."""
+    multiply_to(product, rows, columns, inner, a, weight, c.ctypes.data, c.shape[1])
+
+
+@inlined
+def multiply_to(product, rows, columns, inner, a, weight, c, stride):
+    if a.itemsize == 2:
+        gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, a.shape[1], weight, c, stride)
+    else:
+        sgemm_packed(product, rows, columns, inner, a.ctypes.data, a.shape[1], weight, c, stride)
+
+
+@inlined
+def embed(embedding, places, position, learned, out):
+    for i in range(len(out)):
+        out[i] = widen(embedding[i])
+    if learned:
+        for i in range(len(out)):
+            out[i] += widen(places[position, i])
+
+
+@inlined
+def add_parts(x, partial, row, lanes, bias):
+    """What the lanes add to a row, and the bias."""
+    for i in range(len(x)):
+        x[i] += bias[i]
+    for lane in range(lanes):
+        part = partial[lane, row]
+        for i in range(len(x)):
+            x[i] += part[i]
+
+
+@inlined
+def norm_row(x, scale, shift, eps, layer_norm, out):
+    """RMSNorm, or LayerNorm with its shift."""
+    n = len(x)
+    mean = np.float32(0)
+    if layer_norm:
+        for i in range(n):
+            mean += x[i]
+        mean /= np.float32(n)
+    squares = np.float32(0)
+    for i in range(n):
+        squares += (x[i] - mean) * (x[i] - mean)
+    factor = np.float32(1) / np.sqrt(squares / np.float32(n) + np.float32(eps))
+    for i in range(n):
+        out[i] = narrow((x[i] - mean) * factor * scale[i] + shift[i], out)
+
+
+@inlined
+def activate(up, bias, kind, gated, inner, out):
+    """The activation of the up projection's first part, times its second when gated. It is left in `up` too."""
+    for i in range(inner):
+        value = up[i] + bias[i]
+        if kind == at.SILU:
+            value *= sigmoid(value)
+        elif kind == at.GELU_TANH:
+            cube = value * value * value
+            half = np.float32(0.5) * value
+            value = half + half * tanh(np.float32(0.7978845608028654) * (value + np.float32(0.044715) * cube))
+        elif kind == at.GELU:
+            value = np.float32(0.5) * value * (np.float32(1) + erf(value * np.float32(0.7071067811865476)))
+        else:
+            value = max(value, np.float32(0))
+        if gated:
+            value *= up[inner + i] + bias[inner + i]
+        up[i] = value
+    for i in range(inner):
+        out[i] = narrow(up[i], out)
+
+
+@inlined
+def erf(x):
+    """The error function of C: exact gelu is rare enough not to need a quicker one."""
+    return np.float32(math.erf(x))
