@@ -1,7 +1,7 @@
 """The matrix products of Intel's MKL that torch brings along, by address.
 
-Compiled code calls them itself: a forward step is then one call from Python. Weights are packed once. A row of the
-result does not depend on how many rows were asked for at once, which tests hold the library to.
+Compiled code calls them itself: a forward step is then one call from Python. Weights are packed once. Among two rows or
+more, a row of the result does not depend on how many were asked for at once, which tests hold the library to.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def available(dtype: torch.dtype) -> bool:
 
 class CpuDecoder:
     """`step.Decoder` for float32 and bfloat16. A row's logits do not depend on what shares its step, bit by bit; with
-    bfloat16 a step of one row alone may differ from the others in rounding, unless `deterministic`.
+    bfloat16 a step of one row alone may round otherwise, unless `deterministic`.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class CpuDecoder:
 
     def _lane_sizes(self, share: Share, deterministic: bool) -> NDArray[np.int64]:
         shape = self.shape
-        least = 2 if deterministic and self._stored == np.uint16 else 1  # one row alone has a kernel of its own there
+        # MKL has a kernel of its own for one row, which rounds otherwise: in float32 it is slower than two rows at that.
+        least = 2 if deterministic or self._stored == np.float32 else 1
         found = {
             cpu_sizes.LANES: len(self._shares),
             cpu_sizes.LAYERS: shape.layers,
@@ -219,7 +220,8 @@ def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
 def _positions(step: Step) -> NDArray[np.int32]:
     """The position of each token of a step."""
     before = np.cumsum(step.lengths, dtype=np.int32) - step.lengths
-    return np.arange(len(step.tokens), dtype=np.int32) + np.repeat(step.starts - before, step.lengths)
+    offsets: NDArray[np.int32] = np.repeat(step.starts - before, step.lengths)
+    return np.arange(len(step.tokens), dtype=np.int32) + offsets
 
 
 def _sched_yield() -> int:

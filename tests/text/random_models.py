@@ -1,0 +1,60 @@
+"""Shapes and random weights for decoders under test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpuinfer.models.text.shape import Rope, Shape
+from gpuinfer.models.text.weights import Layer, Linear, Norm, Weights
+
+LLAMA = Shape("llama", 61, 32, 2, 4, 2, 16, 48, 256, rope=Rope(tuple(10.0 ** (-i / 2) for i in range(8))))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "heads of 8 values": {"head_dim": 8, "rope": Rope((1.0, 0.3, 0.1, 0.03))},
+    "heads of 32 values": {"head_dim": 32, "rope": Rope(tuple(0.7**i for i in range(16)), 1.1)},
+    "part of a head turns": {"rope": Rope((1.0, 0.1))},
+    "one key head for all": {"kv_heads": 1},
+    "a key head for each": {"kv_heads": 4},
+    "windows": {"windows": (5, None)},
+    "q and k norms": {"qk_norm": True},
+    "tied": {"tied": True},
+    "layer norms, learned positions, gelu": {
+        "norm": "layer", "rope": None, "learned_positions": True, "gated": False, "activation": "gelu_tanh",
+    },
+    "exact gelu": {"gated": False, "activation": "gelu"},
+    "relu": {"gated": False, "activation": "relu"},
+}  # fmt: skip
+
+
+def random_weights(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Weights:
+    """Weights of this shape, with a bias wherever there may be one."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=dice)
+
+    def linear(out: int, inner: int) -> Linear:
+        return Linear((drawn(out, inner) / inner**0.5).to(dtype), (0.1 * drawn(out)).to(dtype))
+
+    def norm(size: int, shifted: bool = shape.norm == "layer") -> Norm:
+        return Norm(1 + 0.1 * drawn(size), 0.1 * drawn(size) if shifted else None)
+
+    def layer() -> Layer:
+        width = shape.heads * shape.head_dim
+        return Layer(
+            norm(shape.hidden),
+            linear(width + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
+            linear(shape.hidden, width),
+            norm(shape.hidden),
+            linear((2 if shape.gated else 1) * shape.intermediate, shape.hidden),
+            linear(shape.hidden, shape.intermediate),
+            *((norm(shape.head_dim, False), norm(shape.head_dim, False)) if shape.qk_norm else ()),
+        )
+
+    embedding = drawn(shape.vocabulary, shape.hidden).to(dtype)
+    layers = tuple(layer() for _ in range(shape.layers))
+    head = Linear(embedding) if shape.tied else Linear(linear(shape.vocabulary, shape.hidden).weight)
+    places = drawn(shape.positions, shape.hidden).to(dtype) if shape.learned_positions else None
+    return Weights(embedding, layers, norm(shape.hidden), head, places)

@@ -1,0 +1,170 @@
+"""The compiled decoder: a row's logits are the same, bit by bit, whatever shares its step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from random_models import LLAMA, VARIANTS, random_weights
+from steps import step_of
+
+from gpuinfer.models.text.decoder import blas, cpu_math
+from gpuinfer.models.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.models.text.decoder.cpu_weights import lanes_for
+
+pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this torch has no MKL")
+
+CASES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
+TOKENS = list(np.random.default_rng(0).integers(0, LLAMA.vocabulary, 90))
+
+
+def decoder(shape=LLAMA, dtype=torch.float32, slots=4, length=96, threads=2, **options):
+    return CpuDecoder(
+        shape, random_weights(shape, dtype), dtype, slots=slots, length=length, threads=threads, **options
+    )
+
+
+def alone(shape, dtype, tokens, **options):
+    """The logits of one prompt that has a decoder to itself, token by token."""
+    one = decoder(shape, dtype, slots=1, **options)
+    found = [one.forward(step_of((0, at, [token]))).clone() for at, token in enumerate(tokens)]
+    one.close()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", CASES)
+def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(shape, dtype):
+    expected = alone(shape, dtype, TOKENS, deterministic=True)
+    other = list(reversed(TOKENS))
+    several = decoder(shape, dtype, deterministic=True)
+    first = several.forward(step_of((0, 0, other[:7]), (2, 0, TOKENS[:40]))).clone()
+    second = several.forward(step_of((2, 40, TOKENS[40:43]), (1, 0, other[:20]), (0, 7, other[7:8]))).clone()
+    third = several.forward(step_of((2, 43, TOKENS[43:]))).clone()
+    several.close()
+    assert torch.equal(torch.cat([first[7:], second[:3], third]), expected)
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_lanes_divide_the_same_work(shape):
+    one, two = (alone(shape, torch.float32, TOKENS, threads=threads) for threads in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(1, 89), max_size=6, unique=True), slot=st.integers(0, 3), company=st.integers(0, 30))
+def test_any_chunks_any_slot_and_any_company_give_the_same_bits(cuts, slot, company):
+    several = decoder()
+    edges = [0, *sorted(cuts), len(TOKENS)]
+    found = []
+    for begin, end in zip(edges, edges[1:], strict=False):
+        others = [((slot + 1) % 4, 0, TOKENS[:company])] if company else []
+        logits = several.forward(step_of(*others, (slot, begin, TOKENS[begin:end])))
+        found.append(logits[company:].clone())
+    several.close()
+    assert torch.equal(torch.cat(found), EXPECTED)
+
+
+EXPECTED = alone(LLAMA, torch.float32, TOKENS) if available(torch.float32) else None
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_a_copied_prefix_goes_on_as_its_source_does(length):
+    several = decoder()
+    several.forward(step_of((0, 0, TOKENS[:40])))
+    several.copy(0, [1, 3], length)
+    found = several.forward(step_of((1, length, TOKENS[length:50]), (3, length, TOKENS[length:45])))
+    rest = len(TOKENS[length:50])
+    assert torch.equal(found[:rest], EXPECTED[length:50])
+    assert torch.equal(found[rest:], EXPECTED[length:45])
+    several.close()
+
+
+def test_what_a_slot_held_before_does_not_matter():
+    several = decoder(slots=1)
+    several.forward(step_of((0, 0, list(reversed(TOKENS)))))
+    assert torch.equal(several.forward(step_of((0, 0, TOKENS))), EXPECTED)
+    several.close()
+
+
+def test_the_logits_of_wanted_tokens_alone():
+    several = decoder()
+    found = several.forward(step_of((0, 0, TOKENS[:30]), (1, 0, TOKENS[:5]), last_only=True))
+    assert torch.equal(found, EXPECTED[[29, 4]])
+    several.close()
+
+
+def test_a_step_may_want_no_logits():
+    several = decoder()
+    step = step_of((0, 0, TOKENS[:30]))
+    nothing = several.forward(replace(step, wanted=step.wanted[:0]))
+    assert nothing.shape == (0, LLAMA.vocabulary)
+    assert torch.equal(several.forward(step_of((0, 30, TOKENS[30:31]))), EXPECTED[30:31])
+    several.close()
+
+
+def test_lanes_that_have_gone_to_sleep_wake_up():
+    several = decoder()
+    for at in range(4):
+        assert torch.equal(several.forward(step_of((0, at, TOKENS[at : at + 1]))), EXPECTED[at : at + 1])
+        lanes = several._lanes
+        while not lanes._control[40]:  # the second lane's word that it sleeps
+            time.sleep(0.001)
+    several.close()
+
+
+def test_close_ends_the_threads_and_is_harmless_twice():
+    several = decoder()
+    several.forward(step_of((0, 0, TOKENS[:3])))
+    threads = several._lanes._threads
+    several.close()
+    several.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "threads", "lanes"),
+    [(8, 4, 2, 2), (8, 4, 16, 8), (8, 1, 4, 4), (12, 12, 8, 6), (14, 2, 2, 2), (7, 7, 2, 1), (6, 4, 4, 2)],
+)
+def test_lanes_are_as_many_as_the_heads_divide_into(heads, kv_heads, threads, lanes):
+    assert lanes_for(replace(LLAMA, heads=heads, kv_heads=kv_heads), threads) == lanes
+
+
+@pytest.mark.parametrize("inner", [64, 768, 4864])
+def test_a_packed_product_gives_a_row_the_same_bits_among_any_number_of_rows(inner):
+    found = blas.find()
+    dice = np.random.default_rng(1)
+    packed = found.pack(dice.standard_normal((130, inner), np.float32))
+    rows = dice.standard_normal((70, inner), np.float32)
+
+    def product(a):
+        c = np.empty((len(a), 130), np.float32)
+        import ctypes
+
+        found.library.cblas_sgemm_compute(
+            101, 111, 151, len(a), 130, inner, ctypes.c_void_p(a.ctypes.data), inner,
+            ctypes.c_void_p(packed.ctypes.data), inner, ctypes.c_float(0), ctypes.c_void_p(c.ctypes.data), 130,
+        )  # fmt: skip
+        return c
+
+    whole = product(rows)
+    for count in (1, 2, 3, 17, 64):
+        assert np.array_equal(product(rows[3 : 3 + count].copy()), whole[3 : 3 + count])
+
+
+def test_exp_is_right_to_seven_digits():
+    @njit
+    def each(x, out):
+        for i in range(len(x)):
+            out[i] = cpu_math.exp(x[i])
+
+    x = -np.linspace(0, 86, 5001, dtype=np.float32)
+    out = np.empty_like(x)
+    each(x, out)
+    np.testing.assert_allclose(out, np.exp(x.astype(np.float64)), rtol=5e-7)
