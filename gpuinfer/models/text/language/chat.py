@@ -1,0 +1,110 @@
+"""From a chat to the text that the model was trained to see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Template, TemplateError
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.models.text.language.sandbox import Sandbox
+
+MOST_MESSAGES = 10_000
+SHOWN = 300  # characters of a template's own complaint
+PROBE = "probe-of-a-list"
+
+
+class ChatTemplate:
+    """A model's chat template. Threads may share one."""
+
+    def __init__(self, source: str, named: Mapping[str, str]) -> None:
+        self.source, self.named = source, named
+        self._sandbox = Sandbox()
+        self._reads_lists: bool | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text up to where the assistant's answer begins. Raises `BadPrompt`."""
+        chat = [self._checked(message) for message in checked_chat(messages)]
+        try:
+            return self._render(chat)
+        except TemplateError as error:
+            raise BadPrompt(f"the model's chat template refuses this chat: {_shortened(error)}") from None
+        except (RecursionError, MemoryError) as error:
+            raise BadPrompt(
+                f"this chat is nested too deep or too large for its template: {_shortened(error)}"
+            ) from None
+        except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
+            raise BadPrompt(
+                f"the model's chat template fails on this chat: {type(error).__name__}: {_shortened(error)}"
+            ) from None
+
+    def _render(self, chat: Sequence[Mapping[str, Any]]) -> str:
+        variables = {**self.named, "messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+        return self._sandbox.write(self._template, variables)
+
+    @cached_property
+    def _template(self) -> Template:
+        return self._sandbox.from_string(self.source)
+
+    def _checked(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Parts of a content stay parts for a template that knows them; for others they become one text."""
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return dict(message)
+        texts = text_parts(content)
+        if self._knows_lists():
+            return dict(message)
+        return {**message, "content": "\n".join(texts)}
+
+    def _knows_lists(self) -> bool:
+        """Tried out: a template that takes any content for a text prints a list as Python writes it, or fails."""
+        with self._lock:
+            if self._reads_lists is None:
+                self._reads_lists = self._tried()
+            return self._reads_lists
+
+    def _tried(self) -> bool:
+        parts = [{"type": "text", "text": PROBE}]
+        try:
+            text = self._render([{"role": "user", "content": parts}])
+        except Exception:  # noqa: BLE001 - any failure says that it does not know lists
+            return False
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+
+def checked_chat(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Raises `BadPrompt` unless these are messages with roles."""
+    if not messages:
+        raise BadPrompt("a chat needs at least one message. Give one, such as {role: user, content: …}.")
+    if len(messages) > MOST_MESSAGES:
+        raise BadPrompt(f"a chat of {len(messages)} messages. Give at most {MOST_MESSAGES}.")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadPrompt(f"message {number} of the chat has no role. Give it one: system, user or assistant.")
+    return messages
+
+
+def text_parts(content: Any) -> list[str]:
+    """The texts of a content given in parts. Raises `BadPrompt` for parts of another kind."""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise BadPrompt(f"a message's content is a {type(content).__name__}. Give a text, or a list of text parts.")
+    return [_text_of(part) for part in content]
+
+
+def _text_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise BadPrompt(f"a message holds a part of type '{kind}', and this model reads text alone. Leave it out.")
+    if not isinstance(text, str):
+        raise BadPrompt('a text part of a message has no text. Write it as {"type": "text", "text": "…"}.')
+    return text
+
+
+def _shortened(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

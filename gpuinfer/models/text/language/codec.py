@@ -1,0 +1,36 @@
+"""What a tokenizer is to the rest of the program, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.models.text.language.spelling import Spelling
+
+Encoded = NDArray[np.int32] | BadPrompt
+
+
+class Codec(Protocol):
+    """Texts to tokens and back. Threads may share one."""
+
+    spelling: Spelling
+    size: int  # one more than the highest token
+    hidden: frozenset[int]  # special tokens: never part of a text
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        """One result for each text, in order: tokens, or why it has none."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Special tokens are left out, and so are those that the vocabulary does not have."""
+        ...
+
+
+def bad_unicode(error: UnicodeEncodeError) -> BadPrompt:
+    return BadPrompt(
+        f"the text is not valid Unicode: half a surrogate pair at character {error.start}. Write the whole character."
+    )

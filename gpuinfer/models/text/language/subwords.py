@@ -1,0 +1,135 @@
+"""Tokenizers of Hugging Face folders, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.models.text.language.codec import Encoded, bad_unicode
+from gpuinfer.models.text.language.files import TokenizerSettings
+from gpuinfer.models.text.language.spelling import spelling_of
+
+# How Qwen2 cuts a text into words before it merges bytes (Qwen team 2024, tokenizer.json of the released models).
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = ("qwen2", "qwen3")
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Subwords:
+    """One of `tokenizers`, with nothing padded and nothing cut."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer = tokenizer
+        self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        added = tokenizer.get_added_tokens_decoder()
+        self.hidden = frozenset(token for token, entry in added.items() if entry.special)
+        self.spelling = spelling_of(tokenizer.decoder, self._text_of)
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        try:
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        except Exception:  # noqa: BLE001 - the library raises its own and Python's: one of the texts is bad
+            return [self._alone(text, special_tokens) for text in texts]
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens if isinstance(tokens, list | tuple) else list(tokens)))
+
+    def _alone(self, text: str, special_tokens: bool) -> Encoded:
+        try:
+            text.encode()
+            return np.array(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+        except UnicodeEncodeError as error:
+            return bad_unicode(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            return BadPrompt(f"the tokenizer refuses this text: {error}. Give its tokens instead.")
+
+    def _text_of(self, token: int) -> str | None:
+        if token in self.hidden or token < 0:
+            return None
+        return self.tokenizer.id_to_token(token)
+
+
+def open_subwords(folder: Path, family: str, settings: TokenizerSettings) -> Subwords:
+    """The tokenizer of a folder. Raises `UsageError` when there is none, or it cannot be used."""
+    tokenizer = _opened(folder, family, settings)
+    _add(tokenizer, settings)
+    return Subwords(tokenizer)
+
+
+def _opened(folder: Path, family: str, settings: TokenizerSettings) -> Tokenizer:
+    whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if whole.is_file():
+            return Tokenizer.from_file(str(whole))
+        if vocabulary.is_file() and merges.is_file():
+            return _from_merges(str(vocabulary), str(merges), family, settings)
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        raise UsageError(f"the tokenizer in {folder} cannot be read: {error}. Copy it again.") from None
+    raise _no_tokenizer(folder)
+
+
+def _no_tokenizer(folder: Path) -> UsageError:
+    if (folder / "tokenizer.model").is_file():
+        return UsageError(
+            f"{folder} has its tokenizer as tokenizer.model alone, and tokenizer.json is needed. Make it with\n"
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), with sentencepiece installed."
+        )
+    return UsageError(f"{folder} has no tokenizer. Copy tokenizer.json (or vocab.json and merges.txt) into it.")
+
+
+def _from_merges(vocabulary: str, merges: str, family: str, settings: TokenizerSettings) -> Tokenizer:
+    """Byte-level BPE as it was published: the pieces and the order of their merges (Radford et al. 2019)."""
+    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    space = bool(settings.config.get("add_prefix_space", False))
+    if family in QWEN:
+        tokenizer.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytewise])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    _begin(tokenizer, settings)
+    return tokenizer
+
+
+def _begin(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """`add_bos_token` of the settings; tokenizer.json says so itself."""
+    beginning = settings.named.get("bos_token", END_OF_TEXT)
+    token = tokenizer.token_to_id(beginning)
+    if settings.config.get("add_bos_token") is True and token is not None:
+        template = [(beginning, token)]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{beginning} $A", special_tokens=template)
+
+
+def _add(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """Tokens that the settings know and the tokenizer does not, or not as special ones."""
+    for token, entry in _entries(settings):
+        if tokenizer.id_to_token(token) is None and token == tokenizer.get_vocab_size():
+            switches = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
+            added = AddedToken(str(entry["content"]), normalized=bool(entry.get("normalized", True)), **switches)
+            tokenizer.add_tokens([added])
+    known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
+    special = [one for one in settings.special if one not in known and tokenizer.token_to_id(one) is not None]
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+
+
+def _entries(settings: TokenizerSettings) -> list[tuple[int, dict[str, object]]]:
+    """`added_tokens_decoder`, by token."""
+    entries = settings.config.get("added_tokens_decoder")
+    if not isinstance(entries, dict):
+        return []
+    good = [(int(token), entry) for token, entry in entries.items() if token.isdecimal() and isinstance(entry, dict)]
+    return sorted((pair for pair in good if isinstance(pair[1].get("content"), str)), key=lambda pair: pair[0])
