@@ -92,6 +92,8 @@ def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     kind = extra.get("kind")  # of plugins, such as "games", whose names the option takes
     complete = _names(str(kind)) if kind else _from(*allowed) if allowed else None
+    if extra.get("repeatable"):  # a value may hold a comma
+        return _parameter(name, list[str] | None, [flag(name)], text, metavar="TEXT")
     return _parameter(name, str | None, [flag(name)], text, metavar=_metavar(field, allowed), autocompletion=complete)
 
 

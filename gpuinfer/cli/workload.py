@@ -59,11 +59,15 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     destination = output.Destination(common.report)
     check_trace(common)
     plan = build(name, merged)
+    writes_stdout = bool(getattr(plan.workload, "writes_stdout", False))
+    if writes_stdout and destination.stdout:
+        raise UsageError(f"{name} and --json - both write to standard output. Give one of them a file.")
     log_to_people(common.verbose)
     from gpuinfer.display import Display
 
     title = f"{name} · {common.backend} · {common.strategy}"
-    display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=destination.stdout)
+    stdout_taken = destination.stdout or writes_stdout
+    display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
     with display, _failed_report(destination):
         report = _run(plan, common.roofline, display, spelled(name, values))
     display.final(report)
@@ -152,7 +156,7 @@ def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
     return {
         key if key in common else f"{name}.{key}": Given(value, flags.flag(key))
         for key, value in values.items()
-        if value is not None and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
+        if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }
 
 

@@ -1,0 +1,218 @@
+"""From a piece of the input to what is asked of the model, or to why that cannot be."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from gpuinfer.errors import BadPrompt, GpuinferError
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.workloads.generate.asking import Body, Drawing, LooseBody, LooseRow, Row, Texts
+from gpuinfer.workloads.generate.overrides import changes, says_nothing
+from gpuinfer.workloads.generate.splitting import Piece, Unusable
+
+URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+KINDS = {"prompt": "completion", "messages": "chat"}
+UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
+MOST_SHOWN = 60  # characters of a name that is not known
+
+
+class Asked(Struct, kw_only=True, gc=False):
+    """One row as it is understood. Either `prompt` or `error` is set; the prompt has no key yet."""
+
+    prompt: Prompt | None = None
+    error: GpuinferError | None = None
+    content: bytes = b""  # what tells it from others, but for its id
+    id: str | int | None = None  # as it was given
+    openai: str | None = None  # completion or chat, for a request of the batch format
+    model: str | None = None  # that a batch request named
+    metadata: dict[str, Any] | None = None
+
+
+class BadRow(BadPrompt):
+    """A row that is not what a row can be."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the flags say, for rows that say nothing else."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    samples: int = 1
+    truncate: Any = None
+    strict: bool = True
+
+
+class Reader:
+    """Understands rows. Never raises: what cannot be asked comes back as an error of its row."""
+
+    def __init__(self, defaults: Defaults) -> None:
+        self._defaults = defaults
+        self._plain = Prompt(sampling=defaults.sampling, samples=defaults.samples, truncate=defaults.truncate)
+        row, body = (Row, Body) if defaults.strict else (LooseRow, LooseBody)
+        self._row: Any = msgspec.json.Decoder(str | row)
+        self._body: Any = msgspec.json.Decoder(body)
+        self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+    def read(self, piece: Piece) -> Asked:
+        if isinstance(piece, Unusable):
+            return Asked(error=BadRow(piece.why), content=b"unusable" + piece.content)
+        try:
+            row = self._row.decode(piece)
+        except (ValueError, RecursionError) as error:
+            return Asked(error=_unreadable(error, Row), content=b"unreadable" + piece, id=_id_of(piece))
+        if isinstance(row, str):
+            row = Row(prompt=row)
+        if row.body or row.custom_id is not None or row.url is not None:
+            return self._request(row, piece)
+        try:
+            return self._asked(row, row, row.prompt_token_ids, Asked(id=row.id, metadata=row.metadata))
+        except BadPrompt as error:
+            return Asked(error=error, content=b"refused" + piece, id=row.id)
+
+    def _request(self, row: Row, piece: bytes) -> Asked:
+        """A request of the batch format."""
+        asked = Asked(id=row.custom_id if row.custom_id is not None else row.id, openai="completion")
+        try:
+            field = _field_of(row)
+            asked.openai = KINDS[field]
+            body = self._body.decode(row.body)
+            asked.model = body.model
+            _refuse_unknown_wishes(body, field)
+            return self._asked(body, body, None, asked)
+        except (ValueError, RecursionError) as error:
+            failure: BadPrompt = _unreadable(error, Body)
+        except BadPrompt as error:
+            failure = error
+        asked.error, asked.content = failure, b"refused" + piece
+        return asked
+
+    def _asked(self, row: Any, drawing: Drawing, tokens: list[int] | None, asked: Asked) -> Asked:
+        """`asked` with its prompt. Raises `BadPrompt`."""
+        text = row.prompt
+        if type(text) is not str or tokens is not None or row.messages is not None:
+            text, tokens = _one_of(row.prompt, tokens, row.messages)
+        if says_nothing(drawing):
+            own: dict[str, Any] = {}
+            sampling, samples, truncate, special = self._defaults.sampling, self._defaults.samples, None, True
+        else:
+            own = changes(drawing)
+            sampling = msgspec.structs.replace(self._defaults.sampling, **own) if own else self._defaults.sampling
+            samples, truncate = drawing.n or self._defaults.samples, drawing.truncate
+            special = drawing.add_special_tokens is not False
+        asked.prompt = Prompt(
+            text=text,
+            tokens=None if tokens is None else tuple(tokens),
+            messages=None if row.messages is None else tuple(row.messages),
+            sampling=sampling,
+            samples=samples,
+            truncate=truncate or self._defaults.truncate,
+            special_tokens=special,
+        )
+        wishes = (own, drawing.n, truncate, special) if own or drawing.n or truncate or not special else None
+        asked.content = self._encode((text, tokens, row.messages, wishes, asked.openai, asked.metadata))
+        return asked
+
+
+def _one_of(
+    prompt: Texts | None, tokens: list[int] | None, messages: list[Mapping[str, Any]] | None
+) -> tuple[str | None, list[int] | None]:
+    """The text or the tokens; neither for a chat. Raises `BadRow` unless it is exactly one of the three."""
+    given = [one for one in (prompt, tokens, messages) if one is not None]
+    if len(given) != 1:
+        names = "prompt, prompt_token_ids and messages"
+        raise BadRow(f"a row has one of {names}, and this one has {len(given) or 'none'}. Give one.")
+    if messages is not None:
+        _check_chat(messages)
+        return None, None
+    return _text_or_tokens(prompt) if prompt is not None else (None, tokens)
+
+
+def _text_or_tokens(prompt: Texts) -> tuple[str | None, list[int] | None]:
+    alone = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt  # a list of one prompt
+    if isinstance(alone, str):
+        return alone, None
+    tokens = [one for one in (alone if isinstance(alone, list) else [alone]) if isinstance(one, int)]
+    if len(tokens) == (len(alone) if isinstance(alone, list) else 1) and all(0 <= one < 1 << 31 for one in tokens):
+        return None, tokens
+    raise BadRow("`prompt` is neither one text nor one list of token ids. Give each prompt a row of its own.")
+
+
+def _check_chat(messages: list[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise BadRow("`messages` is empty. Give at least one message.")
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise BadRow(f'`messages[{number}]` has no role. Write {{"role": "user", "content": …}}.')
+
+
+def _field_of(row: Row) -> str:
+    """Which field of a request's body holds the prompt. Raises `BadRow`."""
+    if row.url not in URLS:
+        raise BadRow(f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}.")
+    if row.method not in (None, "POST"):
+        raise BadRow(f"a request of method {_short(row.method)} asks nothing. Write POST.")
+    if not row.body:
+        raise BadRow("the request has no body. Give one.")
+    return URLS[row.url]
+
+
+def _refuse_unknown_wishes(body: Body, field: str) -> None:
+    """Raises `BadRow` for what would change the answer and is not to be had."""
+    if getattr(body, field) is None:
+        raise BadRow(f"the request's body has no `{field}`. Give it, or another url.")
+    wishes = {
+        "stream": body.stream,
+        "echo": body.echo,
+        "suffix": body.suffix,
+        "tools": body.tools,
+        "best_of": body.best_of is not None and body.best_of != (body.n or 1),
+    }
+    for name, wanted in wishes.items():
+        if wanted:
+            raise BadRow(f"`{name}` is not to be had here. Take it out.")
+
+
+def _unreadable(error: BaseException, row: type[Struct]) -> BadRow:
+    """What is wrong with a row, in a sentence with the cure."""
+    if isinstance(error, RecursionError):
+        return BadRow("the row is nested too deeply. Make it flatter.")
+    if isinstance(error, UnicodeDecodeError):
+        return BadRow(f"the row is not UTF-8 ({error.reason}). Save the file as UTF-8.")
+    if unknown := UNKNOWN.search(str(error)):
+        return BadRow(_unknown(unknown.group(1)[:MOST_SHOWN], row))
+    if isinstance(error, msgspec.ValidationError):
+        return BadRow(f"{error}. Correct it.")
+    return BadRow(f"the row is not JSON: {error}. Write one JSON object a line.")
+
+
+@functools.lru_cache(256)
+def _unknown(name: str, row: type[Struct]) -> str:
+    near = difflib.get_close_matches(name, row.__struct_fields__, n=1, cutoff=0.5)
+    hint = f" Did you mean `{near[0]}`?" if near else ""
+    return f"there is no field `{name}`.{hint} Take it out, put it under `metadata`, or add --no-strict."
+
+
+class _Named(Struct):
+    id: str | int | None = None
+    custom_id: str | None = None
+
+
+def _id_of(piece: bytes) -> str | int | None:
+    """The id of a row that is wrong elsewhere, so that its error can be told whose it is."""
+    try:
+        named = msgspec.json.decode(piece, type=_Named)
+    except (ValueError, RecursionError):
+        return None
+    return named.id if named.custom_id is None else named.custom_id
+
+
+def _short(value: str | None) -> str:
+    return "none" if value is None else f"'{value[:MOST_SHOWN]}'"

@@ -1,0 +1,124 @@
+"""What a row may say: the fields of our own rows, and those of OpenAI's requests. Reading checks types and ranges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, Struct
+
+MOST_SAMPLES = 4096  # of one prompt
+MOST_LOGPROBS = 1000  # beside each token; the sampler may allow fewer
+MOST_TOKENS = 1 << 30
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Some = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-1e3, le=1e3)]
+Stops = Annotated[list[str], Meta(max_length=64)]
+Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
+Texts = str | list[int | str | list[int]]
+
+
+class Schema(Struct, kw_only=True):
+    """`json_schema` of a response format. `name` and `strict` change nothing: a schema always holds."""
+
+    schema: dict[str, Any] | bool = True
+
+
+class Format(Struct, kw_only=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`."""
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: Words | None = None
+    grammar: str | None = None
+
+
+class Drawing(Struct, kw_only=True):
+    """How the answer of this row is drawn, where that differs from the flags. Null is as good as nothing."""
+
+    max_tokens: Some | None = None
+    max_completion_tokens: Some | None = None
+    max_new_tokens: Some | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e3)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e3)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
+    logprobs: bool | Logprobs | None = None
+    top_logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    response_format: Format | None = None
+    structured_outputs: Structured | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    truncate: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+
+
+class Row(Drawing, kw_only=True, forbid_unknown_fields=True):
+    """A row as it stands in the input: one of `prompt`, `prompt_token_ids`, `messages`; or a request of OpenAI's batch
+    format, `custom_id`, `method`, `url` and `body`.
+    """
+
+    id: str | int | None = None
+    prompt: Texts | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    messages: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None  # goes into the answer as it is
+    custom_id: str | None = None
+    method: str | None = None
+    url: str | None = None
+    body: Raw = Raw()
+
+
+class Body(Drawing, kw_only=True, forbid_unknown_fields=True):
+    """The body of an OpenAI request. What only concerns OpenAI's service is passed over; what would change the answer
+    and is not to be had is refused.
+    """
+
+    model: str | None = None
+    prompt: Texts | None = None
+    messages: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+
+class LooseRow(Row, kw_only=True, forbid_unknown_fields=False):
+    """The same, and fields that we do not know are passed over."""
+
+
+class LooseBody(Body, kw_only=True, forbid_unknown_fields=False):
+    """The same, and fields that we do not know are passed over."""
+
+
+DRAWING = Drawing.__struct_fields__

@@ -1,0 +1,64 @@
+"""What the flags say on how answers are drawn, for rows that say nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.workloads.generate.options import GenerateOptions
+
+TEST_TOKENS = 16
+MOST_FILE = 1 << 20  # bytes of a schema or a grammar
+
+
+def sampling(own: GenerateOptions) -> Sampling:
+    """What the flags say on how an answer is drawn. Raises `UsageError`."""
+    if own.min_tokens > own.max_new_tokens:
+        raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
+    same = ("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "logprobs", "prompt_logprobs")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return Sampling(
+        max_tokens=min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens,
+        top_k=max(0, own.top_k),
+        stop=tuple(own.stop),
+        stop_token_ids=tuple(own.stop_token_ids),
+        constraint=constraint(own),
+        **{name: getattr(own, name) for name in (*same, *penalties)},
+    )
+
+
+def constraint(own: GenerateOptions) -> Constraint | None:
+    """The form that the flags demand of every answer. Raises `UsageError`."""
+    given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(own, name)]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
+    if own.json_schema:
+        return Constraint(json_schema=_schema(own.json_schema))
+    if own.grammar:
+        return Constraint(grammar=_text(own.grammar, "--grammar"))
+    if own.choice:
+        return Constraint(choice=tuple(own.choice))
+    return Constraint(regex=own.regex) if own.regex else None
+
+
+def _schema(path: Path) -> dict[str, Any] | bool:
+    try:
+        schema: Any = json.loads(_text(path, "--json-schema"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}. Correct it.") from error
+    if not isinstance(schema, dict | bool):
+        raise UsageError(f"--json-schema {path} is no JSON schema: it is a {type(schema).__name__}. Give an object.")
+    return schema
+
+
+def _text(path: Path, flag: str) -> str:
+    try:
+        if path.stat().st_size > MOST_FILE:
+            raise UsageError(f"{flag} {path} has more than {MOST_FILE:,} bytes. Give a smaller one.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error}. Give a readable file in UTF-8.") from error

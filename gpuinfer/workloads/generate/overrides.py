@@ -1,0 +1,110 @@
+"""From what a row says about its answer to the fields of `Sampling` that it changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint
+from gpuinfer.workloads.generate.asking import DRAWING, Drawing, Format, Structured
+
+SAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logit_bias",
+    "prompt_logprobs",
+)
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first that is given counts
+NOTHING = (None,) * len(DRAWING)
+said = operator.attrgetter(*DRAWING)
+
+
+def says_nothing(row: Drawing) -> bool:
+    """Whether the row leaves everything to the flags; most do."""
+    return bool(said(row) == NOTHING)
+
+
+def changes(row: Drawing) -> dict[str, Any]:
+    """The fields of `Sampling` that this row sets, by name. Raises `BadPrompt` for what contradicts itself."""
+    found = {name: value for name in SAME if (value := getattr(row, name)) is not None}
+    lengths = [value for name in LENGTHS if (value := getattr(row, name)) is not None]
+    if lengths:
+        found["max_tokens"] = lengths[0]
+    if row.top_k is not None:
+        found["top_k"] = max(0, row.top_k)  # -1: all, as vLLM has it
+    if row.stop is not None:
+        found["stop"] = (row.stop,) if isinstance(row.stop, str) else tuple(row.stop)
+    if row.stop_token_ids is not None:
+        found["stop_token_ids"] = tuple(row.stop_token_ids)
+    if row.logprobs is not None or row.top_logprobs is not None:
+        found["logprobs"] = _logprobs(row)
+    return found | _constraint(row)
+
+
+def _logprobs(row: Drawing) -> int | None:
+    """A number as completions have it, or yes and no beside `top_logprobs` as chats have it."""
+    if row.logprobs is False:
+        return None
+    if row.logprobs is True or row.logprobs is None:
+        return row.top_logprobs or 0
+    return row.logprobs
+
+
+def _constraint(row: Drawing) -> dict[str, Any]:
+    found = list(_constraints(row))
+    if len(found) > 1:
+        raise BadPrompt("the row asks for more than one form of the answer. Keep one of them.")
+    return {"constraint": found[0]} if found else {}
+
+
+def _constraints(row: Drawing) -> Iterator[Constraint | None]:
+    """None: any text, whatever the flags say."""
+    if (form := row.response_format) is not None:
+        yield _form(form)
+    guided = Structured(
+        json=row.guided_json, regex=row.guided_regex, choice=row.guided_choice, grammar=row.guided_grammar
+    )
+    for one in (row.structured_outputs, guided):
+        if one is not None:
+            yield from structured(one)
+
+
+def _form(form: Format) -> Constraint | None:
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint(json_schema=True)
+    if form.json_schema is None:
+        raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
+    return Constraint(json_schema=form.json_schema.schema)
+
+
+def structured(wanted: Structured) -> Iterator[Constraint]:
+    if wanted.json is not None and wanted.json is not False:
+        yield Constraint(json_schema=_schema(wanted.json))
+    if wanted.regex is not None:
+        yield Constraint(regex=wanted.regex)
+    if wanted.choice is not None:
+        yield Constraint(choice=tuple(wanted.choice))
+    if wanted.grammar is not None:
+        yield Constraint(grammar=wanted.grammar)
+
+
+def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any] | bool)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadPrompt(f"the row's JSON schema is none: {error}. Give a schema as JSON.") from error

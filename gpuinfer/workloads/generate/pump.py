@@ -1,0 +1,210 @@
+"""Keeps the model busy with rows, and brings its answers to the output, with little of either in memory.
+
+A fixed number of tasks ask, each one row at a time: a few times as many rows as the backend has slots are under way, so
+that a slot that becomes free finds a row waiting. One task reads ahead, as long as few rows wait to be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+
+from gpuinfer.api import Infer, Limits
+from gpuinfer.errors import BackendDied, BackendError, GpuinferError, RequestError
+from gpuinfer.generation import Generation
+from gpuinfer.workloads.generate.answers import Writer, output_tokens
+from gpuinfer.workloads.generate.asked import Reader
+from gpuinfer.workloads.generate.done import key_of
+from gpuinfer.workloads.generate.naming import Job, Namer
+from gpuinfer.workloads.generate.ordering import AsDone, InOrder
+from gpuinfer.workloads.generate.output import Output
+from gpuinfer.workloads.generate.reading import Source
+from gpuinfer.workloads.generate.samples import Asker
+from gpuinfer.workloads.generate.splitting import Either, Piece
+from gpuinfer.workloads.generate.writing import Outlet
+
+BLOCK = 128  # rows that are understood before anything else may run
+AHEAD = 4 * BLOCK  # rows that wait to be asked, at least, before more are read
+MOST_UNDER_WAY = 16_384
+
+
+class Tally:
+    """What has become of the rows so far."""
+
+    def __init__(self) -> None:
+        self.read = self.before = self.answered = self.failed = 0
+        self.input_tokens = self.output_tokens = self.cached_tokens = 0
+        self.ended = False  # the input has no more rows
+        self.first_failure: GpuinferError | None = None
+
+    @property
+    def done(self) -> int:
+        return self.before + self.answered + self.failed
+
+    def answer(self, generation: Generation) -> None:
+        self.answered += 1
+        self.input_tokens += generation.prompt_tokens
+        self.cached_tokens += generation.cached_tokens
+        self.output_tokens += output_tokens(generation)
+
+    def fail(self, error: GpuinferError) -> None:
+        self.failed += 1
+        self.first_failure = self.first_failure or error
+
+
+def under_way(limits: Limits) -> int:
+    """How many rows to have under way: enough that a free slot always finds one that waits."""
+    once = limits.slots or limits.max_rows * limits.in_flight
+    return min(3 * once, max(once + limits.max_rows, MOST_UNDER_WAY))
+
+
+class Pump:
+    """Everything between an opened input and an opened output. `most` ends the input after so many rows."""
+
+    def __init__(
+        self,
+        infer: Infer,
+        source: Source,
+        output: Output,
+        reader: Reader,
+        namer: Namer,
+        writer: Writer,
+        *,
+        ordered: bool = False,
+        most: int | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.splitter = Either()
+        self._source, self._output = source, output
+        self._reader, self._namer, self._writer = reader, namer, writer
+        limits = infer.limits
+        self.under_way = under_way(limits)
+        widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
+        self._asker = Asker(infer, self.under_way, widest)
+        self._outlet = Outlet(output.descriptor, output.name)
+        add = self._outlet.add
+        self._order: InOrder | AsDone = InOrder(add, 4 * self.under_way + AHEAD) if ordered else AsDone(add)
+        self._most = most
+        self._places = 0  # given away
+        self._jobs: deque[Job] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()  # tasks without a row
+        self._hungry = asyncio.Event()
+        self._time = asyncio.get_running_loop().time
+
+    async def run(self) -> None:
+        """Until every row is answered and on the disk. Cancelled, it keeps what is answered.
+
+        Raises `WorkError` when the work cannot go on; as an exception group.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read())
+                for _ in range(self.under_way):
+                    group.create_task(self._ask_on())
+            for line in self._output.earlier.rest() if self._output.earlier else ():
+                self._outlet.add(line)
+                await self._outlet.room()
+        finally:
+            self._source.stop()
+            await self._outlet.close()
+
+    # Reading
+
+    async def _read(self) -> None:
+        async for chunk in self._source.chunks():
+            if not await self._take_all(self.splitter.feed(chunk)):
+                break
+        else:
+            await self._take_all(self.splitter.end())
+        self.tally.ended = True
+        self._wake(len(self._idle))
+
+    async def _take_all(self, pieces: list[Piece]) -> bool:
+        """Whether more rows are wanted."""
+        for start in range(0, len(pieces), BLOCK):
+            left = BLOCK if self._most is None else self._most - self.tally.read
+            if left <= 0:
+                return False
+            await self._take(pieces[start : start + min(BLOCK, left)])
+        return self._most is None or self.tally.read < self._most
+
+    async def _take(self, pieces: list[Piece]) -> None:
+        """Understand some rows; those that are not done yet wait to be asked. Returns when few do."""
+        jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
+        self.tally.read += len(jobs)
+        for job in self._not_done(jobs):
+            job.place = self._place()
+            if job.error is not None:
+                self._fail(job, job.error)
+            else:
+                self._jobs.append(job)
+        self._wake(len(self._jobs))
+        await asyncio.sleep(0)
+        await self._outlet.room()
+        await self._order.near(self._places)
+        while len(self._jobs) > AHEAD:
+            self._hungry.clear()
+            await self._hungry.wait()
+
+    def _not_done(self, jobs: list[Job]) -> Iterator[Job]:
+        done = self._output.done
+        before = done.has([key_of(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
+        for job, was_done in zip(jobs, before, strict=True):
+            self.tally.before += was_done
+            if not was_done and not self._taken_over(job):
+                yield job
+
+    def _taken_over(self, job: Job) -> bool:
+        """Whether an earlier answer has been put in the row's place."""
+        line = self._output.earlier.take(job.digest) if self._output.earlier else None
+        if line is not None:
+            self.tally.before += 1
+            self._order.add(self._place(), line)
+        return line is not None
+
+    def _place(self) -> int:
+        self._places += 1
+        return self._places - 1
+
+    def _wake(self, most: int) -> None:
+        for _ in range(min(most, len(self._idle))):
+            waiting = self._idle.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+
+    # Asking
+
+    async def _ask_on(self) -> None:
+        while (job := await self._next()) is not None:
+            await self._order.near(job.place)
+            asked = self._time()
+            try:
+                generation = await self._asker.ask(job.prompt)
+                line = self._writer.answer(job, generation, self._time() - asked)
+            except BackendDied:
+                raise
+            except (RequestError, BackendError) as error:
+                self._fail(job, error)
+            else:
+                self.tally.answer(generation)
+                self._order.add(job.place, line)
+            if self._outlet.full:
+                await self._outlet.room()
+
+    def _fail(self, job: Job, error: GpuinferError) -> None:
+        self.tally.fail(error)
+        self._order.add(job.place, self._writer.error(job, error))
+
+    async def _next(self) -> Job | None:
+        """The next row to ask; None when there are no more."""
+        while not self._jobs:
+            if self.tally.ended:
+                return None
+            waiting = asyncio.get_running_loop().create_future()
+            self._idle.append(waiting)
+            await waiting
+        job = self._jobs.popleft()
+        if len(self._jobs) <= AHEAD // 2:
+            self._hungry.set()
+        return job

@@ -1,0 +1,91 @@
+"""The bytes of the input as they come: from a file, or from whoever writes to standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import stat
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from gpuinfer.errors import UsageError, WorkError
+
+CHUNK = 256 << 10
+LOOK_S = 0.1  # how long a silent input keeps us from seeing that the run is over
+COUNT_BYTES = 4 << 30  # a larger file's rows are not counted beforehand
+
+
+class Source:
+    """The input of a run. `name` is a path, or - for standard input. Raises `UsageError` when it cannot be opened."""
+
+    def __init__(self, name: str) -> None:
+        self.name = "standard input" if name == "-" else name
+        self._own = name != "-"
+        self._descriptor = _opened(name) if self._own else sys.stdin.fileno()
+        self._over = False
+
+    @property
+    def size(self) -> int | None:
+        """In bytes; None for what is no regular file."""
+        found = os.fstat(self._descriptor)
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Until the input ends or `stop` is called. Raises `WorkError` when it can be read no further."""
+        while chunk := await asyncio.to_thread(self._read):
+            yield chunk
+
+    def _read(self) -> bytes:
+        waiting = select.poll()
+        waiting.register(self._descriptor, select.POLLIN)
+        try:
+            while not self._over:
+                if waiting.poll(LOOK_S * 1e3):
+                    return os.read(self._descriptor, CHUNK)
+        except OSError as error:
+            raise WorkError(
+                f"{self.name} can be read no further: {error.strerror}. Mend that, then run again with --resume."
+            ) from error
+        return b""
+
+    def lines(self) -> int | None:
+        """How many lines a regular file has that is not too large to count them; None for all else. Takes a while."""
+        size = self.size
+        if size is None or size > COUNT_BYTES:
+            return None
+        count, position, last = 0, 0, b"\n"
+        while not self._over and (chunk := os.pread(self._descriptor, 4 * CHUNK, position)):
+            count, position, last = count + chunk.count(b"\n"), position + len(chunk), chunk[-1:]
+        return None if self._over else count + (last != b"\n")
+
+    def stop(self) -> None:
+        """Read no more: whoever waits for bytes gets none."""
+        self._over = True
+
+    def close(self) -> None:
+        self.stop()
+        if self._own:
+            os.close(self._descriptor)
+
+
+def check(name: str) -> None:
+    """Raises `UsageError` for an input that cannot be read. Opens nothing: a pipe would notice."""
+    if name == "-":
+        if sys.stdin is None or sys.stdin.closed:
+            raise UsageError("--input -: there is no standard input. Give a file with --input.")
+    elif Path(name).is_dir():
+        raise UsageError(f"--input {name}: this is a folder. Give a file of prompts, one JSON object a line.")
+    elif not Path(name).exists():
+        raise UsageError(f"--input {name}: there is no such file. Give a file of prompts, or - for standard input.")
+    elif not os.access(name, os.R_OK):
+        raise UsageError(f"--input {name} cannot be read: permission denied. Give a file that you may read.")
+
+
+def _opened(name: str) -> int:
+    check(name)
+    try:
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"--input {name} cannot be read: {error.strerror}. Give a file that you may read.") from error

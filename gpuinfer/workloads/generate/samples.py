@@ -1,0 +1,72 @@
+"""Asks for the answers to one prompt: at once, or in parts when there are more than a batch can take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gpuinfer.api import Infer
+from gpuinfer.errors import BadResult, QueueFull, unwrap
+from gpuinfer.generation import Generation, Prompt
+from gpuinfer.workloads.generate.room import Room
+
+AGAIN_S, TRIES = 0.05, 2000  # between two tries at a queue that is full, and how many
+
+
+class Asker:
+    """Asks with at most `rows` rows under way, all askers together; a request has at most `widest`."""
+
+    def __init__(self, infer: Infer, rows: int, widest: int) -> None:
+        self._infer, self._room, self._widest = infer, Room(rows), widest
+
+    async def ask(self, prompt: Prompt) -> Generation:
+        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend."""
+        if prompt.samples <= self._widest:
+            return await self._one(prompt)
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = [group.create_task(self._one(part)) for part in split(prompt, self._widest)]
+        except BaseExceptionGroup as errors:
+            raise unwrap(errors) from None
+        return joined([part.result() for part in parts])
+
+    async def _one(self, prompt: Prompt) -> Generation:
+        rows = prompt.samples
+        taken = await self._room.take(rows)
+        try:
+            found = await self._asked(prompt)
+        finally:
+            self._room.give(taken)
+        if type(found) is not Generation or len(found.completions) != rows:
+            raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
+        return found
+
+    async def _asked(self, prompt: Prompt) -> Any:
+        for _ in range(TRIES):
+            try:
+                return await self._infer(prompt, rows=prompt.samples)
+            except QueueFull as error:
+                await asyncio.sleep(error.retry_after_s or AGAIN_S)
+        return await self._infer(prompt, rows=prompt.samples)
+
+
+def split(prompt: Prompt, widest: int) -> list[Prompt]:
+    """Prompts of at most so many samples, which draw the same answers as the whole."""
+    first, end = prompt.first_sample, prompt.first_sample + prompt.samples
+    return [
+        msgspec.structs.replace(prompt, first_sample=start, samples=min(widest, end - start))
+        for start in range(first, end, widest)
+    ]
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The answers of all parts as one."""
+    return msgspec.structs.replace(
+        parts[0],
+        completions=tuple(one for part in parts for one in part.completions),
+        first_token_s=min(part.first_token_s for part in parts),
+        seconds=max(part.seconds for part in parts),
+    )

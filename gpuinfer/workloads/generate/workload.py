@@ -1,0 +1,237 @@
+"""Generate: the workload that reads prompts, asks a model to go on with each, and writes the answers down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from gpuinfer import errors, registry
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.workloads.generate import output, reading
+from gpuinfer.workloads.generate.answers import Writer
+from gpuinfer.workloads.generate.asked import Defaults, Reader
+from gpuinfer.workloads.generate.defaults import sampling
+from gpuinfer.workloads.generate.naming import Namer
+from gpuinfer.workloads.generate.options import GenerateOptions
+from gpuinfer.workloads.generate.output import Output, open_output
+from gpuinfer.workloads.generate.pump import Pump, Tally
+from gpuinfer.workloads.generate.reading import Source
+
+LOOK_S = 0.1  # between two words on how it goes
+TEST_ROWS = 3
+
+log = logging.getLogger(__name__)
+
+
+class Generate(Workload):
+    """Answer a file of prompts: each row once, the same answer in any company, and all of it kept when the run ends."""
+
+    class Options(GenerateOptions):
+        """They stand in a file of their own."""
+
+    options: Options
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        own = self.options
+        self.target = "-" if own.test else own.output
+        self._check_model()
+        self._check_files()
+        self.sampling = sampling(own)
+        if own.retry_errors and not own.resume:
+            raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
+
+    def _check_model(self) -> None:
+        own = self.options
+        if (own.model is None) == (own.checkpoint is None):
+            both = "generate takes a --model or a --checkpoint, and not both" if own.model else "generate needs a model"
+            raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
+        if own.meta is not None and own.checkpoint is None:
+            raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
+        for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
+            if file is not None and not file.is_file():
+                raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+        if own.trust_remote_code and "vllm" not in registry.names("backends"):
+            raise UsageError(
+                "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
+                "vllm, which is not installed. Leave the flag out, or install that backend and add --backend vllm."
+            )
+
+    def _check_files(self) -> None:
+        own = self.options
+        if own.input is None:
+            raise UsageError("generate needs prompts. Give --input FILE, or --input - for standard input.")
+        reading.check(own.input)
+        output.check(self.target, own.input, own.resume and not own.test)
+
+    @property
+    def writes_stdout(self) -> bool:
+        """Whether standard output carries answers, so that nothing else may be written there."""
+        return self.target == "-"
+
+    def model(self) -> ModelSpec:
+        own = self.options
+        wanted = {
+            "slots": own.batch_size,
+            "context": own.context,
+            "meta": own.meta and str(own.meta),
+            "trust_remote_code": own.trust_remote_code or None,
+        }
+        return ModelSpec(
+            name=own.model or str(own.checkpoint),
+            weights=str(own.checkpoint) if own.checkpoint else None,
+            arguments={name: value for name, value in wanted.items() if value is not None},
+            kind="text",
+        )
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        own = self.options
+        opening = asyncio.create_task(asyncio.to_thread(self._open))
+        try:
+            async for _ in followed(opening, infer.stopping):
+                yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
+        except BaseException:
+            opening.add_done_callback(_close_late)
+            raise
+        source, target, settings = opening.result()
+        try:
+            async for progress in self._answer(infer, source, target, settings):
+                yield progress
+        finally:
+            source.close()
+            target.close()
+
+    def _open(self) -> tuple[Source, Output, dict[str, Any]]:
+        """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
+        own = self.options
+        settings = self.deciding_settings()
+        target = open_output(
+            self.target,
+            settings,
+            resume=own.resume and not own.test,
+            retry=own.retry_errors,
+            ordered=own.ordered,
+        )
+        try:
+            return Source(own.input or "-"), target, settings
+        except BaseException:
+            target.close()
+            raise
+
+    async def _answer(
+        self, infer: Infer, source: Source, target: Output, settings: Mapping[str, Any]
+    ) -> AsyncIterator[Progress]:
+        yield Progress(0, note="loading the model", setup=True)
+        await infer.ready()
+        own = self.options
+        pump = Pump(
+            infer,
+            source,
+            target,
+            Reader(Defaults(self.sampling, own.num_samples, own.truncate, own.strict)),
+            Namer(settings),
+            Writer(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
+            ordered=own.ordered,
+            most=TEST_ROWS if own.test else None,
+        )
+        counting = asyncio.create_task(asyncio.to_thread(source.lines))
+        yield self._progress(pump, counting)  # the run's clock starts
+        running = asyncio.create_task(pump.run())
+        try:
+            async for _ in followed(running, infer.stopping):
+                yield self._progress(pump, counting)
+            if not running.cancelled():
+                target.finish()
+            elif not output.is_stream(self.target):
+                log.warning("stopped; what was answered is in %s. Run again with --resume to go on.", self.target)
+        except BaseExceptionGroup as group:
+            raise errors.unwrap(group) from group
+        finally:
+            source.stop()
+            await asyncio.wait({counting})
+        self._say_failures(pump.tally)
+        yield self._progress(pump, counting)
+
+    def _progress(self, pump: Pump, counting: asyncio.Task[int | None]) -> Progress:
+        tally, total = pump.tally, None
+        if tally.ended:
+            total = tally.read
+        elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
+            total = max(lines, tally.read)
+        names = ("input_tokens", "output_tokens", "cached_tokens")
+        return Progress(
+            tally.done,
+            total,
+            "rows",
+            counts={name: getattr(tally, name) for name in names},
+            facts={"rows_outstanding": pump.under_way},
+            note=f"{tally.failed} rows with errors" if tally.failed else "",
+            before=tally.before,
+        )
+
+    def _say_failures(self, tally: Tally) -> None:
+        """Raises `WorkError` when not one row was answered."""
+        if tally.first_failure is None:
+            return
+        said = f"The first says: {tally.first_failure}"
+        if not tally.answered and tally.failed == tally.done and tally.ended:
+            raise WorkError(f"not one of {tally.failed} rows was answered. {said}")
+        cure = "Correct them and run again with --resume --retry-errors."
+        log.warning("%d of %d rows ended with an error. %s %s", tally.failed, tally.done, said, cure)
+
+    def deciding_settings(self) -> dict[str, Any]:
+        """All that decides what the output is: answers of other settings must not be mixed with these."""
+        own, drawn = self.options, msgspec.to_builtins(self.sampling)
+        return {
+            **drawn,
+            **{name: getattr(own, name) for name in ("num_samples", "truncate", "context", "token_ids", "timing")},
+            "ordered": own.ordered,
+            "deterministic": own.deterministic,
+            "seed": self.setup.seed,
+            "dtype": self.setup.dtype,
+            "model": fingerprint(self.model()),
+        }
+
+
+def fingerprint(spec: ModelSpec) -> str:
+    """What tells this model from others; its name where the checkpoint is not one that we read ourselves."""
+    from gpuinfer.models.text.checkpoint import open_checkpoint
+
+    try:
+        return str(open_checkpoint(spec).fingerprint)
+    except UsageError as error:
+        log.info("no fingerprint of %s: %s", spec.name, error)  # a backend that cannot read it will say so
+        return f"name {spec.name}"
+
+
+async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
+    """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        while not task.done():
+            await asyncio.wait({task, stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            yield
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+    finally:
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def _close_late(opening: asyncio.Task[tuple[Source, Output, dict[str, Any]]]) -> None:
+    """What was opened though nobody wants it any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        source, target, _ = opening.result()
+        source.close()
+        target.close()

@@ -1,0 +1,84 @@
+"""The command, but with a model that answers at once in the place of `inprocess`: what surrounds the model is tried.
+
+An answer is the prompt turned round, a word for each sample. `slow` in a prompt delays it, `bad` and `broken` fail it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import types
+import sys
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Backend, Event, Limits
+from gpuinfer.errors import BackendError, BadPrompt
+from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
+
+
+class Instant(Backend):
+    """Answers prompts without a model."""
+
+    class Options(api.Options):
+        slots: int = 64
+        max_rows: int = 64
+        delay: float = 0.0  # seconds at most; drawn for each batch
+
+    def __init__(self, setup=None, /, **options):
+        super().__init__(setup, **options)
+        spec = self.setup.model
+        slots = (spec and spec.arguments.get("slots")) or self.options.slots
+        self.limits = Limits(min(slots, self.options.max_rows), in_flight=4, slots=slots)
+        self._dice = random.Random(5)
+
+    async def infer(self, batch):
+        if self.options.delay:
+            await asyncio.sleep(self._dice.random() * self.options.delay)
+        return [answer(request.payload) for request in batch]
+
+
+def answer(prompt: Prompt) -> Generation | Exception:
+    text = prompt.text if prompt.text is not None else repr(prompt.tokens or prompt.messages)
+    if "bad" in text:
+        return BadPrompt("the prompt is bad. Give a better one.")
+    if "broken" in text and not os.environ.get("MENDED"):
+        return BackendError("the model broke. Mend it.")
+    drawn = range(prompt.first_sample, prompt.first_sample + prompt.samples)
+    return Generation(
+        completions=tuple(completion(prompt, text, number) for number in drawn), prompt_tokens=len(text.encode())
+    )
+
+
+def completion(prompt: Prompt, text: str, number: int) -> Completion:
+    tokens = tuple(hashlib.sha256(f"{prompt.key} {number}".encode()).digest()[: min(prompt.sampling.max_tokens, 4)])
+    chosen = tuple(Logprob(Candidate(token, -1.5, 1), (Candidate(token, -1.5, 1),)) for token in tokens)
+    return Completion(
+        text=f"{text[::-1]} {number} {tokens[0]}",
+        tokens=tokens,
+        finish_reason="length",
+        logprobs=None if prompt.sampling.logprobs is None else chosen,
+    )
+
+
+class Checkpoint:
+    fingerprint = os.environ.get("FINGERPRINT", "abc")
+
+
+def patch() -> None:
+    """Put the instant model in the place of the real one, fingerprint and all."""
+    from gpuinfer.backends import inprocess
+    from gpuinfer.workloads.generate import workload
+
+    inprocess.InProcess = Instant
+    workload.fingerprint = lambda spec: Checkpoint.fingerprint
+
+
+if __name__ == "__main__":
+    patch()
+    from gpuinfer.cli import main
+
+    main(["generate", "--no-roofline", *sys.argv[2:]])
