@@ -1,0 +1,89 @@
+"""Batches of fixed shape: one token of each row, padded to one of few sizes, through the same memory each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.models.buckets import bucket_for
+from gpuinfer.models.text.decoder.torch_attention import Batch, Group, Window, mask
+from gpuinfer.models.text.decoder.torch_cache import SlotCache
+from gpuinfer.models.text.decoder.torch_graphs import Replays
+from gpuinfer.models.text.decoder.torch_plan import Integers, reach_buckets, row_buckets
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape of a batch. `in_place`: row i is slot i, whose cache is read where it lies; else it is copied first."""
+
+    rows: int
+    reach: int
+    in_place: bool
+    answered: bool  # whether logits are computed
+
+
+class StaticBatches:
+    """Runs one-token rows through `hidden` and `logits`, launched as CUDA graphs where the device has them.
+
+    Rows that only fill up have token 0 at position 0 and write to the spare slot.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        windows: Collection[Window],
+        vocabulary: int,
+        most: int,
+        hidden: Callable[[Batch], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        graphs: bool,
+    ) -> None:
+        self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
+        device = cache.keys.device
+        self.row_buckets, self.reach_buckets = row_buckets(most), reach_buckets(cache.room)
+        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._inputs = torch.zeros((3, most), dtype=torch.int64, device=device)
+        self._outputs = torch.zeros((most, vocabulary), device=device)
+        self._run = Replays(self._compute, device, graphs)
+
+    def decode(self, tokens: Integers, positions: Integers, slots: Integers, answered: bool) -> tuple[Tensor, Integers]:
+        """Logits [padded rows, vocabulary] of one step for each slot, and where the slots' own are among them.
+
+        The next call overwrites them; without `answered` they mean nothing.
+        """
+        reach = bucket_for(int(positions.max()) + 1, self.reach_buckets)
+        few = bucket_for(len(slots), self.row_buckets)
+        spread = bucket_for(int(slots.max()) + 1, self.row_buckets)
+        in_place = spread <= 2 * few  # a copy of the cache costs more than rows that idle
+        where = slots if in_place else np.arange(len(slots))
+        return self.compute(
+            Form(spread if in_place else few, reach, in_place, answered), where, tokens, positions, slots
+        )
+
+    def compute(
+        self, form: Form, where: Integers, tokens: Integers, positions: Integers, slots: Integers
+    ) -> tuple[Tensor, Integers]:
+        """The same in a form that is given, with the rows at the places `where`."""
+        inputs = self._host[:, : form.rows].numpy()
+        inputs[:2], inputs[2] = 0, self.cache.spare
+        inputs[0, where], inputs[1, where], inputs[2, where] = tokens, positions, slots
+        self._inputs[:, : form.rows].copy_(self._host[:, : form.rows])
+        self._run(form)
+        return self._outputs[: form.rows], where
+
+    def forget(self) -> None:
+        self._run.forget()
+
+    def _compute(self, form: Form) -> None:
+        tokens, positions, slots = self._inputs[:, : form.rows].unbind()
+        reading = slice(0, form.rows) if form.in_place else slots
+        dtype = self.cache.keys.dtype
+        masks = {window: mask(positions[:, None], form.reach, window, dtype) for window in self.windows}
+        group = Group(1, form.reach, reading, None, {**masks})
+        found = self._hidden(Batch(tokens, positions, slots * self.cache.room + positions, (group,)))
+        if form.answered:
+            self._outputs[: form.rows].copy_(self._logits(found))
