@@ -1,9 +1,9 @@
 """What each token adds to a text.
 
 Two kinds of vocabularies. In the first a token is a run of bytes, and a text is all of them together, read as UTF-8
-with what is no UTF-8 replaced (byte-level BPE, Radford et al. 2019; bytes; characters). In the second a token is a piece of
-text, but for those that stand for one byte: a run of such bytes is one text when it is UTF-8 as a whole, and else one
-replacement character for each (SentencePiece's byte fallback, Kudo and Richardson 2018, as `tokenizers` decodes it).
+with what is no UTF-8 replaced (byte-level BPE, Radford et al. 2019; bytes; characters). In the second a token is a
+piece of text, but for those that stand for one byte: a run of such bytes is one text when it is UTF-8 as a whole, and
+else one replacement character for each (byte fallback, Kudo and Richardson 2018, as `tokenizers` decodes it).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Spelling:
 
 
 def byte_level_table() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable ones as themselves (Radford et al. 2019)."""
+    """The characters by which byte-level vocabularies write bytes: themselves if printable (Radford et al. 2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {**{chr(byte): byte for byte in plain}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
