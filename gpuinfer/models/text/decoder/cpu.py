@@ -213,8 +213,8 @@ def _buffers(shape: Shape, share: Share, own: LaneWeights, rows: int, stored: An
 
 
 def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
-    """Scores of one query, the query, and its mix of values."""
-    return (np.zeros(tiles * TILE, np.float32), np.zeros(padded, np.float32), np.zeros(padded, np.float32))
+    """Scores of two queries, the queries, and their mixes of values."""
+    return (np.zeros(2 * tiles * TILE, np.float32), np.zeros(2 * padded, np.float32), np.zeros(2 * padded, np.float32))
 
 
 def _positions(step: Step) -> NDArray[np.int32]:

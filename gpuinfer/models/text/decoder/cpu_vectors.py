@@ -5,6 +5,7 @@ values as [position, head_dim]. bfloat16 is widened as it is read. The loops of 
 their vectors by itself: it looks for longer ones.
 """
 
+import contextlib
 import math
 
 import numpy as np
@@ -21,138 +22,157 @@ BITS = ir.VectorType(I32, TILE)
 LEAST, LOG2_E = -87.0, 1.4426950216293335  # all exact in float32
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286057785444427e-06
 COEFFICIENTS = [float(np.float32(1 / math.factorial(n))) for n in range(8)]
+FLOATS = types.Array(types.float32, 1, "C")
 CHAINS = 4  # sums kept apart, so that one addition need not wait for the one before
 
 
 @intrinsic
-def tile_scores(typing, query, query_at, keys, keys_at, dim, scores, scores_at):
-    """scores[16] = query[dim] · keys[dim, 16]: one query with the keys of a tile. `dim` is a multiple of 4."""
+def tile_scores(typing, count, queries, keys, keys_at, dim, scores, scores_at):
+    """The products of one or two queries with the 16 keys of a tile, [dim, 16] from `keys_at` on.
+
+    `count`, a literal, says how many queries there are; the second lies `dim` after the first, its scores in the second
+    half of `scores`. `dim` is a multiple of 4. A query's scores have the same bits with and without another beside it.
+    """
+    if not (isinstance(count, types.IntegerLiteral) and isinstance(keys, types.Array)):
+        return None
 
     def generate(context, builder, signature, values):
-        query, keys, scores = (_data(context, builder, signature, values, index) for index in (0, 2, 5))
-        query_at, keys_at, dim, scores_at = values[1], values[3], values[4], values[6]
-        sums = [_zero(builder) for _ in range(CHAINS)]
-        four = ir.Constant(I64, CHAINS)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), dim, four) as (d, _):
-            for number, total in enumerate(sums):
-                at = builder.add(d, ir.Constant(I64, number))
-                value = builder.load(builder.gep(query, [builder.add(query_at, at)]))
-                offset = builder.add(keys_at, builder.mul(at, ir.Constant(I64, TILE)))
-                _add_product(builder, total, _splat(builder, value), _load(builder, keys, offset))
-        _store(builder, scores, scores_at, _sum(builder, sums))
+        queries, keys, scores = (_data(context, builder, signature, values, index) for index in (1, 2, 5))
+        keys_at, dim, scores_at = values[3], values[4], values[6]
+        sums = [[_zero(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
+        with _counting(builder, dim, CHAINS) as d:
+            for chain in range(CHAINS):
+                at = builder.add(d, ir.Constant(I64, chain))
+                key = _load(builder, keys, builder.add(keys_at, builder.mul(at, ir.Constant(I64, TILE))))
+                for number, totals in enumerate(sums):
+                    place = builder.add(at, builder.mul(dim, ir.Constant(I64, number)))
+                    value = builder.load(builder.gep(queries, [place]))
+                    _add_product(builder, totals[chain], _splat(builder, value), key)
+        half = builder.udiv(_size(context, builder, signature, values, 5), ir.Constant(I64, 2))
+        for number, totals in enumerate(sums):
+            place = builder.add(scores_at, builder.mul(half, ir.Constant(I64, number)))
+            _store(builder, scores, place, _sum(builder, totals))
         return context.get_dummy_value()
 
-    if not isinstance(keys, types.Array):
-        return None
-    f32 = types.Array(types.float32, 1, "C")
-    return types.void(f32, types.int64, keys, types.int64, types.int64, f32, types.int64), generate
+    return types.void(count, FLOATS, keys, types.int64, types.int64, FLOATS, types.int64), generate
 
 
 @intrinsic
-def weighed_sum(typing, weights, count, values_array, values_at, stride, out, out_at):
-    """out[16] = Σ weights[j] · values[j, 16 of its columns], over j < count; rows of values lie `stride` apart."""
+def weighed_sum(typing, count, weights, rows, cached, cached_at, stride, out, out_at):
+    """Σ weights[j] · cached[j, 16 columns] over j < rows for one or two queries, to out[out_at : out_at + 16].
+
+    Rows of `cached` lie `stride` apart. The second query's weights are the second half of `weights`, its sum lies
+    `stride` after the first. A query's sum has the same bits with and without another beside it, and with weights of 0
+    behind its own.
+    """
+    if not (isinstance(count, types.IntegerLiteral) and isinstance(cached, types.Array)):
+        return None
 
     def generate(context, builder, signature, values):
-        weights, array, out = (_data(context, builder, signature, values, index) for index in (0, 2, 5))
-        count, values_at, stride, out_at = values[1], values[3], values[4], values[6]
-        sums = [_zero(builder) for _ in range(CHAINS)]
-        four = ir.Constant(I64, CHAINS)
-        whole = builder.and_(count, ir.Constant(I64, -CHAINS))
+        weights, cached, out = (_data(context, builder, signature, values, index) for index in (1, 3, 6))
+        rows, cached_at, stride, out_at = values[2], values[4], values[5], values[7]
+        sums = [[_zero(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
+        half = builder.udiv(_size(context, builder, signature, values, 1), ir.Constant(I64, 2))
 
-        def add(j, number):
-            row = builder.add(j, ir.Constant(I64, number))
-            weight = _splat(builder, builder.load(builder.gep(weights, [row])))
-            offset = builder.add(values_at, builder.mul(row, stride))
-            _add_product(builder, sums[number], weight, _load(builder, array, offset))
+        def add(j, chain):
+            row = builder.add(j, ir.Constant(I64, chain))
+            value = _load(builder, cached, builder.add(cached_at, builder.mul(row, stride)))
+            for number, totals in enumerate(sums):
+                place = builder.add(row, builder.mul(half, ir.Constant(I64, number)))
+                weight = builder.load(builder.gep(weights, [place]))
+                _add_product(builder, totals[chain], _splat(builder, weight), value)
 
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, four) as (j, _):
-            for number in range(CHAINS):
-                add(j, number)
-        with cgutils.for_range_slice(builder, whole, count, ir.Constant(I64, 1)) as (j, _):
-            add(j, 0)
-        _store(builder, out, out_at, _sum(builder, sums))
+        whole = builder.and_(rows, ir.Constant(I64, -CHAINS))
+        with _counting(builder, whole, CHAINS) as j:
+            for chain in range(CHAINS):
+                add(j, chain)
+        for chain in range(CHAINS - 1):  # each row has its chain, whatever comes behind it
+            there = builder.icmp_signed("<", builder.add(whole, ir.Constant(I64, chain)), rows)
+            with builder.if_then(there):
+                add(whole, chain)
+        for number, totals in enumerate(sums):
+            place = builder.add(out_at, builder.mul(stride, ir.Constant(I64, number)))
+            _store(builder, out, place, _sum(builder, totals))
         return context.get_dummy_value()
 
-    if not isinstance(values_array, types.Array):
-        return None
-    f32 = types.Array(types.float32, 1, "C")
-    return types.void(f32, types.int64, values_array, types.int64, types.int64, f32, types.int64), generate
+    signature = (count, FLOATS, types.int64, cached, types.int64, types.int64, FLOATS, types.int64)
+    return types.void(*signature), generate
 
 
 @intrinsic
-def soften(typing, scores, tiles):
-    """Put e^(score - the highest) in place of each of the first 16 × `tiles` scores; their sum. -inf gives 0."""
+def soften(typing, scores, first, tiles):
+    """Put e^(score - the highest) in place of 16 × `tiles` scores from `first` on; their sum. -inf gives 0."""
 
     def generate(context, builder, signature, values):
-        scores, tiles = _data(context, builder, signature, values, 0), values[1]
+        scores, first = _data(context, builder, signature, values, 0), values[1]
         tops = cgutils.alloca_once_value(builder, ir.Constant(WIDE, [float("-inf")] * TILE))
         sums = _zero(builder)
-        end = builder.mul(tiles, ir.Constant(I64, TILE))
-        largest = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(WIDE, [WIDE] * 2), "llvm.maxnum.v16f32"
-        )
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), end, ir.Constant(I64, TILE)) as (at, _):
-            builder.store(builder.call(largest, [builder.load(tops), _load(builder, scores, at)]), tops)
+        end = builder.mul(values[2], ir.Constant(I64, TILE))
+        kind = ir.FunctionType(WIDE, [WIDE] * 2)
+        largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.v16f32")
+        with _counting(builder, end, TILE) as at:
+            score = _load(builder, scores, builder.add(first, at))
+            builder.store(builder.call(largest, [builder.load(tops), score]), tops)
         top = _splat(builder, _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b])))
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), end, ir.Constant(I64, TILE)) as (at, _):
-            weight = _exp(builder, builder.fsub(_load(builder, scores, at), top))
-            _store(builder, scores, at, weight)
+        with _counting(builder, end, TILE) as at:
+            place = builder.add(first, at)
+            weight = _exp(builder, builder.fsub(_load(builder, scores, place), top))
+            _store(builder, scores, place, weight)
             builder.store(builder.fadd(builder.load(sums), weight), sums)
         return _across(builder, builder.load(sums), builder.fadd)
 
-    return types.float32(types.Array(types.float32, 1, "C"), types.int64), generate
+    return types.float32(FLOATS, types.int64, types.int64), generate
 
 
 @intrinsic
-def add_vectors(typing, a, a_at, b, b_at, count, out):
-    """out[i] = a[a_at + i] + b[b_at + i], float32, for i < count, a multiple of 16."""
+def add_vectors(typing, a, a_at, b, b_at, count, out, out_at):
+    """out[out_at + i] = a[a_at + i] + b[b_at + i], float32, for i < count, a multiple of 16."""
 
     def generate(context, builder, signature, values):
         a, b, out = (_data(context, builder, signature, values, index) for index in (0, 2, 5))
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), values[4], ir.Constant(I64, TILE)) as (at, _):
+        with _counting(builder, values[4], TILE) as at:
             left = _load(builder, a, builder.add(values[1], at))
             right = _load(builder, b, builder.add(values[3], at))
-            _store(builder, out, at, builder.fadd(left, right))
+            _store(builder, out, builder.add(values[6], at), builder.fadd(left, right))
         return context.get_dummy_value()
 
-    f32 = types.Array(types.float32, 1, "C")
-    return types.void(f32, types.int64, f32, types.int64, types.int64, f32), generate
+    return types.void(FLOATS, types.int64, FLOATS, types.int64, types.int64, FLOATS, types.int64), generate
 
 
 @intrinsic
-def turn_vectors(typing, head, cosines, sines, half):
-    """Rotate head[i] with head[i + half] by the angle i, in place; float32, `half` a multiple of 16."""
+def turn_vectors(typing, head, first, cosines, sines, half):
+    """Rotate head[first + i] with head[first + half + i] by the angle i, in place; `half` is a multiple of 16."""
 
     def generate(context, builder, signature, values):
-        head, cosines, sines = (_data(context, builder, signature, values, index) for index in (0, 1, 2))
-        half = values[3]
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), half, ir.Constant(I64, TILE)) as (at, _):
-            beyond = builder.add(at, half)
-            a, b = _load(builder, head, at), _load(builder, head, beyond)
+        head, cosines, sines = (_data(context, builder, signature, values, index) for index in (0, 2, 3))
+        half = values[4]
+        with _counting(builder, half, TILE) as at:
+            near = builder.add(values[1], at)
+            beyond = builder.add(near, half)
+            a, b = _load(builder, head, near), _load(builder, head, beyond)
             cosine, sine = _load(builder, cosines, at), _load(builder, sines, at)
-            _store(builder, head, at, builder.fsub(builder.fmul(a, cosine), builder.fmul(b, sine)))
+            _store(builder, head, near, builder.fsub(builder.fmul(a, cosine), builder.fmul(b, sine)))
             _store(builder, head, beyond, builder.fadd(builder.fmul(b, cosine), builder.fmul(a, sine)))
         return context.get_dummy_value()
 
-    f32 = types.Array(types.float32, 1, "C")
-    return types.void(f32, f32, f32, types.int64), generate
+    return types.void(FLOATS, types.int64, FLOATS, FLOATS, types.int64), generate
 
 
 @intrinsic
-def store_scaled(typing, source, scale, count, out, out_at):
-    """out[out_at + i] = source[i] × scale for i < count, a multiple of 16; rounded when out is bfloat16."""
+def store_scaled(typing, source, source_at, scale, count, out, out_at):
+    """out[out_at + i] = source[source_at + i] × scale for i < count, a multiple of 16; rounded for bfloat16."""
 
     def generate(context, builder, signature, values):
-        source, out = (_data(context, builder, signature, values, index) for index in (0, 3))
-        scale = _splat(builder, values[1])
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), values[2], ir.Constant(I64, TILE)) as (at, _):
-            value = builder.fmul(_load(builder, source, at), scale)
-            _store(builder, out, builder.add(values[4], at), value)
+        source, out = (_data(context, builder, signature, values, index) for index in (0, 4))
+        scale = _splat(builder, values[2])
+        with _counting(builder, values[3], TILE) as at:
+            value = builder.fmul(_load(builder, source, builder.add(values[1], at)), scale)
+            _store(builder, out, builder.add(values[5], at), value)
         return context.get_dummy_value()
 
     if not isinstance(out, types.Array):
         return None
-    return types.void(types.Array(types.float32, 1, "C"), types.float32, types.int64, out, types.int64), generate
+    return types.void(FLOATS, types.int64, types.float32, types.int64, out, types.int64), generate
 
 
 def _exp(builder, x):
@@ -190,6 +210,17 @@ def _across(builder, vector, combine):
 
 def _data(context, builder, signature, values, index):
     return context.make_array(signature.args[index])(context, builder, values[index]).data
+
+
+def _size(context, builder, signature, values, index):
+    return context.make_array(signature.args[index])(context, builder, values[index]).nitems
+
+
+@contextlib.contextmanager
+def _counting(builder, end, step):
+    """A loop from 0 to before `end`."""
+    with cgutils.for_range_slice(builder, ir.Constant(I64, 0), end, ir.Constant(I64, step)) as (at, _):
+        yield at
 
 
 def _zero(builder):
