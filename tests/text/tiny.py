@@ -1,0 +1,161 @@
+"""Tiny Hugging Face folders with random weights and a real tokenizer, made without network.
+
+`from text.tiny import tiny_checkpoint`; `tiny_checkpoint("llama", num_hidden_layers=3)` writes one in a temporary folder,
+once for all processes of a test run:
+the tests that share it must not change it (`copy_of` gives one that may be changed).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
+    "One request is one row; a batch is what one call of the backend serves; a row that is done frees its slot.",
+    "def batch(rows):\n    return [row for row in rows if row is not None]\n\n\nprint(batch([1, 2, None, 4]))",
+    "Numbers such as 0, 1, 2.5 and 1,000; signs such as { } [ ] ( ) < > \" ' ; and words in Zürich, naïve café, 東京.",
+    '{"name": "Ada", "age": 36, "tags": ["poet", "engine"], "alive": false, "score": 12.75}',
+    "user: what is the capital of France?\nassistant: Paris is the capital of France.\nuser: thanks!\n",
+]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END, PAD = 2, 0
+VOCABULARY = 384
+POSITIONS = 256
+DAY_S = 86_400
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+def tiny_checkpoint(family: str, *, seed: int = 0, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
+    """A folder as `save_pretrained` writes it: 2 layers, 64 values, 4 heads over 2 (gpt2: 4), 384 tokens, 256 positions.
+
+    `changes` are fields of the transformers configuration; `shard` is the most bytes of one file ("100KB").
+    """
+    given = json.dumps([family, seed, dtype, shard, changes], sort_keys=True)
+    name = f"{family}-{hashlib.sha256(given.encode()).hexdigest()[:12]}"
+    made = session_folder() / name
+    if not made.is_dir():
+        draft = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=session_folder()))
+        _write(draft, family, seed, dtype, shard, changes)
+        _publish(draft, made)
+    return made
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    """A copy that a test may change. `to` is the new folder's path."""
+    return Path(shutil.copytree(folder, to))
+
+
+def session_folder() -> Path:
+    """One for a test run: its processes share it, the next run makes another."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"process-{os.getpid()}"
+    owner = os.getuid() if hasattr(os, "getuid") else "user"
+    folder = Path(tempfile.gettempdir()) / f"gpuinfer-tiny-{owner}-{run}"
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sweep(folder)
+    return folder
+
+
+def _sweep(folder: Path) -> None:
+    """A process of its own takes its folder away as it ends. Under xdist that would be too soon for the others: the
+    next run takes away what is a day old.
+    """
+    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for old in folder.parent.glob(f"{folder.name.rpartition('-')[0].removesuffix('-process')}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > DAY_S:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _publish(draft: Path, made: Path) -> None:
+    """Whoever is first wins: the same arguments make the same folder."""
+    try:
+        draft.rename(made)
+    except OSError:
+        if not made.is_dir():
+            raise
+        shutil.rmtree(draft)
+
+
+def _write(folder: Path, family: str, seed: int, dtype: str, shard: str, changes: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    _write_tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = _config(family, changes)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                _scatter(name, weights)
+    model.save_pretrained(folder, max_shard_size=shard)
+
+
+def _scatter(name: str, weights: Any) -> None:
+    """Larger than a fresh model's, so that logits are far apart and no bias or norm is there for nothing."""
+    if weights.dim() > 1:
+        weights.normal_(0.0, 0.5 if "embed" in name or "wte" in name else 0.12)
+    else:
+        weights.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.1)
+
+
+def _config(family: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    ids = {"vocab_size": VOCABULARY, "eos_token_id": END, "pad_token_id": PAD, "bos_token_id": None}
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+        **ids,
+    }
+    match family:
+        case "llama":
+            return transformers.LlamaConfig(**wide | changes)
+        case "mistral":
+            return transformers.MistralConfig(**wide | {"sliding_window": None} | changes)
+        case "qwen2":
+            return transformers.Qwen2Config(**wide | {"tie_word_embeddings": True} | changes)
+        case "qwen3":
+            return transformers.Qwen3Config(**wide | {"head_dim": 32, "tie_word_embeddings": True} | changes)
+        case "gpt2":
+            sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, **ids}
+            return transformers.GPT2Config(**sizes | changes)
+    raise ValueError(f"no tiny family {family!r}; there are {', '.join(FAMILIES)}")
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[END], pad_token=SPECIAL[PAD])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
