@@ -177,13 +177,9 @@ def _batch_line(job: Job, status: int, body: dict[str, Any], fault: dict[str, An
 def _usage(generation: Generation) -> Usage:
     return Usage(
         prompt_tokens=generation.prompt_tokens,
-        completion_tokens=output_tokens(generation),
+        completion_tokens=sum([len(one.tokens) for one in generation.completions]),
         cached_tokens=generation.cached_tokens,
     )
-
-
-def output_tokens(generation: Generation) -> int:
-    return sum(len(one.tokens) for one in generation.completions)
 
 
 def _all_shown(found: Sequence[Logprob] | None) -> list[dict[str, Any]] | None:

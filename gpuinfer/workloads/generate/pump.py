@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from gpuinfer.api import Infer, Limits
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, RequestError
 from gpuinfer.generation import Generation
-from gpuinfer.workloads.generate.answers import Writer, output_tokens
+from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Reader
 from gpuinfer.workloads.generate.done import key_of
 from gpuinfer.workloads.generate.naming import Job, Namer
@@ -25,7 +25,6 @@ from gpuinfer.workloads.generate.splitting import Either, Piece
 from gpuinfer.workloads.generate.writing import Outlet
 
 BLOCK = 128  # rows that are understood before anything else may run
-AHEAD = 4 * BLOCK  # rows that wait to be asked, at least, before more are read
 MOST_UNDER_WAY = 16_384
 
 
@@ -46,7 +45,7 @@ class Tally:
         self.answered += 1
         self.input_tokens += generation.prompt_tokens
         self.cached_tokens += generation.cached_tokens
-        self.output_tokens += output_tokens(generation)
+        self.output_tokens += sum([len(one.tokens) for one in generation.completions])
 
     def fail(self, error: GpuinferError) -> None:
         self.failed += 1
@@ -84,7 +83,7 @@ class Pump:
         self._asker = Asker(infer, self.under_way, widest)
         self._outlet = Outlet(output.descriptor, output.name)
         add = self._outlet.add
-        self._order: InOrder | AsDone = InOrder(add, 4 * self.under_way + AHEAD) if ordered else AsDone(add)
+        self._order: InOrder | AsDone = InOrder(add, 4 * self.under_way) if ordered else AsDone(add)
         self._most = most
         self._places = 0  # given away
         self._jobs: deque[Job] = deque()
@@ -143,7 +142,7 @@ class Pump:
         await asyncio.sleep(0)
         await self._outlet.room()
         await self._order.near(self._places)
-        while len(self._jobs) > AHEAD:
+        while len(self._jobs) > self.under_way:
             self._hungry.clear()
             await self._hungry.wait()
 
@@ -205,6 +204,6 @@ class Pump:
             self._idle.append(waiting)
             await waiting
         job = self._jobs.popleft()
-        if len(self._jobs) <= AHEAD // 2:
+        if len(self._jobs) <= self.under_way:
             self._hungry.set()
         return job

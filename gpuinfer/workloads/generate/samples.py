@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -34,23 +33,23 @@ class Asker:
         return joined([part.result() for part in parts])
 
     async def _one(self, prompt: Prompt) -> Generation:
-        rows = prompt.samples
+        rows, full = prompt.samples, QueueFull()
         taken = await self._room.take(rows)
         try:
-            found = await self._asked(prompt)
+            for _ in range(TRIES):
+                try:
+                    found = await self._infer(prompt, rows=rows)
+                    break
+                except QueueFull as error:
+                    full = error
+                    await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            else:
+                raise full
         finally:
             self._room.give(taken)
         if type(found) is not Generation or len(found.completions) != rows:
             raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
         return found
-
-    async def _asked(self, prompt: Prompt) -> Any:
-        for _ in range(TRIES):
-            try:
-                return await self._infer(prompt, rows=prompt.samples)
-            except QueueFull as error:
-                await asyncio.sleep(error.retry_after_s or AGAIN_S)
-        return await self._infer(prompt, rows=prompt.samples)
 
 
 def split(prompt: Prompt, widest: int) -> list[Prompt]:
