@@ -50,10 +50,11 @@ class Language:
                     texts[prompt.messages is None and prompt.special_tokens].append((number, self._text_of(prompt)))
             except BadPrompt as error:
                 results[number] = error
+        known = self._codec.size <= self.vocabulary
         for special_tokens, some in texts.items():
             encoded = self._codec.encode([text for _, text in some], special_tokens) if some else []
             for (number, _), result in zip(some, encoded, strict=True):
-                results[number] = self._checked(result)
+                results[number] = self._checked(result, known)
         return [result for result in results if result is not None]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -70,8 +71,7 @@ class Language:
 
     def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
         """The tokens of a prompt that is given as such."""
-        given = [one is not None for one in (prompt.text, prompt.tokens, prompt.messages)]
-        if sum(given) != 1:
+        if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
             raise BadPrompt("a prompt is a text, tokens or messages. Give exactly one of them.")
         if prompt.tokens is None:
             return None
@@ -81,14 +81,16 @@ class Language:
             raise BadPrompt("the tokens of a prompt are no integers. Give token numbers.") from None
         return self._checked(tokens)
 
-    def _checked(self, tokens: Any) -> Encoded:
-        """At least one token, and all in the vocabulary."""
+    def _checked(self, tokens: Any, known: bool = False) -> Encoded:
+        """At least one token, and all in the vocabulary, unless that is known already."""
         if isinstance(tokens, BadPrompt):
             return tokens
         if not len(tokens):
             if self._beginning is None:
                 return BadPrompt("the prompt is empty, and the model has no token to begin with. Write something.")
             return np.array([self._beginning], np.int32)
+        if known:
+            return tokens  # type: ignore[no-any-return]
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocabulary:
             wrong = lowest if lowest < 0 else highest

@@ -1,0 +1,192 @@
+"""Prompts become the tokens that transformers makes of them, or say why not."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from language_samples import Files, byte_fallback, byte_level, folder, language, shape, whole_words
+from tokenizers import Tokenizer
+
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import Prompt
+from gpuinfer.models.text.language import open_language
+
+TEXTS = [
+    "hello world",
+    " the  lot: {",
+    "日本 😀 é",
+    "<s>[INST] hi",
+    "<|im_start|>user\nhi<|im_end|>",
+    "a<tool call>b",
+    "1\n\n2",
+]
+
+
+def encoded(opened, *texts, **more):
+    return [one.tolist() for one in opened.encode([Prompt(text=text, **more) for text in texts])]
+
+
+def refusal(opened, prompt) -> str:
+    (answer,) = opened.encode([prompt])
+    assert isinstance(answer, BadPrompt)
+    return str(answer)
+
+
+def transformers_tokenizer(path, kind="PreTrainedTokenizerFast"):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(str(path))
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, whole_words])
+def test_a_folder_encodes_and_decodes_as_transformers_does(tmp_path, make, special_tokens):
+    opened = language(tmp_path / "m", make(), tokenizer_config={"model_max_length": 64})
+    theirs = transformers_tokenizer(tmp_path / "m")
+    ours = encoded(opened, *TEXTS, special_tokens=special_tokens)
+    assert ours == [theirs.encode(text, add_special_tokens=special_tokens) for text in TEXTS]
+    for tokens in ours:
+        assert opened.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")])
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True, "bos_token": "<|im_start|>"}])
+def test_vocabulary_and_merges_make_the_tokenizer_of_their_family(tmp_path, family, kind, settings):
+    model = json.loads(byte_level())["model"]
+    path = folder(tmp_path / "m", vocab=model["vocab"], tokenizer_config={"tokenizer_class": kind, **settings})
+    (path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    opened = open_language(Files(path), shape(len(model["vocab"]), family))
+    theirs = transformers_tokenizer(path, kind)
+    texts = [*TEXTS, "e\u0301 I'll 12345", "<|endoftext|>a"]
+    ours = encoded(opened, *texts)
+    assert ours == [theirs.encode(text) for text in texts]
+    assert opened.decode(ours[-1]) == theirs.decode(ours[-1], skip_special_tokens=True)
+
+
+def test_tokens_of_the_settings_are_added_and_made_special(tmp_path):
+    size = Tokenizer.from_str(byte_level()).get_vocab_size()
+    added = {str(size): {"content": "<think>", "special": False}, str(size + 1): {"content": "<pad>", "special": True}}
+    config = {"added_tokens_decoder": added, "eos_token": {"content": "fox"}, "pad_token": "<pad>"}
+    opened = language(tmp_path / "m", byte_level(), padded=2, tokenizer_config=config)
+    (tokens,) = encoded(opened, "<think>a<pad>")
+    assert tokens[0] == size
+    assert tokens[-1] == size + 1
+    assert opened.decode(tokens) == "<think>a"
+
+
+def test_end_tokens_come_from_all_files_that_name_them(tmp_path):
+    path = folder(tmp_path / "m", byte_level(), generation_config={"eos_token_id": [0, 2]}, tokenizer_config={})
+    (path / "special_tokens_map.json").write_text('{"eos_token": "<|im_start|>"}')
+    opened = open_language(Files(path), shape(600, end_tokens=(2, 7)))
+    assert opened.end_tokens == (2, 7, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "beginning"),
+    [
+        pytest.param(Files(bytes=True), {"end_tokens": (256,)}, 256, id="bytes begin after an end"),
+        pytest.param(Files(characters=("a", "\n")), {}, 1, id="characters begin on a new line"),
+        pytest.param(Files(characters=("a", "b")), {"beginning_token": 0}, 0, id="the model says where it begins"),
+    ],
+)
+def test_an_empty_prompt_is_the_token_that_begins_texts(files, more, beginning):
+    opened = open_language(files, shape(260, **more))
+    (tokens,) = opened.encode([Prompt(text="")])
+    assert tokens.tolist() == [beginning]
+    assert tokens.dtype == np.int32
+
+
+def test_an_empty_prompt_without_a_beginning_is_refused(tmp_path):
+    opened = language(tmp_path / "m", byte_level())
+    assert "empty" in refusal(opened, Prompt(text=""))
+    assert "empty" in refusal(opened, Prompt(tokens=()))
+    begun = language(tmp_path / "n", byte_level(), tokenizer_config={"bos_token": "<|im_start|>"})
+    assert encoded(begun, "") == [[1]]
+
+
+def test_texts_tokens_and_bad_prompts_keep_their_order():
+    opened = open_language(Files(bytes=True), shape(257, end_tokens=(256,)))
+    prompts = [
+        Prompt(text="a"),
+        Prompt(tokens=(256, 0)),
+        Prompt(tokens=(257,)),
+        Prompt(tokens=(-1,)),
+        Prompt(text="half \ud83d of a pair"),
+        Prompt(text="b", tokens=(1,)),
+        Prompt(),
+        Prompt(text="é", special_tokens=False),
+        Prompt(tokens=(2**70,)),
+        Prompt(messages=({"role": "user", "content": "hi"},)),
+    ]
+    answers = opened.encode(prompts)
+    assert [None if isinstance(one, BadPrompt) else one.tolist() for one in answers] == [
+        [97],
+        [256, 0],
+        *[None] * 5,
+        [0xC3, 0xA9],
+        None,
+        None,
+    ]
+    messages = [str(one) for one in answers if isinstance(one, BadPrompt)]
+    assert all(message.endswith(".") for message in messages)
+    assert "257" in messages[0]
+    assert "chat template" in messages[-1]
+
+
+def test_one_bad_text_leaves_its_neighbours_alone(tmp_path):
+    opened = language(tmp_path / "m", byte_level())
+    answers = opened.encode([Prompt(text="good"), Prompt(text="bad \udc00"), Prompt(text="good")])
+    assert [isinstance(one, BadPrompt) for one in answers] == [False, True, False]
+    assert answers[0].tolist() == answers[2].tolist()
+
+
+def test_a_tokenizer_larger_than_the_model_is_held_to_the_models_vocabulary(tmp_path):
+    path = folder(tmp_path / "m", byte_level())
+    size = Tokenizer.from_str(byte_level()).get_vocab_size()
+    opened = open_language(Files(path), shape(size - 1))
+    assert f"token {size - 1}" in refusal(opened, Prompt(text="a<tool call>"))
+    assert len(encoded(opened, "the fox")) == 1
+
+
+def test_characters_that_an_alphabet_lacks_are_named():
+    opened = open_language(Files(characters=tuple("abc ")), shape(4))
+    assert encoded(opened, "a cab") == [[0, 3, 2, 0, 1]]
+    assert opened.decode([2, 0, 1, 9]) == "cab"
+    message = refusal(opened, Prompt(text="a fox, a dog"))
+    assert "'f', 'o', 'x', ',', 'd', …" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        pytest.param("tokenizer.model", "x", "save_pretrained", id="SentencePiece alone"),
+        pytest.param("README.md", "x", "has no tokenizer", id="no tokenizer"),
+        pytest.param("tokenizer.json", "{", "cannot be read", id="a torn tokenizer"),
+        pytest.param("tokenizer_config.json", "[1", "cannot be read as JSON", id="torn settings"),
+        pytest.param("tokenizer_config.json", "[1]", "does not hold a JSON object", id="settings of another kind"),
+    ],
+)
+def test_a_folder_without_a_good_tokenizer_is_refused_with_the_cure(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=said) as caught:
+        open_language(Files(tmp_path), shape(10))
+    assert str(caught.value).count("\n") < 3
+    assert str(caught.value).rstrip(".") != str(caught.value) or "installed" in str(caught.value)
+
+
+def test_a_decoder_that_looks_ahead_is_refused(tmp_path):
+    whole = json.loads(byte_fallback())
+    whole["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
+    with pytest.raises(UsageError, match=r"BPEDecoder.*--backend vllm"):
+        language(tmp_path / "m", json.dumps(whole))
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path):
+    tokenizer = Tokenizer.from_str(byte_level())
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=20)
+    opened = language(tmp_path / "m", tokenizer.to_str())
+    (tokens,) = encoded(opened, "the quick brown fox is here")
+    assert opened.decode(tokens) == "the quick brown fox is here"
