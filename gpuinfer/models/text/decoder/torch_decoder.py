@@ -30,8 +30,8 @@ class TorchDecoder:
     With `graphs` a step of one token a row is padded to one of few shapes, each of which becomes a CUDA graph on a CUDA
     device. With `deterministic` every token goes through in tiles of one fixed shape that its own position chooses, so
     that its logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add
-    up in another order for another number of rows, but not for another row of the same. `compile` merges what lies between
-    the matrix products; raises `UsageError` when torch cannot.
+    up in another order for another number of rows, but not for another row of the same. `compile` merges what lies
+    between the matrix products; raises `UsageError` when torch cannot.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def asked(
     """What comes before attention: queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim]."""
     qkv = projected(normed(x, layer.attention_norm, shape.norm, shape.norm_eps), layer.qkv)
     heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-    queries, keys, values = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+    queries, keys, values = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.query_norm is not None and layer.key_norm is not None:
         queries = normed(queries, layer.query_norm, "rms", shape.norm_eps)
         keys = normed(keys, layer.key_norm, "rms", shape.norm_eps)

@@ -76,8 +76,8 @@ def reach_buckets(room: int) -> list[int]:
 def tiles(positions: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[Integers, int]]:
     """Tokens, by their numbers, in tiles of at most `rows` that need the same bucket of `reaches`.
 
-    What a token goes through then depends on its own position alone. Tiles come in the order of positions: a token finds
-    those before it in the cache, or in its own tile.
+    What a token goes through then depends on its own position alone. Tiles come in the order of positions: a token
+    finds those before it in the cache, or in its own tile.
     """
     needed = np.searchsorted(reaches, positions + 1)
     for bucket in np.unique(needed):
