@@ -1,0 +1,50 @@
+"""The workload in this process, with answers that cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import instant
+
+from gpuinfer.api import Limits, Setup
+from gpuinfer.testing.fakes import FakeInfer
+from gpuinfer.workloads.generate import workload
+from gpuinfer.workloads.generate.workload import Generate
+
+workload.fingerprint = lambda spec: "abc"
+
+
+def answered(request) -> Any:
+    found = instant.answer(request.payload)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def infer_of(slots: int = 8) -> FakeInfer:
+    return FakeInfer(answered, Limits(slots, slots=slots))
+
+
+def run(folder: Path, text: bytes | str, infer: FakeInfer | None = None, **options: Any) -> list[dict[str, Any]]:
+    """The output rows for an input of this text."""
+    (folder / "in.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    target = folder / "out.jsonl"
+    given = {"model": "tiny", "input": str(folder / "in.jsonl"), "output": str(target), **options}
+    last = asyncio.run(_run(Generate(Setup(), **given), infer or infer_of()))
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert last.done == last.total
+    return rows
+
+
+async def _run(generate: Generate, infer: FakeInfer) -> Any:
+    last = None
+    async for progress in generate.run(infer):
+        last = progress
+    return last
+
+
+def lines(*rows: Any) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)

@@ -1,0 +1,56 @@
+"""`gpuinfer generate` as people run it, with the instant model: a process of its own, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+INSTANT = Path(__file__).with_name("instant.py")
+SECONDS = 120  # after which a process that does not end has failed
+
+
+def started(*words: object, cwd: Path, environment: dict[str, str] | None = None, **options) -> subprocess.Popen[bytes]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    return subprocess.Popen(
+        [sys.executable, str(INSTANT), "generate", "--model", "tiny", *map(str, words)],
+        cwd=cwd,
+        env={**inherited, "COLUMNS": "200", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def generate(*words: object, cwd: Path, given: bytes | None = None, **options) -> subprocess.CompletedProcess[str]:
+    with started(*words, cwd=cwd, stdin=subprocess.PIPE, **options) as process:
+        try:
+            out, err = process.communicate(given or b"", timeout=SECONDS)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+
+
+def prompts(path: Path, count: int, **more: Any) -> Path:
+    rows = ({"id": f"r{number}", "prompt": f"prompt {number}", **more} for number in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The error of a command that failed: the last words on standard error, in a sentence, without a traceback."""
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "not foreseen" not in done.stderr, done.stderr
+    assert "gpuinfer: " in done.stderr, (done.returncode, done.stdout, done.stderr)
+    message = "gpuinfer: " + done.stderr.rsplit("gpuinfer: ", 1)[1].strip()
+    assert message.endswith("."), message
+    assert message.count("\n") < 3, message
+    return message
