@@ -1,7 +1,6 @@
 """Tiny Hugging Face folders with random weights and a real tokenizer, made without network.
 
-`from text.tiny import tiny_checkpoint`; `tiny_checkpoint("llama", num_hidden_layers=3)` writes one in a temporary folder,
-once for all processes of a test run:
+`from text.tiny import tiny_checkpoint`. A folder is written in a temporary place, once for all processes of a test run:
 the tests that share it must not change it (`copy_of` gives one that may be changed).
 """
 
@@ -39,7 +38,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def tiny_checkpoint(family: str, *, seed: int = 0, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:
-    """A folder as `save_pretrained` writes it: 2 layers, 64 values, 4 heads over 2 (gpt2: 4), 384 tokens, 256 positions.
+    """A folder as transformers writes it: 2 layers, 64 values, 4 heads over 2 (gpt2: 4), 384 tokens, 256 positions.
 
     `changes` are fields of the transformers configuration; `shard` is the most bytes of one file ("100KB").
     """

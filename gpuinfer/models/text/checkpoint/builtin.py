@@ -1,0 +1,67 @@
+"""Models that need no files: "tiny", a random Qwen2 of 5 M parameters, and "null", which computes nothing."""
+
+from __future__ import annotations
+
+from gpuinfer.models.text.checkpoint.assembly import parts_of
+from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
+from gpuinfer.models.text.checkpoint.drawn import DrawnStore
+from gpuinfer.models.text.checkpoint.family import Biases
+from gpuinfer.models.text.checkpoint.fields import Fields
+from gpuinfer.models.text.checkpoint.fingerprint import fingerprint
+from gpuinfer.models.text.checkpoint.layout import RotaryLayout
+from gpuinfer.models.text.checkpoint.rope import rope_of
+from gpuinfer.models.text.shape import Shape
+
+END = 256  # tokens 0 to 255 are bytes
+TINY_POSITIONS = 2048
+
+NULL = Shape(
+    family="null",
+    vocabulary=END + 1,
+    hidden=1,
+    layers=0,  # nothing to cache
+    heads=1,
+    kv_heads=1,
+    head_dim=1,
+    intermediate=1,
+    positions=1 << 17,
+    tied=True,
+    end_tokens=(END,),
+)
+
+
+def tiny_shape() -> Shape:
+    """That of the tests' tiny models, whose vocabulary is larger than the bytes: the rest of the tokens say nothing."""
+    return Shape(
+        family="qwen2",
+        vocabulary=1024,
+        hidden=256,
+        layers=6,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        intermediate=768,
+        positions=TINY_POSITIONS,
+        rope=rope_of(Fields({}), 32, TINY_POSITIONS)[0],
+        tied=True,
+        end_tokens=(END,),
+    )
+
+
+BUILT_IN = {"tiny": tiny_shape, "null": lambda: NULL}
+
+
+def open_builtin(name: str) -> Checkpoint:
+    """`name` is one of BUILT_IN. The weights are drawn, the same in every process."""
+    layout = RotaryLayout(BUILT_IN[name](), Biases(qkv=True))
+    store = DrawnStore(name, parts_of(layout), deviation=0.05, embedding_deviation=0.1)
+    return Checkpoint(
+        name=name,
+        shape=layout.shape,
+        folder=None,
+        fingerprint=fingerprint(store, []),
+        dtype="float32",
+        layout=layout,
+        store=store,
+        language=LanguageFiles(bytes=True),
+    )

@@ -1,0 +1,47 @@
+"""A checkpoint that has been opened and checked, and whose weights have not been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpuinfer.models.text.checkpoint.assembly import read_weights
+from gpuinfer.models.text.checkpoint.estimate import Estimate, estimate
+from gpuinfer.models.text.checkpoint.layout import Layout
+from gpuinfer.models.text.checkpoint.store import Store
+from gpuinfer.models.text.shape import Shape
+from gpuinfer.models.text.weights import Weights
+
+
+@dataclass(frozen=True)
+class LanguageFiles:
+    """What text and tokens of a model are made of: exactly one of the three."""
+
+    folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
+    characters: tuple[str, ...] | None = None  # token i is the i-th character
+    bytes: bool = False  # token i is byte i; 256 ends an answer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    shape: Shape
+    folder: Path | None  # None: built in
+    fingerprint: str  # hexadecimal: of settings, tokenizer and samples of all weights
+    dtype: str  # as stored: "bfloat16"
+    layout: Layout
+    store: Store
+    language: LanguageFiles
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """All weights in memory of their own, matrices in `dtype`. Raises `UsageError` for a damaged file."""
+        return read_weights(self.store, self.layout, dtype)
+
+    def estimate(self, slots: int, length: int, dtype: torch.dtype) -> Estimate:
+        """What `slots` rows of up to `length` positions will take, without loading anything."""
+        return estimate(self.layout, slots, length, dtype)
+
+    def language_files(self) -> LanguageFiles:
+        return self.language

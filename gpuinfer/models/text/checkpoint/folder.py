@@ -1,0 +1,84 @@
+"""Opens a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+from gpuinfer.models.text.checkpoint.assembly import check
+from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
+from gpuinfer.models.text.checkpoint.family import biases_of, shape_of
+from gpuinfer.models.text.checkpoint.fields import read_json
+from gpuinfer.models.text.checkpoint.fingerprint import fingerprint, settings_of
+from gpuinfer.models.text.checkpoint.layout import Gpt2Layout, RotaryLayout
+from gpuinfer.models.text.checkpoint.refusals import refuse_remote_code
+from gpuinfer.models.text.checkpoint.shards import open_shards
+from gpuinfer.models.text.checkpoint.store import Store
+from gpuinfer.models.text.shape import Shape
+
+HEAD = "lm_head.weight"
+
+
+def open_folder(folder: Path, name: str) -> Checkpoint:
+    """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
+    config = read_config(folder)
+    shape = shape_of(config, _optional(folder / "generation_config.json"))
+    refuse_remote_code(_optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
+    store = open_shards(folder)
+    layout = layout_for(shape, config, store)
+    check(store, layout, spare=[HEAD])
+    return Checkpoint(
+        name=name,
+        shape=layout.shape,
+        folder=folder,
+        fingerprint=fingerprint(store, settings_of(folder)),
+        dtype=stored_dtype(store),
+        layout=layout,
+        store=store,
+        language=LanguageFiles(folder=folder),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} is an adapter, not a whole model. Merge it into its base model and save that.")
+    if files := sorted(folder.glob("*.pt")):
+        raise UsageError(f"{folder} has no config.json. For a nanoGPT model: --checkpoint {files[0]}.")
+    if any(folder.glob("*.gguf")):
+        raise UsageError(f"{folder} holds GGUF files, which are not read here. Give the original Hugging Face folder.")
+    raise UsageError(f"{folder} has no config.json: it is no Hugging Face model folder. Check --model.")
+
+
+def layout_for(shape: Shape, config: Mapping[str, Any], store: Store) -> RotaryLayout | Gpt2Layout:
+    """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
+    kind: type[RotaryLayout | Gpt2Layout] = Gpt2Layout if shape.family == "gpt2" else RotaryLayout
+    prefix, name = ("transformer.", "wte.weight") if shape.family == "gpt2" else ("model.", "embed_tokens.weight")
+    if not any(tensor.startswith(prefix) for tensor in store.tensors):
+        prefix = ""
+    embedding = prefix + name
+    only_head = shape.tied and embedding not in store.tensors and HEAD in store.tensors
+    if shape.tied and not only_head and differ(store, embedding, HEAD):
+        shape = replace(shape, tied=False)
+    return kind(shape, biases_of(config), prefix, embedding_name=HEAD if only_head else None)
+
+
+def differ(store: Store, one: str, other: str) -> bool:
+    """Whether both are there and are not the same: then they are not tied, whatever the config says. So transformers."""
+    if one not in store.tensors or other not in store.tensors:
+        return False
+    return store.tensors[one].dtype != store.tensors[other].dtype or store.sample(one) != store.sample(other)
+
+
+def stored_dtype(store: Store) -> str:
+    """That of most values' tensors."""
+    kinds = [str(stored.dtype).removeprefix("torch.") for stored in store.tensors.values() if len(stored.shape) > 1]
+    return max(set(kinds), key=kinds.count) if kinds else "float32"
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

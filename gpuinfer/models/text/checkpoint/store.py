@@ -1,0 +1,31 @@
+"""Where a checkpoint's tensors come from: each by its name, read straight to where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Store(Protocol):
+    where: str  # what messages call it
+    tensors: Mapping[str, Stored]
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill `into`, contiguous and of the stored shape, in its own dtype. Raises `UsageError` for a damaged file."""
+        ...
+
+    def sample(self, name: str) -> bytes:
+        """A few of its bytes, as stored: different weights differ in them."""
+        ...

@@ -1,0 +1,73 @@
+"""Reads what training scripts save with `torch.save`: plain values and tensors only, mapped rather than read whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.models.text.checkpoint.store import Stored
+
+SAMPLE_VALUES = 1024
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_torch_file(path: Path) -> dict[str, Any]:
+    """The mapping in the file; tensors are mapped into memory, so that an optimiser's state costs nothing.
+
+    Raises `UsageError` for a file that is absent, damaged, or asks for code to be run.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no checkpoint file {path}. Check --checkpoint.")
+    try:
+        content = _load(path)
+    except Exception as error:  # each kind of damage raises a kind of its own
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise UsageError(
+            f"cannot read {path} as plain tensors ({type(error).__name__}: {reason}). Save it again with plain values: "
+            "torch.save({'model': model.state_dict(), 'model_args': dict(…)}, 'model.pt')."
+        ) from None
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} holds no mapping with 'model' and 'model_args'. Save it as nanoGPT's train.py does.")
+    return dict(content)
+
+
+def _load(path: Path) -> Any:
+    import zipfile
+
+    if zipfile.is_zipfile(path):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(path, map_location="cpu", weights_only=True)  # as torch saved before 1.6
+
+
+class TensorStore:
+    """Tensors that a file was read into."""
+
+    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
+        self.where, self._tensors = where, tensors
+        self.tensors = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str, into: Tensor) -> None:
+        into.copy_(self._tensors[name])
+
+    def sample(self, name: str) -> bytes:
+        flat = self._tensors[name].detach().reshape(-1)
+        start = max(0, (flat.numel() - SAMPLE_VALUES) // 2)
+        return flat[start : start + SAMPLE_VALUES].double().numpy().tobytes()
+
+
+def plain_tensors(content: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
+    """`content` as a state dict of dense floating-point tensors. Raises `UsageError` when it is something else."""
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise UsageError(f"{where}: 'model' holds more than named tensors. Save model.state_dict() in it.")
+        if tensor.layout != torch.strided or tensor.dtype not in FLOATS or tensor.device.type != "cpu":
+            raise UsageError(
+                f"{where}: tensor '{name[:80]}' is {tensor.dtype} on {tensor.device} ({tensor.layout}), not plain "
+                "floating-point numbers. Save model.state_dict() of the model as it was trained."
+            )
+    return dict(content)
