@@ -11,12 +11,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
+from jinja2.filters import do_format
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,8 +27,9 @@ from jinja2.visitor import NodeTransformer
 LONGEST = 16 * 2**20  # characters of one value, and of a rendered chat
 MOST_TURNS = 1_000_000  # of all loops and macros together
 MOST_SECONDS = 20.0  # of one rendering: turns may be costly
-LARGEST_ARGUMENT = 1_000_000
-_WIDE = re.compile(r"\*|[0-9]{6}")  # a width in a format that would fill memory
+LARGEST_WIDTH = 1_000_000
+WIDENING = ("batch", "center", "indent", "slice")  # filters that fill up
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|[0-9]{6})|\{[^}]*[0-9]{6}")  # a width in a format that would fill memory
 
 
 class TooMuch(TemplateError):
@@ -79,6 +82,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = tojson
+        self.filters.update({name: _guarded(self.filters[name]) for name in WIDENING})
+        self.filters["format"] = _formatted
         self.globals.pop("lipsum", None)
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         self._meter = threading.local()
@@ -112,14 +117,42 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
-        for value in (*arguments, *named.values()):
-            if isinstance(value, int) and abs(value) > LARGEST_ARGUMENT:
-                raise TooMuch(f"it calls a function with {value:.3g}")
+        if isinstance(getattr(obj, "__self__", None), str):
+            _check_widths((*arguments, *named.values()))
         return super().call(context, obj, *arguments, **named)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
 
     def _fits(self, size: float) -> None:
         if size > LONGEST:
             raise TooMuch(f"it makes a text of more than {LONGEST} characters")
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that makes nothing wide. What Jinja notes on the function is kept."""
+
+    @wraps(function)
+    def guarded(*arguments: Any, **named: Any) -> Any:
+        _check_widths((*arguments, *named.values()))
+        return function(*arguments, **named)
+
+    return guarded
+
+
+def _check_widths(values: Sequence[Any]) -> None:
+    """Numbers by which a text could be filled up."""
+    for value in values:
+        if isinstance(value, int) and abs(value) > LARGEST_WIDTH:
+            raise TooMuch(f"it widens a text to {value:.3g} characters")
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and _WIDE.search(text):
+        raise TooMuch("it widens a text by its format")
 
 
 def _size_of(operator: str, left: Any, right: Any) -> float:
@@ -128,12 +161,20 @@ def _size_of(operator: str, left: Any, right: Any) -> float:
         bits = left.bit_length() * (max(right, 0) if operator == "**" else 1) + right.bit_length()
         return LONGEST + 1 if bits > 4096 else 0
     if operator == "%":
-        return LONGEST + 1 if isinstance(left, str) and _WIDE.search(left) else 0
+        _check_format(left)
+        return 0
     sizes = [len(value) if hasattr(value, "__len__") else 0 for value in (left, right)]
     if operator == "*":
         times = next((value for value in (left, right) if isinstance(value, int)), 1)
         return sum(sizes) * max(times, 0)
     return sum(sizes)
+
+
+def _formatted(text: Any, *values: Any, **named: Any) -> str:
+    """The filter `format`, without room to fill."""
+    _check_format(text)
+    _check_widths((*values, *named.values()))
+    return str(do_format(text, *values, **named))
 
 
 def raise_exception(message: str) -> None:
