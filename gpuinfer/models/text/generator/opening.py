@@ -1,0 +1,126 @@
+"""From a run's setup to a generator: checkpoint, estimate, weights, language, decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.machine import cores
+from gpuinfer.models.allocator import keep_freed_memory
+from gpuinfer.models.device import resolve_device, resolve_dtype
+from gpuinfer.models.text.generator.fitting import fitted
+from gpuinfer.models.text.generator.generator import Generator
+from gpuinfer.models.text.generator.tuning import Tuning
+
+CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
+
+
+class Options(Protocol):
+    """`Tuning`, or a backend's options that have the same fields."""
+
+    @property
+    def slots(self) -> int | None: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def step_tokens(self) -> int | None: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def graphs(self) -> bool: ...
+
+
+def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
+    """A generator for a model of kind "text". `spec.arguments` may carry slots, context and step_tokens: the tuning's
+    come before them. Its `facts` tell what was estimated and what is there.
+
+    Raises `UsageError` when the model cannot be had on this device, or does not fit.
+    """
+    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.models.text.decoder.sizing import free_memory
+
+    device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    wanted = asked(spec, tuning, setup, device)
+    keep_freed_memory()
+    checkpoint = open_checkpoint(spec)
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))
+    return _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+
+
+def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device) -> Tuning:
+    """What was asked for, with what follows from the machine. Raises `UsageError` for numbers below 1."""
+    given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in ("slots", "context", "step_tokens")}
+    step_tokens = given["step_tokens"] or (CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    threads = tuning.threads or max(1, cores() // setup.processes)
+    return Tuning(given["slots"], given["context"], step_tokens, threads, tuning.compile, tuning.graphs)
+
+
+def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | None:
+    value = arguments.get(name) if own is None else own
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
+    return value
+
+
+def _assembled(
+    checkpoint: Any,
+    setup: Setup,
+    tuning: Tuning,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    estimate: Mapping[str, int],
+) -> Generator:
+    from gpuinfer.models.text.decoder import open_sized
+    from gpuinfer.models.text.language import open_language
+
+    threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
+    language = open_language(checkpoint.language_files(), checkpoint.shape)
+    decoder, sizing = open_sized(
+        checkpoint,
+        dtype,
+        device,
+        slots=tuning.slots,
+        length=length,
+        threads=threads,
+        deterministic=setup.deterministic,
+        compile=tuning.compile,
+        graphs=tuning.graphs,
+        step_tokens=step_tokens,
+    )
+    return Generator(
+        decoder,
+        language,
+        seed=setup.seed,
+        end_tokens=language.end_tokens,
+        step_tokens=step_tokens,
+        threads=threads,
+        deterministic=setup.deterministic,
+        facts={
+            "model": checkpoint.name,
+            "fingerprint": checkpoint.fingerprint,
+            "device": str(device),
+            "dtype": setup.dtype,
+            "slots": decoder.slots,
+            "context": decoder.length,
+            "step_tokens": step_tokens,
+            "threads": threads,
+            "estimated_weights_bytes": estimate["weights_bytes"],
+            "estimated_cache_bytes": sizing.cache_bytes,
+            "estimated_bytes": estimate["weights_bytes"] + sizing.estimated_bytes,
+            "cache_bytes": decoder.cache_bytes(),
+            "measured_bytes": _measured(estimate["weights_bytes"], sizing.measured_bytes),
+        },
+    )
+
+
+def _measured(weights_bytes: int, cache_and_step_bytes: int | None) -> int | None:
+    """All that the device holds at the peak, as it was tried; None where it was not."""
+    return None if cache_and_step_bytes is None else weights_bytes + cache_and_step_bytes

@@ -1,0 +1,71 @@
+"""A prompt's tokens and limits, checked before it takes a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.models.text.generator.parts import Ints, Language, Matcher
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A prompt that is known to fit. It takes `samples` slots."""
+
+    tokens: Ints  # int32 [prompt tokens], at least one
+    sampling: Sampling
+    limit: int  # the most tokens of each answer: as asked, or what the context leaves
+    samples: int
+    first_sample: int
+    key: str
+    matcher: Matcher | None  # each sample works on a copy
+
+
+def prepare(language: Language, prompts: Sequence[Prompt], slots: int, length: int) -> list[Prepared | BadPrompt]:
+    """Each prompt made ready for a decoder of `slots` slots of `length` positions, or why that cannot be.
+
+    Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop.
+    """
+    return [
+        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, slots, length)
+        for prompt, tokens in zip(prompts, language.encode(prompts), strict=True)
+    ]
+
+
+def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, slots: int, length: int) -> Prepared | BadPrompt:
+    sampling = prompt.sampling
+    try:
+        _check(prompt, slots)
+        if len(tokens) + min(1, sampling.max_tokens) > length:
+            tokens = _truncated(prompt, tokens, length)
+        matcher = None if sampling.constraint is None else language.matcher(sampling.constraint)
+    except BadPrompt as problem:
+        return problem
+    limit = min(sampling.max_tokens, length - len(tokens))
+    return Prepared(tokens, sampling, limit, prompt.samples, prompt.first_sample, prompt.key, matcher)
+
+
+def _check(prompt: Prompt, slots: int) -> None:
+    sampling = prompt.sampling
+    if not 1 <= prompt.samples <= slots:
+        raise BadPrompt(f"{prompt.samples} samples of one prompt, and there are {slots} slots. Ask for 1 to {slots}.")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise BadPrompt(
+            f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}. "
+            "Use 0 ≤ min_tokens ≤ max_tokens."
+        )
+
+
+def _truncated(prompt: Prompt, tokens: Ints, length: int) -> Ints:
+    """What is kept of a prompt that does not fit: it leaves room for `max_tokens`, but never takes less than half of
+    the context for that.
+    """
+    if prompt.truncate is None:
+        raise BadPrompt(
+            f"the prompt has {len(tokens)} tokens and the context {length}, one of them at least for the answer. "
+            "Shorten it, use --truncate left or right, or set a longer context (-B context=N)."
+        )
+    keep = max(length - prompt.sampling.max_tokens, length // 2, 1)
+    return tokens[len(tokens) - keep :].copy() if prompt.truncate == "left" else tokens[:keep].copy()

@@ -1,0 +1,120 @@
+"""What a step's tokens mean for its rows: prompts that are through, answers that are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.models.memory import first_line
+from gpuinfer.models.text.generator.admission import Admission
+from gpuinfer.models.text.generator.answers import completion, ending
+from gpuinfer.models.text.generator.composing import Chunk, Composer, Plan
+from gpuinfer.models.text.generator.parts import Drawn, Language
+from gpuinfer.models.text.generator.table import Table
+from gpuinfer.models.text.generator.work import Row, Work
+
+Echo = Sequence[Logprob]
+
+
+class Settling:
+    """Writes steps' tokens down. Arrays do it for rows that go on; Python sees those that end or are watched.
+
+    `finished` gathers answers and failures until someone takes them.
+    """
+
+    def __init__(self, table: Table, admission: Admission, composer: Composer, language: Language) -> None:
+        self._table, self._admission, self._composer, self._language = table, admission, composer, language
+        self.works: dict[Hashable, Work] = {}
+        self.finished: list[tuple[Hashable, Generation | Exception]] = []
+
+    def settle(self, plan: Plan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
+        """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
+        table = self._table
+        table.filled[plan.decoding] += 1
+        if plan.chunks:
+            self._settle_chunks(plan.chunks, echoes, now)
+        if drawn is None:
+            return
+        slots, tokens = plan.draws, drawn.tokens
+        at = table.filled[slots]
+        table.flat[table.bases[slots] + at] = tokens
+        table.last[slots] = tokens
+        ended = table.is_end[tokens] & table.heeds[slots]
+        full = at >= table.final[slots]
+        for i, error in drawn.bad.items():
+            if (row := table.rows[slots[i]]) is not None:
+                self.fail(row.work, error)
+        for i in np.flatnonzero(ended | full | table.watched[slots]).tolist():
+            row = table.rows[slots[i]]
+            if row is not None:  # else another sample of its prompt has failed just now
+                logprob = None if row.logprobs is None else drawn.logprobs[i]
+                self._look(row, int(tokens[i]), bool(ended[i]), bool(full[i]), logprob, now)
+
+    def fail(self, work: Work, error: Exception) -> None:
+        """Give up on all of a prompt's rows."""
+        self.withdraw(work)
+        known = isinstance(error, GpuinferError)
+        self.finished.append((work.ticket, error if known else BackendError(_message(error))))
+
+    def withdraw(self, work: Work) -> None:
+        """Nobody waits for it any more."""
+        self.works.pop(work.ticket, None)
+        self._admission.withdraw(work)
+        self._composer.changed()
+
+    def complete(self, work: Work, now: float) -> None:
+        """All of its answers are there."""
+        del self.works[work.ticket]
+        answer = Generation(
+            completions=tuple(part for part in work.completions if part is not None),
+            prompt_tokens=len(work.prepared.tokens),
+            cached_tokens=work.cached,
+            prompt_logprobs=None if work.echo is None else tuple(work.echo),
+            first_token_s=work.first_token - work.started,
+            seconds=now - work.started,
+        )
+        self.finished.append((work.ticket, answer))
+
+    def _settle_chunks(self, chunks: Sequence[Chunk], echoes: Sequence[Echo], now: float) -> None:
+        echo = iter(echoes)
+        for chunk in chunks:
+            work = chunk.row.work
+            self._table.filled[chunk.row.slot] = chunk.end
+            if chunk.echoes:
+                work.echo = [*(work.echo or [None]), *next(echo)]
+            if not chunk.last:
+                continue
+            work.first_token = now
+            self._admission.prefilled(chunk.row)
+            self._composer.changed()
+            if not chunk.draws:
+                for row in work.rows:
+                    self._finish(row, Completion(text="", tokens=(), finish_reason="length"), now)
+
+    def _look(self, row: Row, token: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
+        """One row that may end with this token."""
+        try:
+            if row.logprobs is not None and logprob is not None:
+                row.logprobs.append(logprob)
+            tokens = self._table.answer(row.slot)
+            end = ending(row, token, len(tokens), ended=ended, full=full)
+            if end is not None:
+                self._finish(row, completion(self._language, row, tokens.tolist(), end), now)
+        except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
+            self.fail(row.work, error)
+
+    def _finish(self, row: Row, answer: Completion, now: float) -> None:
+        work = row.work
+        work.completions[row.number] = answer
+        self._admission.release(row)
+        self._composer.changed()
+        work.left -= 1
+        if not work.left:
+            self.complete(work, now)
+
+
+def _message(error: Exception) -> str:
+    return f"the model failed on this prompt ({type(error).__name__}: {first_line(error)}). Leave it out, or report it."
