@@ -1,0 +1,148 @@
+# mypy: ignore-errors
+"""Top-k, top-p and min-p as one threshold: all three keep the tokens of a row from some order upwards.
+
+Tokens are counted and weighed by buckets of equal width in the exponent; only the bucket in which a limit falls is
+looked at token by token. What lies below the last bucket has no weight, so it is never drawn.
+"""
+
+import math
+
+import numpy as np
+
+from gpuinfer.models.text.sampling.cpu_selection import bound_for, gather, select
+from gpuinfer.models.text.sampling.cpu_values import (
+    ALL,
+    BLOCK,
+    inlined,
+    key_in,
+    key_of,
+    order_of,
+    value_of,
+    weigh,
+    weight_of,
+)
+
+WIDEST = np.float32(40 * math.log(2) + 0.01)  # exponents beyond it have the weight 0
+LEAST_BUCKETS, MOST_BUCKETS = 32, 1024
+
+
+@inlined
+def cut(values, tops, best, inverse, top_k, top_p, floor, work):
+    """The order from which on tokens stay. `work`: (orders, counts, masses, buckets, weights, sums)."""
+    orders, counts, masses, buckets, weights, _ = work
+    threshold = ALL
+    if 0 < top_k < values.shape[0] or top_p < 1.0:
+        bound = bound_for(top_k, tops, orders) if top_k > 0 else ALL
+        sort_into_buckets(values, tops, bound, best, inverse, counts, masses, buckets, weights)
+        total, threshold = keep_count(values, tops, bound, best, inverse, top_k, work)
+        if top_p < 1.0:
+            threshold = keep_mass(values, tops, threshold, best, inverse, total, top_p, work)
+    if floor > -np.inf:
+        lowest = key_of(np.float32(np.float64(best) + floor))
+        threshold = max(threshold, np.int64(lowest) << 32)
+    return threshold
+
+
+@inlined
+def bucket_of(value, best, inverse, scale):
+    return np.int32(min((best - value) * inverse, WIDEST) * scale)
+
+
+@inlined
+def scale_of(counts):
+    """Buckets per unit of the exponent. The last bucket is for what has no weight."""
+    return np.float32(counts.shape[0] - 1) / WIDEST
+
+
+@inlined
+def sort_into_buckets(values, tops, bound, best, inverse, counts, masses, buckets, weights):
+    """Tokens from `bound` upwards: how many each bucket has, and what they weigh."""
+    scale = scale_of(counts)
+    for bucket in range(counts.shape[0]):
+        counts[bucket] = masses[bucket] = 0
+    for block in range(tops.shape[0]):
+        if tops[block] < key_in(bound):
+            continue
+        start = block * BLOCK
+        size = min(BLOCK, values.shape[0] - start)
+        for place in range(size):  # apart from what follows, so that it becomes vector instructions
+            value = values[start + place]
+            kept = order_of(value, start + place) >= bound
+            buckets[place] = bucket_of(value, best, inverse, scale)
+            weights[place] = weight_of(value, best, inverse) if kept else np.int64(-1)
+        for place in range(size):
+            if weights[place] >= 0:
+                counts[buckets[place]] += 1
+                masses[buckets[place]] += weights[place]
+
+
+@inlined
+def keep_count(values, tops, bound, best, inverse, top_k, work):
+    """What the `top_k` likeliest tokens weigh, and the order of the last; of all tokens when that is 0."""
+    orders, counts, masses, _, _, _ = work
+    total, bucket, left = np.int64(0), 0, top_k if top_k > 0 else np.int64(values.shape[0] + 1)
+    while bucket < counts.shape[0] - 1 and counts[bucket] < left:
+        left -= counts[bucket]
+        total += masses[bucket]
+        bucket += 1
+    if bucket == counts.shape[0] - 1:
+        return total, bound  # the rest has no weight
+    count = gather_bucket(values, tops, bound, best, inverse, bucket, work)
+    last = select(orders, count, left, best, np.float32(0.0))
+    for place in range(count):
+        if orders[place] >= last:
+            total += weight_of(value_of(key_in(orders[place])), best, inverse)
+    return total, last
+
+
+@inlined
+def keep_mass(values, tops, threshold, best, inverse, total, top_p, work):
+    """The order from which on tokens weigh at least `top_p` of the total, with as few of them as will do."""
+    orders, _, masses, _, _, _ = work
+    need = min(max(np.int64(math.ceil(top_p * np.float64(total))), np.int64(1)), total)
+    bucket = 0
+    while bucket < masses.shape[0] - 1 and masses[bucket] < need:
+        need -= masses[bucket]
+        bucket += 1
+    count = gather_bucket(values, tops, threshold, best, inverse, bucket, work)
+    return select(orders, count, need, best, inverse)
+
+
+@inlined
+def gather_bucket(values, tops, threshold, best, inverse, bucket, work):
+    """Write the orders of the bucket's tokens from the threshold upwards; how many they are."""
+    orders, counts, _, _, _, _ = work
+    scale = scale_of(counts)
+    lowest = np.int64(key_of(bucket_end(best, inverse, bucket, scale))) << 32
+    within = gather(values, tops, max(threshold, lowest), orders)
+    count = 0
+    for place in range(within):
+        if bucket_of(value_of(key_in(orders[place])), best, inverse, scale) == bucket:
+            orders[count] = orders[place]
+            count += 1
+    return count
+
+
+@inlined
+def bucket_end(best, inverse, bucket, scale):
+    """A logit below which no token of the bucket lies: its lower edge, and a little for rounding."""
+    return best - (np.float32(bucket + 2) / scale) / inverse
+
+
+@inlined
+def draw(values, tops, threshold, best, inverse, unit, work):
+    """The token at which the weights, added up in the order of the tokens, pass `unit` of their sum."""
+    sums = work[5]
+    total = weigh(values, tops, threshold, best, inverse, sums)
+    left = min(np.int64(unit * np.float64(total)), total - 1)
+    block = 0
+    while sums[block] <= left:
+        left -= sums[block]
+        block += 1
+    token = block * BLOCK
+    while True:
+        if order_of(values[token], token) >= threshold:
+            left -= weight_of(values[token], best, inverse)
+        if left < 0:
+            return token
+        token += 1

@@ -1,0 +1,76 @@
+# mypy: ignore-errors
+"""The k-th of many, or the first so many per cent of them, without sorting them."""
+
+import numpy as np
+
+from gpuinfer.models.text.sampling.cpu_values import BLOCK, compiled, key_in, order_of, value_of, weight_of
+
+ONE = np.int64(1)
+
+
+@compiled
+def select(orders, count, need, best, inverse):
+    """The order at which the largest of `orders[:count]`, taken in turn, reach `need` in sum: of their weights, or of
+    1 each when `inverse` is 0. They are moved about. Quickselect (Hoare 1961), by weight. `need` is within reach.
+    """
+    first, last = 0, count - 1
+    while first < last:
+        pivot = middle(orders[first], orders[(first + last) >> 1], orders[last])
+        left, right, mass = first, last, np.int64(0)
+        while left <= right:
+            if orders[left] > pivot:
+                mass += ONE if inverse == 0 else weight_of(value_of(key_in(orders[left])), best, inverse)
+                left += 1
+            elif orders[right] <= pivot:
+                right -= 1
+            else:
+                orders[left], orders[right] = orders[right], orders[left]
+        if mass >= need:
+            last = left - 1
+        else:
+            need -= mass
+            own = ONE if inverse == 0 else weight_of(value_of(key_in(pivot)), best, inverse)
+            if own >= need:
+                return pivot
+            first = to_front(orders, left, last, pivot)
+            need -= own
+    return orders[first]
+
+
+@compiled
+def to_front(orders, first, last, pivot):
+    """Put the pivot, which is somewhere in the range, out of it; where the range begins then."""
+    place = first
+    while orders[place] != pivot and place < last:
+        place += 1
+    orders[place], orders[first] = orders[first], orders[place]
+    return first + 1
+
+
+@compiled
+def middle(a, b, c):
+    return max(min(a, b), min(max(a, b), c))
+
+
+@compiled
+def bound_for(count, tops, orders):
+    """An order that at least `count` tokens of the row reach, by the blocks' largest keys; the lowest if none is known."""
+    if count > tops.shape[0]:
+        return np.int64(-(1 << 63))
+    for block in range(tops.shape[0]):
+        orders[block] = (np.int64(tops[block]) << 32) | block
+    lowest = select(orders, tops.shape[0], np.int64(count), np.float32(0.0), np.float32(0.0))
+    return np.int64(key_in(lowest)) << 32
+
+
+@compiled
+def gather(values, tops, threshold, orders):
+    """Write the orders of the tokens that reach the threshold; how many they are."""
+    count = 0
+    for block in range(tops.shape[0]):
+        if tops[block] >= key_in(threshold):
+            for token in range(block * BLOCK, min((block + 1) * BLOCK, values.shape[0])):
+                order = order_of(values[token], token)
+                orders[count] = order
+                count += 1 if order >= threshold else 0
+    return count
