@@ -28,9 +28,9 @@ def infer_of(slots: int = 8) -> FakeInfer:
     return FakeInfer(answered, Limits(slots, slots=slots))
 
 
-def run(folder: Path, text: bytes | str, infer: FakeInfer | None = None, **options: Any) -> list[dict[str, Any]]:
+def run(folder: Path, text: bytes, infer: FakeInfer | None = None, **options: Any) -> list[dict[str, Any]]:
     """The output rows for an input of this text."""
-    (folder / "in.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (folder / "in.jsonl").write_bytes(text)
     target = folder / "out.jsonl"
     given = {"model": "tiny", "input": str(folder / "in.jsonl"), "output": str(target), **options}
     last = asyncio.run(_run(Generate(Setup(), **given), infer or infer_of()))
@@ -46,5 +46,6 @@ async def _run(generate: Generate, infer: FakeInfer) -> Any:
     return last
 
 
-def lines(*rows: Any) -> str:
-    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+def lines(*rows: Any) -> bytes:
+    """JSONL; bytes stand as they are."""
+    return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def generate(*words: object, cwd: Path, given: bytes | None = None, **options) -
         finally:
             process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+
+
+def until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    """Wait for something that a running process does, or for the process to end."""
+    for _ in range(SECONDS * 200):
+        if condition():
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.005)
+            return
+    raise AssertionError("that did not come about")
 
 
 def prompts(path: Path, count: int, **more: Any) -> Path:

@@ -9,13 +9,10 @@ import asyncio
 import hashlib
 import os
 import random
-import types
 import sys
 
-from pydantic import Field
-
 from gpuinfer import api
-from gpuinfer.api import Backend, Event, Limits
+from gpuinfer.api import Backend, Limits
 from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
 

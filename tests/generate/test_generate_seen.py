@@ -43,7 +43,7 @@ def test_it_counts_like_a_counter(blocks):
 
 def test_keys_that_agree_in_64_bits_are_not_the_same(small):
     known = Seen()
-    known.count([b"same bits" [:8] + b"aaaa"])
+    known.count([b"same bits"[:8] + b"aaaa"])
     known.count([key(number) for number in range(100)])
     assert known.has([b"same bits"[:8] + b"aaaa", b"same bits"[:8] + b"bbbb"]) == [True, False]
 

@@ -116,6 +116,8 @@ class Reader:
             truncate=truncate or self._defaults.truncate,
             special_tokens=special,
         )
+        if "logit_bias" in own:
+            own["logit_bias"] = sorted(own["logit_bias"].items())
         wishes = (own, drawing.n, truncate, special) if own or drawing.n or truncate or not special else None
         asked.content = self._encode((text, tokens, row.messages, wishes, asked.openai, asked.metadata))
         return asked

@@ -113,7 +113,7 @@ class Generate(Workload):
         settings = self.deciding_settings()
         target = open_output(
             self.target,
-            settings,
+            {**settings, **self.form()},
             resume=own.resume and not own.test,
             retry=own.retry_errors,
             ordered=own.ordered,
@@ -186,17 +186,19 @@ class Generate(Workload):
         log.warning("%d of %d rows ended with an error. %s %s", tally.failed, tally.done, said, cure)
 
     def deciding_settings(self) -> dict[str, Any]:
-        """All that decides what the output is: answers of other settings must not be mixed with these."""
-        own, drawn = self.options, msgspec.to_builtins(self.sampling)
+        """All that decides what an answer is: what a row's digest covers beside the row."""
+        own = self.options
         return {
-            **drawn,
-            **{name: getattr(own, name) for name in ("num_samples", "truncate", "context", "token_ids", "timing")},
-            "ordered": own.ordered,
-            "deterministic": own.deterministic,
+            **msgspec.to_builtins(self.sampling),
+            **{name: getattr(own, name) for name in ("num_samples", "truncate", "context", "deterministic")},
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
             "model": fingerprint(self.model()),
         }
+
+    def form(self) -> dict[str, Any]:
+        """How answers are written: one output has one form."""
+        return {name: getattr(self.options, name) for name in ("token_ids", "timing", "ordered")}
 
 
 def fingerprint(spec: ModelSpec) -> str:

@@ -1,0 +1,135 @@
+"""The command's flags, streams and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+from command import complaint, generate, prompts, rows_of, started
+
+
+def test_it_reads_standard_input_and_writes_standard_output(tmp_path):
+    done = generate("--input", "-", "--json", "report.json", cwd=tmp_path, given=b'"ab"\n{"prompt":"cd","id":1}\n')
+    assert done.returncode == 0, done.stderr
+    assert {json.loads(line)["text"][:2] for line in done.stdout.splitlines()} == {"ba", "dc"}
+    assert "done in" in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["throughput"]["output_tokens_per_s"] > 0
+
+
+def test_an_answer_comes_before_the_next_prompt_is_written(tmp_path):
+    with started("--input", "-", "--quiet", cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        for word in ("first", "second"):
+            process.stdin.write(json.dumps({"prompt": word}).encode() + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["text"].startswith(word[::-1])
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_three_rows_are_tried_and_the_output_is_left_alone(tmp_path):
+    prompts(tmp_path / "in.jsonl", 1000)
+    done = generate("--input", "in.jsonl", "--output", "out.jsonl", "--test", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_settings_come_from_the_file_too(tmp_path):
+    prompts(tmp_path / "in.jsonl", 2)
+    (tmp_path / "gpuinfer.toml").write_text('[generate]\ninput = "in.jsonl"\nstop = ["a,b", "c"]\nnum_samples = 3\n')
+    done = generate("--output", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["settings"]["stop"] == ["a,b", "c"]
+    assert all(len(row["samples"]) == 3 for row in rows_of(tmp_path / "out.jsonl"))
+
+
+def test_flags_reach_the_model(tmp_path):
+    prompts(tmp_path / "in.jsonl", 200)
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    words = [
+        "--batch-size",
+        4,
+        "--json-schema",
+        "schema.json",
+        "--stop",
+        "a,b",
+        "--stop",
+        "c",
+        "--stop-token-ids",
+        "1,2",
+    ]
+    done = generate("--input", "in.jsonl", "--output", "o.jsonl", *words, "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    noted = json.loads((tmp_path / "o.jsonl.run.json").read_text())["settings"]
+    assert noted["constraint"]["json_schema"] == {"type": "object"}
+    assert (noted["stop"], noted["stop_token_ids"]) == (["a,b", "c"], [1, 2])
+    assert json.loads((tmp_path / "r.json").read_text())["batches"]["rows_max"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "o"], "needs prompts"),
+        (["--input", "none.jsonl"], "there is no such file"),
+        (["--input", "."], "is a folder"),
+        (["--input", "in.jsonl", "--output", "in.jsonl"], "the same file"),
+        (["--input", "in.jsonl", "--output", "old.jsonl"], "exists already. Add --resume"),
+        (["--input", "in.jsonl", "--output", "no/o.jsonl"], "mkdir -p no"),
+        (["--input", "in.jsonl", "--output", "."], "is a folder"),
+        (["--input", "in.jsonl", "--resume"], "cannot be read"),
+        (["--input", "in.jsonl", "--output", "/dev/null", "--resume"], "cannot be read"),
+        (["--input", "in.jsonl", "--retry-errors"], "Add --resume"),
+        (["--input", "in.jsonl", "--json", "-"], "both write to standard output"),
+        (["--input", "in.jsonl", "--checkpoint", "in.jsonl"], "and not both"),
+        (["--input", "in.jsonl", "--meta", "in.jsonl"], "belongs to a nanoGPT checkpoint"),
+        (["--input", "in.jsonl", "--trust-remote-code"], "never run here, only through the backend vllm"),
+        (["--input", "in.jsonl", "--top-p", "2"], "Give 1 or less"),
+        (["--input", "in.jsonl", "--min-tokens", "500"], "more than --max-new-tokens"),
+        (["--input", "in.jsonl", "--regex", "a", "--choice", "b"], "--regex and --choice"),
+        (["--input", "in.jsonl", "--json-schema", "in.jsonl"], "is not JSON"),
+        (["--input", "in.jsonl", "--grammar", "absent"], "cannot be read"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_is_done(gpuinfer, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    prompts(tmp_path / "in.jsonl", 2)
+    (tmp_path / "old.jsonl").write_text("{}\n")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code, _, errors = gpuinfer("generate", "--model", "tiny", "--no-roofline", *words)
+    assert code == 2, errors
+    assert said in errors
+    assert errors.endswith(".\n")
+    assert errors.count("\n") < 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_job_without_one_answer_has_failed(tmp_path):
+    (tmp_path / "in.jsonl").write_text("nope\n")
+    done = generate("--input", "in.jsonl", "--output", "o.jsonl", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "not one of 1 rows was answered" in complaint(done)
+    assert len(rows_of(tmp_path / "o.jsonl")) == 1
+
+
+def test_no_rows_are_no_failure(tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert generate("--input", "in.jsonl", "--output", "o.jsonl", cwd=tmp_path).returncode == 0
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
+    prompts(tmp_path / "in.jsonl", 20_000)
+    with started("--input", "in.jsonl", "--quiet", cwd=tmp_path) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        process.wait(60)
+    assert process.returncode == 1
+    assert errors == b""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_of_others_is_refused(tmp_path):
+    prompts(tmp_path / "in.jsonl", 2).chmod(0)
+    assert "permission denied" in complaint(generate("--input", "in.jsonl", cwd=tmp_path))

@@ -1,0 +1,200 @@
+"""However a run ends, the next one goes on with it: each row exactly once, and the same answers as without the break."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+
+import pytest
+from command import complaint, generate, prompts, rows_of, started, until
+
+COUNT = 5000
+WORK = ["--input", "in.jsonl", "--output", "out.jsonl", "--quiet"]
+
+
+def counts(small: int, full: int) -> list[object]:
+    soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
+    return [pytest.param(small, id=f"{small}"), pytest.param(full, id=f"{full}", marks=soak)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The answers of a run that nothing disturbed, in the order of the prompts."""
+    folder = tmp_path_factory.mktemp("whole")
+    prompts(folder / "in.jsonl", COUNT)
+    done = generate(*WORK, "--ordered", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("times", counts(3, 20))
+def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, times):
+    moments = random.Random(times)
+    for attempt in range(times):
+        ordered = ["--ordered"] if attempt % 2 else []
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        prompts(folder / "in.jsonl", COUNT)
+        killed_after(folder, moments.randrange(len(whole)), *ordered)
+        done = generate(*WORK, *ordered, "--resume", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        lines = (folder / "out.jsonl").read_bytes().splitlines(keepends=True)
+        assert sorted(lines) == sorted(whole.splitlines(keepends=True))
+        if ordered:
+            assert b"".join(lines) == whole
+
+
+def killed_after(folder, size: int, *words: str) -> None:
+    """Run until so many bytes are written, and kill it with all it started."""
+    with started(*WORK, *words, cwd=folder) as process:
+        output = folder / "out.jsonl"
+        until(lambda: output.exists() and output.stat().st_size >= size, process)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_stop_keeps_what_is_answered_and_says_how_to_go_on(whole, tmp_path, number):
+    prompts(tmp_path / "in.jsonl", COUNT)
+    with started(*WORK, "--ordered", "-B", "delay=0.05", cwd=tmp_path) as process:
+        output = tmp_path / "out.jsonl"
+        until(lambda: output.exists() and output.stat().st_size, process)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    assert b"Traceback" not in errors
+    assert b"--resume" in errors
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert whole.startswith(kept)
+    assert 0 < len(kept) < len(whole)
+    assert generate(*WORK, "--ordered", "--resume", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_what_is_done_is_not_asked_again(tmp_path):
+    prompts(tmp_path / "in.jsonl", 50)
+    assert generate(*WORK, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    prompts(tmp_path / "in.jsonl", 80)
+    again = generate(*WORK, "--resume", "--json", "report.json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["progress"] == {"done": 80, "total": 80, "unit": "rows", "before": 50}
+    assert report["errors"]["failed"] == 0
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert {row["id"] for row in rows_of(tmp_path / "out.jsonl")} == {f"r{number}" for number in range(80)}
+
+
+def test_rows_may_change_places_between_runs(tmp_path):
+    prompts(tmp_path / "in.jsonl", 50)
+    assert generate(*WORK, cwd=tmp_path).returncode == 0
+    lines = (tmp_path / "in.jsonl").read_text().splitlines()
+    (tmp_path / "in.jsonl").write_text("[" + ",\n".join(reversed(lines)) + "]")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert generate(*WORK, "--resume", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", [b'{"id":"r3","te', b"\0" * 100 + b"\n"])
+def test_a_torn_end_is_mended(tmp_path, torn):
+    prompts(tmp_path / "in.jsonl", 5)
+    assert generate(*WORK, cwd=tmp_path).returncode == 0
+    expected = rows_of(tmp_path / "out.jsonl")
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:3]) + torn)
+    assert generate(*WORK, "--resume", cwd=tmp_path).returncode == 0
+    assert sorted(rows_of(tmp_path / "out.jsonl"), key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("ordered", [[], ["--ordered"]], ids=["as done", "ordered"])
+def test_errors_are_tried_again_on_request_and_take_their_places(tmp_path, ordered):
+    rows = [{"id": f"r{number}", "prompt": "broken" if number % 3 == 1 else "fine"} for number in range(30)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = generate(*WORK, *ordered, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "10 of 30 rows ended with an error" in first.stderr
+    assert generate(*WORK, *ordered, "--resume", cwd=tmp_path).returncode == 0
+    assert sum("error" in row for row in rows_of(tmp_path / "out.jsonl")) == 10
+    mended = {"MENDED": "1"}
+    again = generate(*WORK, *ordered, "--resume", "--retry-errors", cwd=tmp_path, environment=mended)
+    assert again.returncode == 0, again.stderr
+    found = rows_of(tmp_path / "out.jsonl")
+    assert not any("error" in row for row in found)
+    ids = [row["id"] for row in found]
+    assert (ids if ordered else sorted(ids, key=lambda one: int(one[1:]))) == [f"r{number}" for number in range(30)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+
+
+def test_a_second_try_in_order_that_is_killed_loses_nothing(tmp_path):
+    rows = [{"id": f"r{number}", "prompt": "broken" if number == 5 else f"fine {number}"} for number in range(5000)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(*WORK, "--ordered", cwd=tmp_path).returncode == 0
+    before = rows_of(tmp_path / "out.jsonl")
+    mended = {"MENDED": "1"}
+    again = [*WORK, "--ordered", "--resume", "--retry-errors"]
+    with started(*again, cwd=tmp_path, environment=mended) as process:
+        until((tmp_path / "out.jsonl.before").exists, process)
+        process.kill()
+        process.communicate(timeout=60)
+    done = generate(*again, cwd=tmp_path, environment=mended)
+    assert done.returncode == 0, done.stderr
+    after = rows_of(tmp_path / "out.jsonl")
+    assert [row["id"] for row in after] == [row["id"] for row in rows]
+    assert not any("error" in row for row in after)
+    assert [row for row in after if row["id"] != "r5"] == [row for row in before if row["id"] != "r5"]
+    assert not (tmp_path / "out.jsonl.before").exists()
+
+
+def test_other_settings_are_refused_with_the_difference(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    assert generate(*WORK, cwd=tmp_path).returncode == 0
+    changed = generate(*WORK, "--resume", "--temperature", 0.5, "--stop", "x,y", cwd=tmp_path)
+    assert changed.returncode == 2
+    assert "temperature: 1.0 there, 0.5 here" in complaint(changed)
+    assert 'stop: [] there, ["x,y"] here' in complaint(changed)
+    other = generate(*WORK, "--resume", cwd=tmp_path, environment={"FINGERPRINT": "other"})
+    assert other.returncode == 2
+    assert 'model: "abc" there, "other" here' in complaint(other)
+    (tmp_path / "out.jsonl.run.json").unlink()
+    assert "does not say how" in complaint(generate(*WORK, "--resume", cwd=tmp_path))
+
+
+def test_two_runs_do_not_share_an_output(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    words = ["--input", "-", "--output", "out.jsonl"]
+    with started(*words, cwd=tmp_path, stdin=-1) as process:
+        until((tmp_path / "out.jsonl").exists, process)
+        second = generate(*WORK, "--resume", cwd=tmp_path)
+        process.communicate(b'"a"\n', timeout=60)
+    assert second.returncode == 2
+    assert "another run" in complaint(second)
+    assert process.returncode == 0
+
+
+def test_a_full_disk_ends_the_run_with_the_cure_and_leaves_whole_lines(whole, tmp_path):
+    prompts(tmp_path / "in.jsonl", COUNT)
+    room = 100_003
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    done = generate(*WORK, "--ordered", cwd=tmp_path, preexec_fn=limit)
+    assert done.returncode == 1
+    assert "Free some space, then run again with --resume" in complaint(done)
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert whole.startswith(kept)
+    assert kept.endswith(b"\n")
+    assert room - 1000 < len(kept) <= room
+    assert generate(*WORK, "--ordered", "--resume", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_a_device_that_takes_nothing_is_said_to(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    done = generate("--input", "in.jsonl", "--output", "/dev/full", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "/dev/full" in complaint(done)

@@ -1,0 +1,230 @@
+"""What a row may be, what becomes of it, and that one bad row is no other's concern."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from asking import infer_of, lines, run
+
+from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.workloads.generate.asked import Defaults, Reader
+
+BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def asked(row, **defaults):
+    return Reader(Defaults(**defaults)).read(row if isinstance(row, bytes) else json.dumps(row).encode())
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "value"),
+    [
+        ("hello", "text", "hello"),
+        ({"prompt": "hello"}, "text", "hello"),
+        ({"prompt": ""}, "text", ""),
+        ({"prompt": ["hello"]}, "text", "hello"),
+        ({"prompt": [1, 2]}, "tokens", (1, 2)),
+        ({"prompt": [[1, 2]]}, "tokens", (1, 2)),
+        ({"prompt_token_ids": [1, 2]}, "tokens", (1, 2)),
+        ({"messages": CHAT}, "messages", tuple(CHAT)),
+        ({**BATCH, "body": {"model": "m", "prompt": "hello"}}, "text", "hello"),
+        ({**BATCH, "url": "/v1/chat/completions", "body": {"messages": CHAT}}, "messages", tuple(CHAT)),
+    ],
+)
+def test_a_prompt_is_read_in_each_form(row, field, value):
+    found = asked(row)
+    assert found.error is None
+    given = {name: getattr(found.prompt, name) for name in ("text", "tokens", "messages")}
+    assert given == {"text": None, "tokens": None, "messages": None, field: value}
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        ({}, {}),
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 6, "max_tokens": 5}, {"max_tokens": 6}),
+        ({"max_new_tokens": 7}, {"max_tokens": 7}),
+        ({"temperature": 0, "top_k": -1, "top_p": 0.5}, {"temperature": 0.0, "top_k": 0, "top_p": 0.5}),
+        ({"temperature": None, "n": None}, {}),
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "y"], "stop_token_ids": [3]}, {"stop": ("x", "y"), "stop_token_ids": (3,)}),
+        ({"seed": 4, "ignore_eos": True}, {"seed": 4, "ignore_eos": True}),
+        ({"logit_bias": {"5": -100}}, {"logit_bias": {5: -100.0}}),
+        ({"logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": False}, {"logprobs": None}),
+        ({"response_format": {"type": "json_object"}}, {"constraint": Constraint(json_schema=True)}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            {"constraint": Constraint(json_schema=SCHEMA)},
+        ),
+        ({"response_format": {"type": "text"}}, {"constraint": None}),
+        ({"structured_outputs": {"regex": "a+"}}, {"constraint": Constraint(regex="a+")}),
+        ({"guided_choice": ["a", "b"]}, {"constraint": Constraint(choice=("a", "b"))}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"constraint": Constraint(json_schema=SCHEMA)}),
+    ],
+)
+@pytest.mark.parametrize("form", ["row", "batch"])
+def test_a_row_may_say_how_its_answer_is_drawn(row, changed, form):
+    defaults = Sampling(temperature=0.7, logprobs=1, constraint=Constraint(regex="b"))
+    whole = {"prompt": "p", **row}
+    found = asked(whole if form == "row" else {**BATCH, "body": whole}, sampling=defaults)
+    assert found.error is None
+    expected = {name: getattr(defaults, name) for name in Sampling.__struct_fields__} | changed
+    assert {name: getattr(found.prompt.sampling, name) for name in Sampling.__struct_fields__} == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        pytest.param(b"nope", "not JSON", id="words"),
+        pytest.param(b'{"prompt": "a"', "not JSON", id="cut short"),
+        pytest.param(b'{"prompt": NaN}', "not JSON", id="NaN"),
+        pytest.param(b'{"prompt": "\xff"}', "not UTF-8", id="not UTF-8"),
+        pytest.param(b'{"metadata": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001, "nested too deeply", id="deep"),
+        pytest.param(b"5", "Expected", id="a number"),
+        pytest.param(b"[]", "Expected", id="a list"),
+        pytest.param({}, "has none", id="no prompt"),
+        pytest.param({"prompt": "a", "messages": CHAT}, "has 2", id="two prompts"),
+        pytest.param({"prompt": 5}, "Expected", id="a number for a prompt"),
+        pytest.param({"prompt": ["a", "b"]}, "row of its own", id="several prompts"),
+        pytest.param({"prompt": [-1]}, "token ids", id="a negative token"),
+        pytest.param({"messages": []}, "is empty", id="an empty chat"),
+        pytest.param({"messages": [{"content": "a"}]}, "has no role", id="nobody's message"),
+        pytest.param({"prompt": "a", "max_token": 5}, "Did you mean `max_tokens`?", id="a field that is not known"),
+        pytest.param({"prompt": "a", "max_tokens": "5"}, "max_tokens", id="a length in words"),
+        pytest.param({"prompt": "a", "max_tokens": 0}, ">= 1", id="no length"),
+        pytest.param({"prompt": "a", "temperature": -1}, ">= 0", id="cold"),
+        pytest.param({"prompt": "a", "top_p": 1.5}, "<= 1", id="more than all"),
+        pytest.param({"prompt": "a", "n": 10**9}, "<= 4096", id="a great many"),
+        pytest.param({"prompt": "a", "response_format": {"type": "json_schema"}}, "gives none", id="no schema"),
+        pytest.param({"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "more than one", id="two forms"),
+        pytest.param({"prompt": "a", "guided_json": "{"}, "schema is none", id="a schema that is no JSON"),
+        pytest.param({**BATCH, "body": {"prompt": "a", "stream": True}}, "`stream`", id="a stream"),
+        pytest.param({**BATCH, "body": {"messages": CHAT}}, "has no `prompt`", id="a chat at the wrong url"),
+        pytest.param({**BATCH, "url": "/v1/embeddings", "body": {}}, "/v1/completions", id="embeddings"),
+        pytest.param({**BATCH, "method": "GET", "body": {}}, "Write POST", id="GET"),
+        pytest.param(BATCH, "no body", id="no body"),
+        pytest.param({**BATCH, "body": {"promt": "a"}}, "Did you mean `prompt`?", id="a body that is not known"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_says_why(row, why):
+    found = asked(row)
+    assert found.prompt is None
+    assert why in str(found.error)
+    assert str(found.error).endswith(".")
+
+
+def test_unknown_fields_are_passed_over_on_request():
+    assert asked({"prompt": "a", "label": 5}, strict=False).error is None
+
+
+def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path):
+    text = lines(b"nope", {"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": 7, "prompt": "good"})
+    rows = {row["id"]: row for row in run(tmp_path, text)}
+    assert rows[7]["text"].startswith("doog")
+    assert rows["x"]["error"] == {
+        "type": "bad_row",
+        "message": "Expected `str | array | null`, got `int` - at `$.prompt`. Correct it.",
+        "row": 2,
+    }
+    assert rows["y"]["error"]["type"] == "bad_prompt"
+    assert len(rows) == 4
+
+
+def test_a_long_row_is_an_error_and_no_other_is(tmp_path, monkeypatch):
+    from gpuinfer.workloads.generate import pump
+    from gpuinfer.workloads.generate.splitting import Either
+
+    monkeypatch.setattr(pump, "Either", lambda: Either(1000))
+    rows = run(tmp_path, lines("x" * 2000, "short"))
+    assert ["error" in row for row in rows] == [True, False]
+
+
+@pytest.mark.parametrize("ids", [("a", "a", "b"), (1, "1", 2)])
+def test_an_id_that_came_before_is_an_error(tmp_path, ids):
+    rows = run(tmp_path, lines(*({"id": one, "prompt": f"p{number}"} for number, one in enumerate(ids))), ordered=True)
+    assert ["error" in row for row in rows] == [False, True, False]
+    assert "has come before" in rows[1]["error"]["message"]
+
+
+def test_ids_come_from_what_a_row_says_and_not_from_where_it_stands(tmp_path):
+    first, second = tmp_path / "1", tmp_path / "2"
+    first.mkdir()
+    second.mkdir()
+    one = run(first, lines("a", "b", {"prompt": "c", "n": 2}, "a"))
+    other = run(second, b"\xef\xbb\xbf" + json.dumps(["b", "a", "a", {"n": 2, "prompt": "c"}], indent=1).encode())
+    assert sorted(one, key=str) == sorted(other, key=str)
+    assert len({row["id"] for row in one}) == 4
+    assert len({row["text"] for row in one if "text" in row}) == 3  # the second "a" draws for itself
+
+
+def test_every_prompt_has_a_key_of_its_own_for_its_random_numbers(tmp_path):
+    infer = infer_of()
+    run(tmp_path, lines("a", "a", {"id": "x", "prompt": "a"}, {"id": 5, "prompt": "a"}), infer)
+    keys = [request.payload.key for request in infer.requests]
+    assert len(set(keys)) == 4
+    assert {"x", "5"} < set(keys)
+    assert all(keys)
+
+
+def test_many_samples_are_asked_in_parts_that_draw_the_same_answers(tmp_path):
+    wide, narrow = tmp_path / "1", tmp_path / "2"
+    wide.mkdir()
+    narrow.mkdir()
+    text = lines({"id": "a", "prompt": "p", "n": 30}, {"id": "b", "prompt": "q"}, {"id": "c", "prompt": "bad", "n": 30})
+    infer = infer_of(slots=4)
+    split = run(narrow, text, infer, ordered=True)
+    assert split == run(wide, text, infer_of(slots=64), ordered=True)
+    assert len(split[0]["samples"]) == 30
+    assert len({sample["text"] for sample in split[0]["samples"]}) == 30
+    assert max(request.rows for request in infer.requests) <= 4
+    assert split[2]["error"]["type"] == "bad_prompt"
+
+
+def test_what_was_asked_for_is_written(tmp_path):
+    text = lines({"id": "a", "prompt": "p", "logprobs": 1, "metadata": {"label": 3}})
+    (row,) = run(tmp_path, text, token_ids=True, timing=True)
+    assert row["metadata"] == {"label": 3}
+    assert len(row["token_ids"]) == len(row["logprobs"]) == row["usage"]["completion_tokens"] == 4
+    assert row["logprobs"][0]["likeliest"] == [{"token_id": row["token_ids"][0], "logprob": -1.5, "rank": 1}]
+    assert set(row["timing"]) == {"first_token_s", "seconds", "total_s"}
+
+
+def test_batch_requests_are_answered_in_their_own_form(tmp_path):
+    text = lines(
+        {**BATCH, "body": {"model": "m", "prompt": "hello", "logprobs": 1}},
+        {
+            **BATCH,
+            "custom_id": "b",
+            "url": "/v1/chat/completions",
+            "body": {"messages": CHAT, "n": 2, "logprobs": True},
+        },
+        {**BATCH, "custom_id": "c", "body": {"prompt": "bad"}},
+        {**BATCH, "custom_id": "d", "body": {}},
+    )
+    rows = {row["custom_id"]: row for row in run(tmp_path, text)}
+    body = rows["a"]["response"]["body"]
+    assert (rows["a"]["response"]["status_code"], rows["a"]["error"]) == (200, None)
+    assert (body["object"], body["model"]) == ("text_completion", "m")
+    assert body["choices"][0]["text"].startswith("olleh")
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [-1.5] * 4
+    assert body["usage"]["total_tokens"] == 9
+    chat = rows["b"]["response"]["body"]
+    assert [choice["index"] for choice in chat["choices"]] == [0, 1]
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert [rows[one]["response"]["status_code"] for one in "cd"] == [400, 400]
+    assert rows["c"]["error"]["code"] == "bad_prompt"
+
+
+def test_ordered_answers_come_in_the_order_of_their_prompts(tmp_path):
+    text = lines(*({"id": number, "prompt": f"p{number}", "n": 1 + number % 3} for number in range(300)), b"nope")
+    rows = run(tmp_path, text, ordered=True)
+    assert [row["id"] for row in rows[:-1]] == list(range(300))
