@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gpuinfer.errors import BadPrompt
@@ -20,6 +20,8 @@ LONGEST_CHOICES = 256 * 1024  # characters of all together
 MOST_CHOICES = 10_000
 DEEPEST = 64  # levels of a schema
 SHOWN = 240  # characters of the library's message
+OPTIONS = '%llguidance {"no_forcing": true}\n'  # what is forced may be spelt by any tokens, not by one spelling alone
+STUCK = "no token of the model can go on from here"
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -45,15 +47,17 @@ def grammar_of(key: Key) -> str:
     """The grammar as llguidance reads it. Raises whatever the library raises for a bad one."""
     kind, text = key
     if kind == "schema":
-        return LLMatcher.grammar_from_json_schema(text)
+        return f"start: %json {text}\n{OPTIONS}"
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+        return f"start: /{regex_to_lark(text)}/\n{OPTIONS}"
+    return f"{any_to_lark(text)}\n{OPTIONS}"
 
 
 def refused(what: str, message: str) -> BadPrompt:
     """The library's complaint, without its inner state and on one line."""
-    message = message.split("<state>")[0]
+    message = message.split("<state>")[0].replace("<non-verbose/>", "")
+    if message.strip() == "NoExtensionBias":  # the library's name for a dead end
+        message = STUCK
     own = re.search(r"^error: (.+)$", message, re.MULTILINE)
     text = " ".join((own[1] if own else message).split())
     text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

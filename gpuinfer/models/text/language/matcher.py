@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
 from gpuinfer.models.text.language.codec import Codec
-from gpuinfer.models.text.language.grammars import Key, grammar_of, key_of, refused
+from gpuinfer.models.text.language.grammars import STUCK, Key, grammar_of, key_of, refused
 from gpuinfer.models.text.language.spelling import Piece, Spelling
 
 MOST_COMPILED = 256  # grammars in the cache
@@ -131,8 +131,8 @@ def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
 
 
 class _Pieces:
-    """What the library's wrapper of a tokenizer asks for. It is called for tokens that a grammar forces, which are not
-    used here.
+    """What the library's wrapper of a tokenizer asks for. It would be called for texts that a grammar forces, and the
+    grammars here force none.
     """
 
     def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
@@ -206,7 +206,7 @@ class Matcher:
         if self._table.extra:
             np.bitwise_and(self._mask, self._table.known, out=self._mask)
         if not self._mask.any() and not self._inner.is_accepting():
-            raise self._refused("no token of the model can go on from here")
+            raise self._refused(STUCK)
         self._fresh = True
 
     def _begin(self, lost: Words) -> None:
