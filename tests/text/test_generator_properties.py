@@ -1,0 +1,127 @@
+"""Whatever a row shares its steps with, its answer is that of a plain loop that runs it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from text.toy import LETTERS, alone, toy_generator
+
+from gpuinfer.errors import BackendError
+from gpuinfer.generation import Generation, Prompt, Sampling
+
+BEGINNINGS = ["", "the same beginning of them all, ", "the same beginning of some, but not of all. "]
+STOPS = [("a",), ("e", "th"), ("qu", "x.")]
+STRINGS = [one for stop in STOPS for one in stop]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prompt, the step before which it comes, and the step before which nobody wants it any more."""
+
+    prompt: Prompt
+    step: int
+    cancelled: int | None
+
+
+samplings = st.builds(
+    lambda minimum, **given: Sampling(min_tokens=min(minimum, given["max_tokens"]), **given),
+    minimum=st.sampled_from([0, 0, 3]),
+    max_tokens=st.integers(1, 24),
+    temperature=st.sampled_from([0.0, 1.0, 0.7]),
+    top_k=st.sampled_from([0, 0, 5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    seed=st.sampled_from([None, None, 3]),
+    stop=st.sampled_from([(), (), *STOPS]),
+    stop_token_ids=st.sampled_from([(), (), (4,), (1, 25)]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, 2]),
+)
+prompts = st.builds(
+    lambda beginning, text, **given: Prompt(text=beginning + text, **given),
+    beginning=st.sampled_from(BEGINNINGS),
+    text=st.text(LETTERS, max_size=12),
+    sampling=samplings,
+    samples=st.sampled_from([1, 1, 1, 2, 3]),
+    first_sample=st.sampled_from([0, 0, 4]),
+    key=st.sampled_from(["", "one", "two"]),
+)
+arrivals = st.builds(
+    Arrival,
+    prompts,
+    step=st.integers(0, 40),
+    cancelled=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 60)),
+)
+mixes = {
+    "coming": st.lists(arrivals, min_size=1, max_size=14),
+    "slots": st.integers(3, 5),
+    "step_tokens": st.sampled_from([1, 2, 5, 17, 64, 300]),
+    "length": st.sampled_from([58, 64, 90]),
+}
+
+
+def check(coming: list[Arrival], slots: int, step_tokens: int, length: int) -> None:
+    generator = toy_generator(slots, length, step_tokens)
+    waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
+    prepared = generator.prepare([arrival.prompt for arrival in coming])
+    outcomes: dict[object, object] = {}
+    dropped = set()
+    step = 0
+    while waiting or generator.busy:
+        while waiting and waiting[0][1].step <= step and waiting[0][1].prompt.samples <= generator.free_slots:
+            number, _ = waiting.pop(0)
+            generator.add(number, prepared[number])
+        dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
+        for number, outcome in generator.step().finished:
+            assert number not in outcomes
+            outcomes[number] = outcome
+        step += 1
+        assert step < 3000
+    assert outcomes.keys() == set(range(len(coming))) - dropped
+    for number, outcome in outcomes.items():
+        assert isinstance(outcome, Generation)
+        assert outcome.completions == alone(coming[number].prompt, length)
+        assert outcome.prompt_tokens == len(prepared[number].tokens)
+    assert generator.free_slots == slots
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**mixes)
+def test_an_answer_is_its_own_in_any_company(coming, slots, step_tokens, length):
+    check(coming, slots, step_tokens, length)
+
+
+@pytest.mark.soak
+@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**mixes)
+def test_an_answer_is_its_own_in_any_company_many_times(coming, slots, step_tokens, length):
+    check(coming, slots, step_tokens, length)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(coming=st.lists(arrivals, min_size=2, max_size=8), room=st.integers(1, 12), poison=st.booleans())
+def test_trouble_leaves_the_others_answers_as_they_are(coming, room, poison):
+    """Steps of more than `room` tokens find no memory, and a "?" fails every step that it is part of."""
+    generator = toy_generator(4, 64, 32)
+    generator.decoder.room = room
+    if poison:
+        generator.decoder.poison = LETTERS.index("?")
+    prepared = generator.prepare([arrival.prompt for arrival in coming])
+    waiting, outcomes = list(range(len(coming))), {}
+    while waiting or generator.busy:
+        while waiting and prepared[waiting[0]].samples <= generator.free_slots:
+            number = waiting.pop(0)
+            generator.add(number, prepared[number])
+        outcomes.update(generator.step().finished)
+    for number, arrival in enumerate(coming):
+        expected = alone(arrival.prompt)
+        # the token drawn last never goes through a step
+        fed = [token for one in expected for token in (one.tokens if one.stop_reason in STRINGS else one.tokens[:-1])]
+        if poison and LETTERS.index("?") in [*prepared[number].tokens.tolist(), *fed]:
+            assert isinstance(outcomes[number], BackendError)
+        else:
+            assert outcomes[number].completions == expected
+    assert generator.free_slots == 4

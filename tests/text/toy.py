@@ -1,0 +1,187 @@
+"""A decoder whose logits depend on every token before, its position and nothing else; and a language of letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuinfer.generation import Completion, Prompt, Sampling
+from gpuinfer.models.text.generator import Generator
+from gpuinfer.models.text.language.alphabet import Characters
+from gpuinfer.models.text.language.language import Language
+from gpuinfer.models.text.sampling import Sampler
+from gpuinfer.models.text.shape import Shape
+from gpuinfer.models.text.step import Step
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
+END = len(LETTERS)
+VOCABULARY = END + 1
+SHAPE = Shape(
+    family="toy",
+    vocabulary=VOCABULARY,
+    hidden=1,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=1,
+    intermediate=1,
+    positions=64,
+    end_tokens=(END,),
+)
+NOWHERE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(history: np.uint64, token: int, position: int) -> np.uint64:
+    """SplitMix64 (Steele et al. 2014) over what was before, the token and its place."""
+    with np.errstate(over="ignore"):
+        x = history ^ (np.uint64(token + 1) * np.uint64(0xBF58476D1CE4E5B9)) ^ (np.uint64(position) << np.uint64(40))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.uint64(x ^ (x >> np.uint64(31)))
+
+
+class ToyDecoder:
+    """`step.Decoder`. The cache holds one number for a position, of all tokens up to it: a wrong slot, position or copy
+    changes all that follows. It checks what a step must be.
+    """
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.shape, self.slots, self.length, self.device = SHAPE, slots, length, torch.device("cpu")
+        self.cache = np.random.default_rng(0).integers(0, 2**63, (slots, length)).astype(np.uint64)
+        self.steps: list[Step] = []
+        self.copied = 0  # positions
+        self.closed = False
+        self.poison: int | None = None  # a token that no step survives
+        self.room: int | None = None  # tokens of a step for which there is memory
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.check(step)
+        if self.room is not None and len(step.tokens) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if self.poison is not None and self.poison in step.tokens:
+            raise RuntimeError("a token that this model cannot stand")
+        found, place = [], 0
+        for slot, start, length in zip(step.slots, step.starts, step.lengths, strict=True):
+            history = self.cache[slot, start - 1] if start else NOWHERE
+            for position in range(start, start + length):
+                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position)
+                found.append(history)
+                place += 1
+        self.steps.append(
+            Step(*(part.copy() for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted)))
+        )
+        return logits_of(np.array(found, np.uint64)[step.wanted])
+
+    def check(self, step: Step) -> None:
+        for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted):
+            assert part.dtype == np.int32
+            assert part.flags.c_contiguous
+        assert len(set(step.slots.tolist())) == len(step.slots) == len(step.starts) == len(step.lengths)
+        assert step.lengths.min() >= 1
+        assert step.lengths.sum() == len(step.tokens)
+        assert (step.starts >= 0).all()
+        assert (step.starts + step.lengths).max() <= self.length
+        assert (np.diff(step.wanted) > 0).all()
+        assert ((step.tokens >= 0) & (step.tokens < VOCABULARY)).all()
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        assert source not in targets
+        for target in targets:
+            self.cache[target, :length] = self.cache[source, :length]
+            self.copied += length
+
+    def cache_bytes(self) -> int:
+        return int(self.cache.nbytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def computed(self) -> int:
+        """Tokens of all steps."""
+        return sum(len(step.tokens) for step in self.steps)
+
+
+def logits_of(histories: np.ndarray) -> torch.Tensor:
+    """Float32 [histories, vocabulary] from 0 to 6."""
+    with np.errstate(over="ignore"):
+        bits = histories[:, None] * (2 * np.arange(VOCABULARY, dtype=np.uint64) + 1)
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) / np.float32(2**24 / 6))
+
+
+def toy_language() -> Language:
+    return Language(Characters(tuple(LETTERS)), VOCABULARY, (END,), beginning=LETTERS.index(" "))
+
+
+def toy_generator(slots: int = 4, length: int = 64, step_tokens: int = 32, seed: int = 7) -> Generator:
+    return Generator(
+        ToyDecoder(slots, length),
+        toy_language(),
+        seed=seed,
+        end_tokens=(END,),
+        step_tokens=step_tokens,
+        threads=1,
+        deterministic=True,
+    )
+
+
+def run(generator: Generator, prompts: Sequence[Prompt]) -> list[object]:
+    """The outcomes of all prompts, as many at once as there are slots for."""
+    outcomes: list[object] = [None] * len(prompts)
+    waiting = []
+    for number, prepared in enumerate(generator.prepare(prompts)):
+        if isinstance(prepared, Exception):
+            outcomes[number] = prepared
+        else:
+            waiting.append((number, prepared))
+    while waiting or generator.busy:
+        while waiting and waiting[0][1].samples <= generator.free_slots:
+            generator.add(*waiting.pop(0))
+        for number, outcome in generator.step().finished:
+            assert outcomes[number] is None
+            outcomes[number] = outcome
+    return outcomes
+
+
+def alone(prompt: Prompt, length: int = 64, seed: int = 7) -> tuple[Completion, ...]:
+    """What a plain loop answers: one row, a fresh cache, the whole prompt at once, then token after token."""
+    numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
+    return tuple(_alone(prompt, number, length, seed) for number in numbers)
+
+
+def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
+    language, sampling = toy_language(), prompt.sampling
+    [tokens] = language.encode([prompt])
+    assert not isinstance(tokens, Exception)
+    sampler = Sampler(1, VOCABULARY, "cpu", seed=seed, end_tokens=(END,), threads=1, deterministic=True)
+    sampler.admit(0, sampling, tokens, prompt.key, number)
+    growing, answer, logprobs, history = language.growing(sampling.stop), [], [], NOWHERE
+    for position, token in enumerate(tokens.tolist()):
+        history = mixed(history, token, position)
+    while len(answer) < min(sampling.max_tokens, length - len(tokens)):
+        drawn = sampler.draw(logits_of(np.array([history], np.uint64)), np.zeros(1, np.int32), None)
+        token = int(drawn.tokens[0])
+        answer.append(token)
+        logprobs.append(drawn.logprobs[0])
+        if token == END and not sampling.ignore_eos:
+            return _said(sampling, language.decode(answer[:-1]), answer, logprobs, "stop", None)
+        if token in sampling.stop_token_ids:
+            return _said(sampling, language.decode(answer[:-1]), answer, logprobs, "stop", token)
+        stop = growing.push(token)
+        if stop is not None and len(answer) >= sampling.min_tokens:
+            return _said(sampling, growing.text, answer[: growing.kept], logprobs, "stop", stop)
+        history = mixed(history, token, len(tokens) + len(answer) - 1)
+    return _said(sampling, language.decode(answer), answer, logprobs, "length", None)
+
+
+def _said(sampling: Sampling, text: str, answer: list[int], logprobs: list[Any], reason: Any, cause: Any) -> Completion:
+    return Completion(
+        text=text,
+        tokens=tuple(answer),
+        finish_reason=reason,
+        stop_reason=cause,
+        logprobs=None if sampling.logprobs is None else tuple(logprobs[: len(answer)]),
+    )
