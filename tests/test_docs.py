@@ -29,6 +29,11 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest) ", line)]
 
 
+def files(page: Path) -> dict[str, str]:
+    """The blocks of a page that say which file they are, such as ```json prompts.jsonl."""
+    return dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```", page.read_text(), re.M | re.S))
+
+
 def shortened(line: str) -> list[str]:
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
     for flag, count in SMALL.items():
@@ -48,6 +53,8 @@ CASES = [
 
 @pytest.mark.parametrize("page", CASES)
 def test_every_gpuinfer_command_of_a_page_runs_in_their_order(page, tmp_path):
+    for name, text in files(page).items():
+        (tmp_path / name).write_text(text)
     for line in commands(page):
         if not line.startswith("gpuinfer "):
             continue

@@ -1,4 +1,4 @@
-"""However a run ends, the next one goes on with it: each row exactly once, and the same answers as without the break."""
+"""However a run ends, the next one goes on with it: each row exactly once, answered as without the break."""
 
 from __future__ import annotations
 
