@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from gpuinfer.models.text.checkpoint.assembly import parts_of
 from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.models.text.checkpoint.drawn import DrawnStore
@@ -15,19 +17,21 @@ from gpuinfer.models.text.shape import Shape
 END = 256  # tokens 0 to 255 are bytes
 TINY_POSITIONS = 2048
 
-NULL = Shape(
-    family="null",
-    vocabulary=END + 1,
-    hidden=1,
-    layers=0,  # nothing to cache
-    heads=1,
-    kv_heads=1,
-    head_dim=1,
-    intermediate=1,
-    positions=1 << 17,
-    tied=True,
-    end_tokens=(END,),
-)
+
+def null_shape() -> Shape:
+    return Shape(
+        family="null",
+        vocabulary=END + 1,
+        hidden=1,
+        layers=0,  # nothing to cache
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        intermediate=1,
+        positions=1 << 17,
+        tied=True,
+        end_tokens=(END,),
+    )
 
 
 def tiny_shape() -> Shape:
@@ -48,7 +52,7 @@ def tiny_shape() -> Shape:
     )
 
 
-BUILT_IN = {"tiny": tiny_shape, "null": lambda: NULL}
+BUILT_IN: Mapping[str, Callable[[], Shape]] = {"tiny": tiny_shape, "null": null_shape}
 
 
 def open_builtin(name: str) -> Checkpoint:

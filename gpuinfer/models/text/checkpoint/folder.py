@@ -68,7 +68,7 @@ def layout_for(shape: Shape, config: Mapping[str, Any], store: Store) -> RotaryL
 
 
 def differ(store: Store, one: str, other: str) -> bool:
-    """Whether both are there and are not the same: then they are not tied, whatever the config says. So transformers."""
+    """Whether both are there and differ: then they are not tied, whatever the config says. So does transformers."""
     if one not in store.tensors or other not in store.tensors:
         return False
     return store.tensors[one].dtype != store.tensors[other].dtype or store.sample(one) != store.sample(other)

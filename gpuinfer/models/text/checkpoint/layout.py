@@ -23,11 +23,12 @@ class Part:
 
 
 Take = Callable[[Sequence[Part], bool], Tensor]
-"""Makes one tensor of parts, one after another along the first dimension; true: in float32, else in the model's dtype."""
+"""Makes one tensor of parts, joined along their first dimension; true: in float32, else in the model's dtype."""
 
 
 class Layout(Protocol):
-    shape: Shape
+    @property
+    def shape(self) -> Shape: ...
 
     def weights(self, take: Take) -> Weights:
         """All weights, each taken once, in the order in which the model uses them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,6 @@ def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[
 
 def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
     """The shape with the end token that its language has. Raises `UsageError` when they do not fit together."""
-    from dataclasses import replace
-
     if language.characters is None:
         return replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
     if len(language.characters) > shape.vocabulary:

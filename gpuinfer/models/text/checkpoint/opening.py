@@ -24,16 +24,27 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     meta = spec.arguments.get("meta")
     if spec.weights is not None:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
-    path = Path(spec.name).expanduser()
-    if path.is_dir():
+    path, kind = what_is(spec.name)
+    if kind == "folder":
         return open_folder(path, spec.name)
-    if path.suffix in (".pt", ".pth") and path.is_file():
+    if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
-    if path.is_file():
+    if kind == "file":
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
     raise absent(spec.name, path)
+
+
+def what_is(name: str) -> tuple[Path, str]:
+    """The path that a name makes, and "folder", "file" or "nothing"."""
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        kind = "folder" if name and path.is_dir() else "file" if path.is_file() else "nothing"
+    except (OSError, RuntimeError, ValueError):  # no such user, or no name that a file can have
+        kind = "nothing"
+    return path, kind
 
 
 def absent(name: str, path: Path) -> UsageError:
@@ -49,7 +60,7 @@ def absent(name: str, path: Path) -> UsageError:
 def near(path: Path) -> list[str]:
     try:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
-    except OSError:
+    except (OSError, ValueError):
         return []
     names = [*beside, *BUILT_IN] if len(path.parts) == 1 else beside
     alike = difflib.get_close_matches(path.name, names, n=NEAR, cutoff=0.6)

@@ -1,7 +1,7 @@
 """Reads plain containers, texts, numbers and truth values from a pickle, and nothing else.
 
-There is no unpickler here to be talked into anything: the opcodes are parsed (`pickletools.genops`, which executes none)
-and those that build plain values are carried out below. One that names a class, calls, or asks for an object is refused.
+There is no unpickler here to be talked into anything. The opcodes are parsed (`pickletools.genops` executes none), and
+those that build plain values are carried out below; one that names a class, or calls something, is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 MOST_STEPS = 4_000_000
 VALUES = frozenset(
-    "INT LONG LONG1 BININT BININT1 BININT2 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8".split()
+    {"INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT"}
+    | {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 )
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 SKIPPED = frozenset({"PROTO", "FRAME"})

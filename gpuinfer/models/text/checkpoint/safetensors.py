@@ -10,9 +10,10 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -100,14 +101,14 @@ def _entry(name: str, entry: Any, room: int) -> tuple[int, int, str, tuple[int, 
     return begin, end, dtype, tuple(shape)
 
 
-def _sizes(value: Any) -> bool:
+def _sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 48 for size in value
     )
 
 
 def _refuse_overlaps(ends: list[tuple[int, int, str]]) -> None:
-    for (_, end, name), (begin, _, other) in zip(ends, ends[1:], strict=False):
+    for (_, end, name), (begin, _, other) in pairwise(ends):
         if begin < end:
             raise ValueError(f"tensors '{name[:80]}' and '{other[:80]}' overlap")
 
@@ -143,7 +144,8 @@ class SafetensorsStore:
 
 def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
     """A system call brings at most 2 GiB: ask until all is there."""
-    rest = memoryview(into.reshape(-1).view(torch.uint8).numpy())
+    values: Any = into.reshape(-1).view(torch.uint8).numpy()
+    rest = memoryview(values)
     while rest:
         count = file.readinto(rest[: 1 << 30])
         if not count:

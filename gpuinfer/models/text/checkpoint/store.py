@@ -20,7 +20,9 @@ class Stored:
 
 class Store(Protocol):
     where: str  # what messages call it
-    tensors: Mapping[str, Stored]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill `into`, contiguous and of the stored shape, in its own dtype. Raises `UsageError` for a damaged file."""

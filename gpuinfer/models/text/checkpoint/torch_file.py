@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"there is no checkpoint file {path}. Check --checkpoint.")
     try:
         content = _load(path)
-    except Exception as error:  # each kind of damage raises a kind of its own
+    except Exception as error:  # noqa: BLE001 - each kind of damage raises a kind of its own
         reason = str(error).strip().partition("\n")[0][:200]
         raise UsageError(
             f"cannot read {path} as plain tensors ({type(error).__name__}: {reason}). Save it again with plain values: "
@@ -37,8 +38,6 @@ def read_torch_file(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    import zipfile
-
     if zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return torch.load(path, map_location="cpu", weights_only=True)  # as torch saved before 1.6
