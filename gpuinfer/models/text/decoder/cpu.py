@@ -133,7 +133,7 @@ class CpuDecoder:
 
     def _lane_sizes(self, share: Share, deterministic: bool) -> NDArray[np.int64]:
         shape = self.shape
-        # MKL has a kernel of its own for one row, which rounds otherwise: in float32 it is slower than two rows at that.
+        # MKL has a kernel of its own for one row, which rounds otherwise; in float32 it is slower than that for two.
         least = 2 if deterministic or self._stored == np.float32 else 1
         found = {
             cpu_sizes.LANES: len(self._shares),
