@@ -141,7 +141,7 @@ def answered(decoder, prompts, new):
 @st.composite
 def schedules(draw):
     """Steps of (prompt, start, end): every prompt goes through whole, in chunks, beside whatever is there."""
-    left = {number: 0 for number in range(len(PROMPTS))}
+    left = dict.fromkeys(range(len(PROMPTS)), 0)
     steps = []
     while left:
         chosen = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, max_size=len(left), unique=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -32,6 +31,8 @@ class TorchDecoder:
     that its logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add
     up in another order for another number of rows, but not for another row of the same. `compile` merges what lies
     between the matrix products; raises `UsageError` when torch cannot.
+
+    Gradients are off, but not by `torch.inference_mode`: whoever samples may write over the logits.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TorchDecoder:
         self._further: Callable[..., Tensor] = partial(torch_layers.further, shape)
         if compile:
             self._asked, self._further = compiled(self._asked), compiled(self._further)
-        with torch.inference_mode():
+        with torch.no_grad():
             self._weights = torch_layers.on_device(weights, device, dtype)
             self._angles = torch_layers.angles(shape, length, device)
         self.resize(slots)
@@ -66,7 +67,7 @@ class TorchDecoder:
         self._drop()
         self.slots = slots
         tile = CUDA_TILE if self.device.type == "cuda" else CPU_TILE
-        with torch.inference_mode():
+        with torch.no_grad():
             self._cache = SlotCache(self.shape, slots, self.length, self.device, self.dtype)
             self._static = StaticBatches(
                 self._cache,
@@ -78,7 +79,7 @@ class TorchDecoder:
                 self._graphs,
             )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         self._cache.begin(step)
@@ -90,10 +91,11 @@ class TorchDecoder:
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
         return self._logits(found.index_select(0, wanted))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._cache.copy(source, targets, length)
 
+    @torch.no_grad()
     def empty(self) -> None:
         """Forget what all slots hold."""
         self._cache.empty()
@@ -150,7 +152,7 @@ class TorchDecoder:
         last = torch_layers.normed(found, self._weights.norm, self.shape.norm, self.shape.norm_eps)
         return torch_layers.projected(last, self._weights.head).float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _once(self, batch_rows: int) -> None:
         """Pass some rows through all layers, in the spare slot."""
         rows = torch.zeros(batch_rows, dtype=torch.int64, device=self.device)
@@ -163,8 +165,6 @@ class TorchDecoder:
     def _drop(self) -> None:
         """Let go of the cache and of everything that holds on to it."""
         if hasattr(self, "_static"):
-            self._static.forget()
             del self._static, self._cache
-            gc.collect()  # the two know one another
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

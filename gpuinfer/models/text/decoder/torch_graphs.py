@@ -16,41 +16,36 @@ Shape = TypeVar("Shape", bound=Hashable)
 
 
 class Replays(Generic[Shape]):
-    """Calls `work(shape)`, which reads and writes the same memory each time for the same shape.
+    """Does work that reads and writes the same memory each time for the same shape.
 
     The first time, and always on a device that has no graphs, it simply runs. The second time it is captured too, since
     a shape that came twice will come often; from then on the graph is launched. Graphs share their working memory: they
     never run at the same time.
     """
 
-    def __init__(self, work: Callable[[Shape], None], device: torch.device, wanted: bool) -> None:
-        self.work, self.device = work, device
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        self.device = device
         self.wanted = wanted and device.type == "cuda"
         self._seen: set[Shape] = set()
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.wanted else None
 
-    def __call__(self, shape: Shape) -> None:
+    def __call__(self, work: Callable[[Shape], None], shape: Shape) -> None:
         if (graph := self._graphs.get(shape)) is not None:
             graph.replay()
             return
-        self.work(shape)
+        work(shape)
         if self.wanted and shape in self._seen:
-            self._capture(shape)
+            self._capture(work, shape)
         self._seen.add(shape)
 
-    def forget(self) -> None:
-        """Let go of all graphs and their memory."""
-        self._graphs.clear()
-        self._seen.clear()
-
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, work: Callable[[Shape], None], shape: Shape) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    self.work(shape)
+                    work(shape)
         except RuntimeError as error:
             self.wanted = False
             logger.warning(

@@ -48,7 +48,7 @@ class StaticBatches:
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = torch.zeros((3, most), dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, vocabulary), device=device)
-        self._run = Replays(self._compute, device, graphs)
+        self._run: Replays[Form] = Replays(device, graphs)
 
     def decode(self, tokens: Integers, positions: Integers, slots: Integers, answered: bool) -> tuple[Tensor, Integers]:
         """Logits [padded rows, vocabulary] of one step for each slot, and where the slots' own are among them.
@@ -72,11 +72,8 @@ class StaticBatches:
         inputs[:2], inputs[2] = 0, self.cache.spare
         inputs[0, where], inputs[1, where], inputs[2, where] = tokens, positions, slots
         self._inputs[:, : form.rows].copy_(self._host[:, : form.rows])
-        self._run(form)
+        self._run(self._compute, form)
         return self._outputs[: form.rows], where
-
-    def forget(self) -> None:
-        self._run.forget()
 
     def _compute(self, form: Form) -> None:
         tokens, positions, slots = self._inputs[:, : form.rows].unbind()

@@ -1,0 +1,85 @@
+"""How a step is divided: every token once, in sizes that hold it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.models.buckets import bucket_for
+from gpuinfer.models.text.decoder import torch_plan
+from gpuinfer.models.text.decoder.torch_batch import back, rows_of
+from gpuinfer.models.text.decoder.torch_graphs import Replays
+from gpuinfer.models.text.decoder.torch_plan import parts_of, positions_of, reach_buckets, row_buckets, tiles
+from gpuinfer.models.text.step import Step
+
+ROOM = 512
+
+
+@st.composite
+def steps(draw):
+    runs = draw(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=12))
+    starts, lengths = (np.array(part, np.int32) for part in zip(*runs, strict=True))
+    tokens = np.arange(int(lengths.sum()), dtype=np.int32)
+    return Step(tokens, np.arange(len(runs), dtype=np.int32), starts, lengths, tokens[:0])
+
+
+@given(steps())
+def test_each_segment_is_in_one_group_that_holds_it(step):
+    ends = step.starts + step.lengths
+    seen = []
+    for part in parts_of(step, ROOM):
+        seen += part.segments.tolist()
+        assert (step.lengths[part.segments] <= part.width).all()
+        assert (ends[part.segments] <= part.reach).all()
+        assert part.reach <= ROOM
+        assert not part.fresh or (part.width > 1 and (step.starts[part.segments] == 0).all())
+    assert sorted(seen) == list(range(len(step.slots)))
+
+
+@given(steps())
+def test_a_row_finds_its_own_among_what_the_groups_give(step):
+    parts = list(parts_of(step, ROOM))
+    rows = [rows_of(step, part) for part in parts]
+    given_back = np.concatenate([asking.ravel() for asking in rows])
+    assert (given_back[back(step, parts, rows)] == np.arange(len(step.tokens))).all()
+
+
+def test_a_group_is_no_larger_than_its_masks_may_be(monkeypatch):
+    monkeypatch.setattr(torch_plan, "LARGEST_GROUP", 2 * 4 * 128)
+    ones = np.ones(7, np.int32)
+    step = Step(np.zeros(28, np.int32), np.arange(7, dtype=np.int32), 100 * ones, 4 * ones, ones[:0])
+    assert [len(part.segments) for part in parts_of(step, ROOM)] == [2, 2, 2, 1]
+
+
+@given(st.integers(1, 1024), st.data())
+def test_a_decode_step_is_padded_to_a_little_more(most, data):
+    rows = data.draw(st.integers(1, most))
+    buckets = row_buckets(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == most
+    padded = bucket_for(rows, buckets)
+    assert padded <= max(2 * rows - 1, 1)
+    assert rows < 16 or padded <= 1.5 * rows + 1
+
+
+@given(steps(), st.integers(1, 20))
+def test_tiles_hold_each_token_once_after_those_before_it(step, size):
+    positions, segments = positions_of(step), np.repeat(step.slots, step.lengths)
+    reaches = reach_buckets(ROOM)
+    done = step.starts.copy()
+    for members, reach in tiles(positions, size, reaches):
+        assert len(members) <= size
+        for token in members:
+            assert positions[token] == done[segments[token]]
+            assert reach == bucket_for(int(positions[token]) + 1, reaches)
+            done[segments[token]] += 1
+    assert (done == step.starts + step.lengths).all()
+
+
+def test_a_device_without_graphs_does_the_work_each_time():
+    run, done = Replays(torch.device("cpu"), wanted=True), []
+    for shape in (4, 8, 4, 4):
+        run(done.append, shape)
+    assert done == [4, 8, 4, 4]

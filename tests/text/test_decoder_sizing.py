@@ -1,0 +1,194 @@
+"""How many slots there are, and which decoder has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from random_models import LLAMA, random_weights
+from steps import step_of
+
+from gpuinfer.errors import UsageError
+from gpuinfer.models.text.decoder import open_decoder, open_sized, opening, sizing
+from gpuinfer.models.text.decoder.null import NullDecoder
+from gpuinfer.models.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
+from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SLOT = slot_bytes(LLAMA, 128, torch.float32)
+PLENTY = 1 << 40
+
+
+def estimated(free, *, slots=None, device=CPU, dtype=torch.float32, length=128):
+    return estimate(LLAMA, dtype, device, free, slots=slots, length=length, step_tokens=256)
+
+
+@dataclass
+class Opened:
+    """As much of a checkpoint as a decoder asks for."""
+
+    shape: object = LLAMA
+
+    def weights(self, dtype):
+        return random_weights(self.shape, dtype)
+
+
+def opened(dtype=torch.float32, shape=LLAMA, slots=3, **changes):
+    options = {"length": 64, "threads": 1, "deterministic": False, "compile": False, "graphs": True, **changes}
+    return open_sized(Opened(shape), dtype, CPU, slots=slots, **options)
+
+
+def test_a_slot_takes_its_keys_and_values():
+    assert 2 * 128 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 4 == SLOT
+    assert slot_bytes(LLAMA, 100, torch.bfloat16) == SLOT // 2  # positions are rounded up
+
+
+@pytest.mark.parametrize(
+    ("device", "slots"),
+    [pytest.param(CPU, 64, id="64 on the CPU"), pytest.param(CUDA, 1024, id="1024 on CUDA")],
+)
+def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while(device, slots):
+    assert estimated(PLENTY, device=device).slots == slots
+
+
+@pytest.mark.parametrize(("device", "share"), [(CPU, 0.5), (CUDA, 0.9)])
+def test_little_memory_bounds_the_slots(device, share):
+    needed = estimated(PLENTY, slots=20).estimated_bytes
+    found = estimated(int(needed / share) + 1, device=device)
+    assert found.slots == 20
+    assert found.estimated_bytes == needed <= found.free_bytes * share
+    assert estimated(int(needed / share) - 2, device=device).slots == 19
+
+
+def test_slots_that_were_asked_for_are_given_when_they_fit():
+    assert estimated(PLENTY, slots=5000).slots == 5000
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_what_does_not_fit_is_refused_with_the_numbers(slots):
+    words = rf"{slots or 1} slots? of 128 positions need \d+ MiB .*only 0 MiB are free.*--dtype bfloat16"
+    with pytest.raises(UsageError, match=words):
+        estimated(1000, slots=slots)
+
+
+def test_the_largest_steps_fill_every_slot_to_its_end():
+    for step in largest_steps(5, 64, 40):
+        assert (step.starts + step.lengths == 64).all()
+        assert len(step.tokens) == step.lengths.sum()
+        assert len(step.wanted) == 5
+    assert [len(step.tokens) for step in largest_steps(5, 64, 40)] == [5, 40]
+    assert [len(step.tokens) for step in largest_steps(5, 64, 3)] == [5]
+
+
+def test_trying_the_largest_step_leaves_nothing_behind():
+    tried, fresh = (
+        TorchDecoder(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, length=64) for _ in range(2)
+    )
+    assert largest_step_bytes(tried, 32) == tried.cache_bytes()
+    assert not tried._cache.keys.any()
+    step = step_of((1, 0, [1, 2, 3]))
+    assert torch.equal(tried.forward(step), fresh.forward(step))
+
+
+class Small(TorchDecoder):
+    """There is memory for steps of so many slots."""
+
+    room = 10
+
+    def forward(self, step):
+        if len(step.slots) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd more.")
+        return super().forward(step)
+
+
+def small(slots=20):
+    decoder = Small(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=1, length=64)
+    return decoder, estimated(PLENTY, slots=slots, length=64)
+
+
+def test_when_memory_runs_out_there_are_fewer_slots_and_a_word(caplog):
+    decoder, found = open_and_try(*small(), step_tokens=32)
+    assert decoder.slots == found.slots == 9  # 20, 16, 12, 9
+    assert found.measured_bytes == decoder.cache_bytes()
+    assert len(caplog.records) == 3
+    assert "no room for 20 slots (CUDA out of memory" in caplog.messages[0]
+    assert "going on with 16" in caplog.messages[0]
+
+
+def test_no_room_for_one_slot_is_refused(monkeypatch):
+    monkeypatch.setattr(Small, "room", 0)
+    with pytest.raises(UsageError, match="1 slots of 64 positions need"):
+        open_and_try(*small(3), step_tokens=32)
+
+
+def test_another_failure_is_not_mistaken_for_a_lack_of_memory(monkeypatch):
+    decoder, found = small(3)
+    monkeypatch.setattr(sizing, "largest_step_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        open_and_try(decoder, found, step_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "options", "name"),
+    [
+        pytest.param(True, {}, "CpuDecoder", id="our kernels where they run"),
+        pytest.param(True, {"dtype": torch.bfloat16}, "CpuDecoder", id="in bfloat16 too"),
+        pytest.param(False, {}, "TorchDecoder", id="else torch"),
+        pytest.param(True, {"dtype": torch.float16}, "TorchDecoder", id="torch for float16"),
+    ],
+)
+def test_which_decoder_the_cpu_has(monkeypatch, kernels, options, name):
+    if kernels and not opening.kernels_for(torch.float32):
+        pytest.skip("this torch has no MKL")
+    if not kernels:
+        monkeypatch.setattr(opening, "kernels_for", lambda dtype: False)
+    decoder, found = opened(**options)
+    assert type(decoder).__name__ == name
+    assert decoder.slots == found.slots == 3
+    assert decoder.length == 64
+    assert decoder.forward(step_of((2, 0, [1, 2, 3]))).shape == (3, LLAMA.vocabulary)
+    decoder.close()
+
+
+def test_without_a_wish_the_cpu_has_64_slots():
+    decoder, found = opened(slots=None)
+    assert decoder.slots == found.slots == 64
+    decoder.close()
+
+
+NULL = replace(LLAMA, family="null", vocabulary=257, end_tokens=(256,))
+
+
+def test_the_null_model_has_a_decoder_that_computes_nothing():
+    decoder = open_decoder(
+        Opened(NULL),
+        torch.float32,
+        CPU,
+        slots=None,
+        length=64,
+        threads=1,
+        deterministic=False,
+        compile=False,
+        graphs=True,
+    )
+    assert isinstance(decoder, NullDecoder)
+    assert decoder.cache_bytes() == 0
+    decoder.copy(0, [1], 3)
+    decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "token"),
+    [pytest.param((256,), ord("a"), id="a letter"), pytest.param((ord("a"), 0), 1, id="no end token")],
+)
+def test_the_null_decoder_always_says_one_token_that_ends_nothing(ends, token):
+    decoder = NullDecoder(replace(NULL, end_tokens=ends), slots=2, length=8)
+    for _ in range(2):
+        logits = decoder.forward(step_of((0, 0, [1, 2]), (1, 0, [3])))
+        assert logits.dtype == torch.float32
+        assert np.flatnonzero(logits.sum(0)).tolist() == [token]
+        assert logits[:, token].tolist() == [1, 1, 1]
+        logits.fill_(5)  # the sampler may
+    decoder.close()
