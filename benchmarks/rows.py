@@ -56,9 +56,8 @@ def main(rows: int, flags: list[str]) -> None:
             written = sum(1 for _ in file)
     later = rows * (1 - EARLY)
     print(f"{written:,} of {rows:,} rows, {found['throughput']['rows_per_s']:,.0f} rows/s over {found['wall_s']:.1f} s")
-    print(
-        f"memory: {early / 2**20:.1f} MiB early, {most / 2**20:.1f} MiB at most: {(most - early) / later:.1f} bytes a row"
-    )
+    growth = (most - early) / later
+    print(f"memory: {early / 2**20:.1f} MiB early, {most / 2**20:.1f} MiB at most: {growth:.1f} bytes a row")
 
 
 if __name__ == "__main__":
