@@ -182,7 +182,8 @@ class Generate(Workload):
         said = f"The first says: {tally.first_failure}"
         if not tally.answered and tally.failed == tally.done and tally.ended:
             raise WorkError(f"not one of {tally.failed} rows was answered. {said}")
-        cure = "Correct them and run again with --resume --retry-errors."
+        again = "" if output.is_stream(self.target) else " and run again with --resume --retry-errors"
+        cure = f"Correct them{again}."
         log.warning("%d of %d rows ended with an error. %s %s", tally.failed, tally.done, said, cure)
 
     def deciding_settings(self) -> dict[str, Any]:
