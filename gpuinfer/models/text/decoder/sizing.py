@@ -139,16 +139,17 @@ def fewer(sizing: Sizing, failure: BaseException) -> Sizing:
 def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     """Take the steps that need most memory, and tell what cache and steps took at the most."""
     cuda = decoder.device.type == "cuda"
-    before = torch.cuda.memory_allocated(decoder.device) - decoder.cache_bytes() if cuda else 0
+    before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(decoder.device)
-    for step in largest_steps(decoder.slots, decoder.length, step_tokens):
+    # each twice: what is captured as a graph is captured the second time
+    for step in 2 * largest_steps(decoder.slots, decoder.length, step_tokens):
         logits = decoder.forward(step)
         copies = [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
         del copies, logits
     decoder.empty()
     if not cuda:
-        return decoder.cache_bytes()
+        return decoder.held_bytes()
     torch.cuda.synchronize(decoder.device)
     return torch.cuda.max_memory_allocated(decoder.device) - before
 

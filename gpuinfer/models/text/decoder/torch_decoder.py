@@ -103,6 +103,10 @@ class TorchDecoder:
     def cache_bytes(self) -> int:
         return self._cache.nbytes()
 
+    def held_bytes(self) -> int:
+        """What cache and buffers take that are there all the time, beside the weights."""
+        return self.cache_bytes() + self._static.nbytes()
+
     def close(self) -> None:
         self._drop()
         self._weights = None  # type: ignore[assignment]

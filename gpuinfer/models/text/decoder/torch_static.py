@@ -75,6 +75,9 @@ class StaticBatches:
         self._run(self._compute, form)
         return self._outputs[: form.rows], where
 
+    def nbytes(self) -> int:
+        return self._inputs.nbytes + self._outputs.nbytes
+
     def _compute(self, form: Form) -> None:
         tokens, positions, slots = self._inputs[:, : form.rows].unbind()
         reading = slice(0, form.rows) if form.in_place else slots

@@ -1,0 +1,109 @@
+"""On a CUDA device: the same promises as on the CPU, graphs, and what to do when memory runs out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from random_models import LLAMA, VARIANTS, random_weights
+from steps import step_of
+
+from gpuinfer.models.text.decoder.sizing import estimate, free_memory, open_and_try
+from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CASES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.vocabulary, 150)]
+OTHER = TOKENS[::-1]
+STEPS = [
+    step_of((0, 0, TOKENS[:40]), (3, 0, OTHER[:3]), (1, 0, OTHER[:90])),
+    step_of((0, 40, TOKENS[40:70]), (3, 3, [6])),
+    *(step_of((0, 70 + at, [5 + at]), (3, 4 + at, [8]), (1, 90 + at, [at])) for at in range(4)),
+]
+
+
+def decoder(shape=LLAMA, dtype=torch.float32, device=CUDA, slots=5, length=160, **options):
+    return TorchDecoder(shape, random_weights(shape, dtype), device, dtype, slots=slots, length=length, **options)
+
+
+def all_logits(some, steps=STEPS):
+    return torch.cat([some.forward(step).cpu().clone() for step in steps])
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("shape", CASES)
+def test_the_device_gives_what_the_cpu_gives(shape, options):
+    torch.testing.assert_close(
+        all_logits(decoder(shape, **options)), all_logits(decoder(shape, device=CPU)), atol=1e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_graphs_give_the_tokens_that_eager_steps_give(dtype):
+    graphs, eager = decoder(dtype=dtype, graphs=True), decoder(dtype=dtype, graphs=False)
+    assert len(graphs._static._run._graphs) == 0
+    for step in STEPS:
+        found, wanted = graphs.forward(step).clone(), eager.forward(step)
+        torch.testing.assert_close(found, wanted, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=0)
+        two = wanted.topk(2).values
+        clear = two[:, 0] - two[:, 1] > 0.2
+        assert torch.equal(found.argmax(-1)[clear], wanted.argmax(-1)[clear])
+    assert len(graphs._static._run._graphs) >= 1
+    assert graphs._static._run.wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(dtype, graphs):
+    one = decoder(dtype=dtype, slots=1, deterministic=True, graphs=graphs)
+    expected = all_logits(one, [step_of((0, at, [token])) for at, token in enumerate(TOKENS)])
+    several = decoder(dtype=dtype, deterministic=True, graphs=graphs)
+    found = all_logits(
+        several,
+        [
+            step_of((2, 0, TOKENS[:40]), (0, 0, OTHER[:7])),
+            step_of((2, 40, TOKENS[40:43]), (1, 0, OTHER[:20]), (0, 7, OTHER[7:8])),
+            step_of((2, 43, TOKENS[43:])),
+        ],
+    )
+    assert torch.equal(torch.cat([found[:40], found[47:50], found[71:]]), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_what_torch_compiles_gives_what_is_not_compiled():
+    torch.testing.assert_close(all_logits(decoder(compile=True)), all_logits(decoder()), atol=1e-4, rtol=0)
+
+
+def test_slots_are_found_by_trying_and_the_estimate_is_near():
+    shape = replace(
+        LLAMA, layers=8, heads=16, kv_heads=8, head_dim=64, hidden=1024, intermediate=2048, vocabulary=32000
+    )
+    shape = replace(shape, rope=replace(shape.rope, inverse_frequencies=tuple(0.9**i for i in range(32))))
+    some = decoder(shape, torch.bfloat16, slots=1, length=1024)
+    sizing = estimate(shape, torch.bfloat16, CUDA, free_memory(CUDA), slots=64, length=1024, step_tokens=512)
+    some, sizing = open_and_try(some, sizing, 512)
+    assert some.slots == sizing.slots == 64
+    assert some.cache_bytes() < sizing.measured_bytes < 2 * sizing.estimated_bytes
+
+
+def test_when_memory_runs_out_there_are_fewer_slots_and_the_work_goes_on(caplog):
+    some = decoder(slots=1, length=4096)
+    sizing = estimate(LLAMA, torch.float32, CUDA, 1 << 60, slots=64, length=4096, step_tokens=64)
+    needed = sizing.estimated_bytes
+    free, total = torch.cuda.mem_get_info(CUDA)
+    torch.cuda.set_per_process_memory_fraction((total - free + needed // 2) / total, CUDA)
+    try:
+        some, sizing = open_and_try(some, sizing, 64)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    assert 1 <= some.slots < 64
+    assert "going on with" in caplog.messages[0]
+    assert some.forward(step_of((0, 0, TOKENS))).isfinite().all()
