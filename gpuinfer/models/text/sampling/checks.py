@@ -44,7 +44,9 @@ def _check_biases(sampling: Sampling, vocabulary: int) -> None:
     _in_vocabulary("logit_bias", sampling.logit_bias, vocabulary)
     for token, bias in sampling.logit_bias.items():
         if not math.isfinite(bias):
-            raise BadPrompt(f"logit_bias of token {token} is {bias}. Give a finite number; -100 bars a token in practice.")
+            raise BadPrompt(
+                f"logit_bias of token {token} is {bias}. Give a finite number; -100 bars a token in practice."
+            )
 
 
 def _within(name: str, value: float, least: float, most: float, open_below: bool = False) -> None:

@@ -13,6 +13,7 @@ from gpuinfer.models.text.sampling.cpu_selection import bound_for, gather, selec
 from gpuinfer.models.text.sampling.cpu_values import (
     ALL,
     BLOCK,
+    NOTHING,
     inlined,
     key_in,
     key_of,
@@ -23,17 +24,17 @@ from gpuinfer.models.text.sampling.cpu_values import (
 )
 
 WIDEST = np.float32(40 * math.log(2) + 0.01)  # exponents beyond it have the weight 0
+MARGIN = 0.01  # of a bucket
 LEAST_BUCKETS, MOST_BUCKETS = 32, 1024
 
 
 @inlined
 def cut(values, tops, best, inverse, top_k, top_p, floor, work):
     """The order from which on tokens stay. `work`: (orders, counts, masses, buckets, weights, sums)."""
-    orders, counts, masses, buckets, weights, _ = work
     threshold = ALL
     if 0 < top_k < values.shape[0] or top_p < 1.0:
-        bound = bound_for(top_k, tops, orders) if top_k > 0 else ALL
-        sort_into_buckets(values, tops, bound, best, inverse, counts, masses, buckets, weights)
+        bound = bound_for(top_k, tops, work[0]) if top_k > 0 else ALL
+        sort_into_buckets(values, tops, bound, best, inverse, top_k > 0, work)
         total, threshold = keep_count(values, tops, bound, best, inverse, top_k, work)
         if top_p < 1.0:
             threshold = keep_mass(values, tops, threshold, best, inverse, total, top_p, work)
@@ -45,7 +46,7 @@ def cut(values, tops, best, inverse, top_k, top_p, floor, work):
 
 @inlined
 def bucket_of(value, best, inverse, scale):
-    return np.int32(min((best - value) * inverse, WIDEST) * scale)
+    return np.int32(min((value - best) * -inverse, WIDEST) * scale)  # multiplied as weight_of does
 
 
 @inlined
@@ -55,25 +56,26 @@ def scale_of(counts):
 
 
 @inlined
-def sort_into_buckets(values, tops, bound, best, inverse, counts, masses, buckets, weights):
-    """Tokens from `bound` upwards: how many each bucket has, and what they weigh."""
+def sort_into_buckets(values, tops, bound, best, inverse, counted, work):
+    """Tokens from `bound` upwards: what those of each bucket weigh and, if `counted`, how many there are."""
+    _, counts, masses, buckets, weights, _ = work
     scale = scale_of(counts)
     for bucket in range(counts.shape[0]):
         counts[bucket] = masses[bucket] = 0
+    key = key_in(bound)
     for block in range(tops.shape[0]):
-        if tops[block] < key_in(bound):
+        if tops[block] < key:
             continue
-        start = block * BLOCK
-        size = min(BLOCK, values.shape[0] - start)
-        for place in range(size):  # apart from what follows, so that it becomes vector instructions
-            value = values[start + place]
-            kept = order_of(value, start + place) >= bound
+        part = values[block * BLOCK : (block + 1) * BLOCK]
+        for place in range(part.shape[0]):  # apart from what follows, so that it becomes vector instructions
+            value = part[place] if key_of(part[place]) >= key else NOTHING
             buckets[place] = bucket_of(value, best, inverse, scale)
-            weights[place] = weight_of(value, best, inverse) if kept else np.int64(-1)
-        for place in range(size):
-            if weights[place] >= 0:
+            weights[place] = weight_of(value, best, inverse)
+        for place in range(part.shape[0]):
+            masses[buckets[place]] += weights[place]
+        if counted:
+            for place in range(part.shape[0]):
                 counts[buckets[place]] += 1
-                masses[buckets[place]] += weights[place]
 
 
 @inlined
@@ -113,10 +115,11 @@ def gather_bucket(values, tops, threshold, best, inverse, bucket, work):
     """Write the orders of the bucket's tokens from the threshold upwards; how many they are."""
     orders, counts, _, _, _, _ = work
     scale = scale_of(counts)
-    lowest = np.int64(key_of(bucket_end(best, inverse, bucket, scale))) << 32
-    within = gather(values, tops, max(threshold, lowest), orders)
+    lowest = np.int64(key_of(edge_of(best, inverse, bucket + 1 + MARGIN, scale))) << 32
+    highest = key_of(edge_of(best, inverse, bucket - MARGIN, scale))
+    found = gather(values, tops, max(threshold, lowest), highest, orders)
     count = 0
-    for place in range(within):
+    for place in range(found):
         if bucket_of(value_of(key_in(orders[place])), best, inverse, scale) == bucket:
             orders[count] = orders[place]
             count += 1
@@ -124,9 +127,9 @@ def gather_bucket(values, tops, threshold, best, inverse, bucket, work):
 
 
 @inlined
-def bucket_end(best, inverse, bucket, scale):
-    """A logit below which no token of the bucket lies: its lower edge, and a little for rounding."""
-    return best - (np.float32(bucket + 2) / scale) / inverse
+def edge_of(best, inverse, bucket, scale):
+    """The logit at which a bucket begins. `bucket_of` rounds otherwise, by far less than MARGIN."""
+    return np.float32(np.float64(best) - bucket / np.float64(scale) / np.float64(inverse))
 
 
 @inlined

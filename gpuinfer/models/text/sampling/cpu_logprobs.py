@@ -8,13 +8,14 @@ import numpy as np
 from gpuinfer.models.text.sampling.cpu_selection import bound_for, gather, select
 from gpuinfer.models.text.sampling.cpu_values import (
     ALL,
+    HIGHEST_KEY,
     LARGEST,
     NOTHING_KEY,
     ONE_WEIGHT,
     compiled,
     inlined,
     key_in,
-    order_of,
+    key_of,
     survey,
     token_in,
     value_of,
@@ -47,7 +48,7 @@ def logprob_row(values, chosen, wanted, work, logprobs, likeliest):
     whole = np.float64(top) + math.log(np.float64(total) / np.float64(ONE_WEIGHT))
     logprobs[0] = np.float64(values[chosen]) - whole
     if wanted > 0:
-        count = gather(values, tops, bound_for(wanted, tops, orders), orders)
+        count = gather(values, tops, bound_for(wanted, tops, orders), HIGHEST_KEY, orders)
         take_largest(orders, count, wanted)
         for place in range(wanted):
             likeliest[place] = token_in(orders[place])
@@ -58,9 +59,11 @@ def logprob_row(values, chosen, wanted, work, logprobs, likeliest):
 @inlined
 def rank_of(values, chosen):
     """1 and how many tokens come before it."""
-    order, rank = order_of(values[chosen], np.int64(chosen)), np.int64(1)
+    key, rank = key_of(values[chosen]), np.int64(1)
     for token in range(values.shape[0]):
-        rank += np.int64(order_of(values[token], token) > order)
+        rank += np.int64(key_of(values[token]) > key)
+    for token in range(chosen):
+        rank += np.int64(key_of(values[token]) == key)
     return rank
 
 

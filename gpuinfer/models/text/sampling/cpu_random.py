@@ -29,9 +29,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 def unit(record):
     """A float64 from 0 to under 1, for the slot's next position."""
     position, key, seed = np.uint64(record.drawn), record.key, record.seed
-    a, b, _, _ = philox(
-        position & LOW_32, record.sample & LOW_32, key & LOW_32, key >> U32, seed & LOW_32, seed >> U32
-    )
+    a, b, _, _ = philox(position & LOW_32, record.sample & LOW_32, key & LOW_32, key >> U32, seed & LOW_32, seed >> U32)
     return np.float64(((a >> U5) << U26) | (b >> U6)) * UNIT
 
 

@@ -3,7 +3,16 @@
 
 import numpy as np
 
-from gpuinfer.models.text.sampling.cpu_values import BLOCK, compiled, key_in, order_of, value_of, weight_of
+from gpuinfer.models.text.sampling.cpu_values import (
+    ALL,
+    BLOCK,
+    compiled,
+    key_in,
+    key_of,
+    order_of,
+    value_of,
+    weight_of,
+)
 
 ONE = np.int64(1)
 
@@ -54,9 +63,9 @@ def middle(a, b, c):
 
 @compiled
 def bound_for(count, tops, orders):
-    """An order that at least `count` tokens of the row reach, by the blocks' largest keys; the lowest if none is known."""
+    """An order that at least `count` tokens of the row reach, by the blocks' largest keys; ALL if none is known."""
     if count > tops.shape[0]:
-        return np.int64(-(1 << 63))
+        return ALL
     for block in range(tops.shape[0]):
         orders[block] = (np.int64(tops[block]) << 32) | block
     lowest = select(orders, tops.shape[0], np.int64(count), np.float32(0.0), np.float32(0.0))
@@ -64,13 +73,19 @@ def bound_for(count, tops, orders):
 
 
 @compiled
-def gather(values, tops, threshold, orders):
-    """Write the orders of the tokens that reach the threshold; how many they are."""
-    count = 0
+def gather(values, tops, threshold, most, orders):
+    """Write the orders of the tokens from the threshold up whose key is at most `most`; how many they are."""
+    count, key = 0, key_in(threshold)
     for block in range(tops.shape[0]):
-        if tops[block] >= key_in(threshold):
-            for token in range(block * BLOCK, min((block + 1) * BLOCK, values.shape[0])):
-                order = order_of(values[token], token)
-                orders[count] = order
-                count += 1 if order >= threshold else 0
+        if tops[block] < key:
+            continue
+        part, found = values[block * BLOCK : (block + 1) * BLOCK], np.int32(0)
+        for place in range(part.shape[0]):
+            found += np.int32((key_of(part[place]) >= key) & (key_of(part[place]) <= most))
+        if found == 0:
+            continue  # most blocks of a flat row: passed over in vector instructions
+        for place in range(part.shape[0]):
+            order = order_of(part[place], block * BLOCK + place)
+            orders[count] = order  # always, as no processor guesses the outcome
+            count += np.int64((order >= threshold) & (key_in(order) <= most))
     return count

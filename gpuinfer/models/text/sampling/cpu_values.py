@@ -19,12 +19,16 @@ compiled = njit(nogil=True, cache=True, _nrt=False, error_model="numpy")
 
 inlined = njit(_nrt=False, error_model="numpy", forceinline=True)
 
-BLOCK = 64  # tokens whose largest value is remembered, so that most of a row can be passed over
+BLOCK = 64  # tokens whose largest key is remembered, so that most of a row can be passed over. Loops count from 0 in a
+# slice of that size: so they become vector instructions
 ONE_WEIGHT = np.float32(2.0**40)
 NOTHING = np.float32(-np.inf)
 SIGN, MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)
 LOWEST_KEY, HIGHEST_KEY = np.int32(-(1 << 31)), np.int32(0x7FFFFFFF)
-LARGEST, NOTHING_KEY = np.int32(0x7F7FFFFF), np.int32(0x807FFFFF - (1 << 32))  # keys of the largest finite value and -inf
+LARGEST, NOTHING_KEY = (
+    np.int32(0x7F7FFFFF),
+    np.int32(0x807FFFFF - (1 << 32)),
+)  # keys of the largest finite value and -inf
 ALL = np.int64(-(1 << 63))  # an order below every token's
 ZERO = np.float32(0.0)
 
@@ -66,8 +70,9 @@ def survey(values, tops):
     best, least = LOWEST_KEY, HIGHEST_KEY
     for block in range(tops.shape[0]):
         top, low = LOWEST_KEY, HIGHEST_KEY
-        for token in range(block * BLOCK, min((block + 1) * BLOCK, values.shape[0])):
-            key = key_of(values[token])
+        part = values[block * BLOCK : (block + 1) * BLOCK]
+        for place in range(part.shape[0]):
+            key = key_of(part[place])
             top = max(top, key)
             low = min(low, key)
         tops[block] = top
@@ -76,16 +81,51 @@ def survey(values, tops):
 
 
 @inlined
+def least_key(threshold, block):
+    """The least key that a token of the block needs to reach the order, but for the block of the order's own token."""
+    own = key_in(threshold)
+    return own if block * BLOCK < token_in(threshold) else own + np.int32(1)
+
+
+@inlined
 def weigh(values, tops, threshold, best, inverse, sums):
     """Sum of the weights of the tokens whose order is `threshold` or above; `sums` gets that of each block."""
-    total = np.int64(0)
+    total, own = np.int64(0), token_in(threshold) // BLOCK
     for block in range(tops.shape[0]):
         sums[block] = 0
         if tops[block] >= key_in(threshold):
-            weight = np.int64(0)
-            for token in range(block * BLOCK, min((block + 1) * BLOCK, values.shape[0])):
-                kept = order_of(values[token], token) >= threshold
-                weight += weight_of(values[token], best, inverse) if kept else np.int64(0)
-            sums[block] = weight
-            total += weight
+            part = values[block * BLOCK : (block + 1) * BLOCK]
+            if threshold == ALL:
+                sums[block] = weigh_all(part, best, inverse)
+            elif block == own:
+                sums[block] = weigh_ordered(part, threshold, block * BLOCK, best, inverse)
+            else:
+                sums[block] = weigh_above(part, least_key(threshold, block), best, inverse)
+            total += sums[block]
     return total
+
+
+@inlined
+def weigh_all(part, best, inverse):
+    weight = np.int64(0)
+    for place in range(part.shape[0]):
+        weight += weight_of(part[place], best, inverse)
+    return weight
+
+
+@inlined
+def weigh_above(part, key, best, inverse):
+    weight = np.int64(0)
+    for place in range(part.shape[0]):
+        value = part[place] if key_of(part[place]) >= key else NOTHING
+        weight += weight_of(value, best, inverse)
+    return weight
+
+
+@inlined
+def weigh_ordered(part, threshold, first, best, inverse):
+    weight = np.int64(0)
+    for place in range(part.shape[0]):
+        if order_of(part[place], first + place) >= threshold:
+            weight += weight_of(part[place], best, inverse)
+    return weight

@@ -66,17 +66,17 @@ class Sampler:
         """The slot's answer is done."""
         self._slots.release(slot)
 
-    def draw(
-        self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None = None
-    ) -> Drawn:
-        """A token for each row of `logits` float32 [rows, vocabulary]; row i is that of slot `slots[i]`; none comes twice.
+    def draw(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None = None) -> Drawn:
+        """A token for each row of `logits` float32 [rows, vocabulary]; row i is slot `slots[i]`'s; none comes twice.
 
         masks: int32 [rows, words of 32 tokens]; the tokens whose bits are set may come. Where they leave nothing but
         tokens that `min_tokens` bars, these may come. A row fails alone, in `Drawn.bad`: with BadResult when its logits
         hold NaN or +inf, with BadPrompt when no token may come. It may be drawn for again. Logits are not changed.
         """
         if logits.shape != (len(slots), self.vocabulary) or (masks is not None and masks.shape[1] < self._words):
-            raise ValueError(f"logits {tuple(logits.shape)} or masks do not fit {len(slots)} rows of {self.vocabulary}.")
+            raise ValueError(
+                f"logits {tuple(logits.shape)} or masks do not fit {len(slots)} rows of {self.vocabulary}."
+            )
         slots = np.array(slots, np.int32)
         if masks is not None:
             masks = np.require(masks, np.int32, ["C", "W"])

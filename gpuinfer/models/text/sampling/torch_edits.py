@@ -1,4 +1,4 @@
-"""What changes single logits before a token is drawn, in torch operations: bias, penalties, tokens that may not come."""
+"""What changes single logits before a token is drawn, in torch operations: see `cpu_edits`."""
 
 from __future__ import annotations
 

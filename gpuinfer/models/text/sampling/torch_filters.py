@@ -16,7 +16,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Asked:
-    """What rows ask for, each a tensor [rows, 1] beside the logits; `most` is the largest top-k, 0 when one has none."""
+    """What rows ask for, each a tensor [rows, 1] beside the logits. `most`: the largest top-k, 0 when one has none."""
 
     inverse: Tensor
     top_k: Tensor
