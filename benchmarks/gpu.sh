@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # On a CUDA machine: the GPU tests, then self-play at 1 to 16 workers, a model in each (inprocess) and one in a server for
-# all of them (central). Needs no installation of gpuinfer itself.
+# all of them (central), then text generation at batch sizes from 1 up. Needs no installation of gpuinfer itself.
 #
 # The aim, for Blob 4 × 5, 3 × 30, the 4.8 M network in bfloat16, `central` on one H200 with 16 cores: 300,000 games/min,
 # 100,000 as a first step, with a mean batch over 4,096 rows. The table says what was reached of it.
+#
+# The aim for generation: 30 times as many output tokens a second in batches as one row after another. Each number of
+# rows runs once as it is; the largest also without CUDA graphs, with torch.compile, and with --deterministic.
 #
 #   benchmarks/gpu.sh [RESULTS]        default: benchmarks/results/gpu
 #
@@ -12,10 +15,13 @@
 #   BACKENDS="central"  which backends; by default inprocess and central
 #   DTYPES="bfloat16"   which number formats; by default float32 and bfloat16
 #   GAMES=5000          games for each worker
+#   TEXT_MODEL=DIR      what generates: a Hugging Face folder; by default the built-in tiny one, which a GPU hardly feels
+#   BATCH_SIZES="1 64"  rows at once; by default 1 to 256
+#   NEW_TOKENS=128      of each answer
 #   LIMIT=300           seconds that one run may take
 #   WHEELS=DIR          packages to add, as wheels (below)
 #
-# RESULTS gets gpu.md (the table), tests.log and a JSON report and a log for each run. The exit code is 1 when a test
+# RESULTS gets gpu.md and generate.md (the tables), tests.log and a JSON report and a log for each run. The exit code is 1 when a test
 # or a run failed; the rest is still done.
 #
 # A machine without a network: packages that it lacks travel as wheels. Where there is a network, for Python 3.12:
@@ -23,7 +29,8 @@
 #     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
 #     --platform manylinux2014_x86_64 numba llvmlite msgpack platformdirs psutil pydantic pydantic-core \
 #     pydantic-settings python-dotenv annotated-types typing-inspection rich markdown-it-py mdurl pygments \
-#     safetensors typer shellingham click hypothesis sortedcontainers pytest pytest-timeout iniconfig pluggy nvidia-ml-py
+#     safetensors typer shellingham click hypothesis sortedcontainers pytest pytest-timeout iniconfig pluggy nvidia-ml-py \
+#     tokenizers jinja2 markupsafe llguidance msgspec tomlkit
 # (--no-deps: with torch's own dependencies it would be gigabytes.) Copy the folder over, and there: WHEELS=wheels.
 set -uo pipefail
 
@@ -31,6 +38,8 @@ cd "$(dirname "$0")/.." || exit 1
 results=$(mkdir -p "${1:-benchmarks/results/gpu}" && cd "${1:-benchmarks/results/gpu}" && pwd) || exit 1
 python=${PYTHON:-python3}
 games=${GAMES:-5000}
+text_model=${TEXT_MODEL:-tiny}
+new_tokens=${NEW_TOKENS:-128}
 limit=${LIMIT:-300}
 failed=0
 
@@ -136,6 +145,90 @@ lines += [
 ]
 table = "\n".join(lines) + "\n"
 (results / "gpu.md").write_text(table)
+print(table)
+PYTHON
+
+# Prompts of 16 to 255 words; eight times as many as there are rows at once, so that the ends of the run weigh little.
+prompts() {
+    "$python" - "$1" <<'PYTHON'
+import json, random, sys
+
+dice = random.Random(0)
+for number in range(int(sys.argv[1])):
+    print(json.dumps({"id": str(number), "prompt": " ".join(f"{dice.random():.2f}" for _ in range(dice.randrange(16, 256)))}))
+PYTHON
+}
+
+# generate NAME ROWS DTYPE FLAG...
+generate() {
+    local name=generate-$1 rows=$2 dtype=$3
+    shift 3
+    echo "gpu.sh: $name" >&2
+    rm -f "$results/$name.jsonl"
+    prompts $((8 * rows)) | timeout --signal INT --kill-after 30 "$limit" "$python" -m gpuinfer generate \
+        --model "$text_model" --input - --output "$results/$name.jsonl" --device cuda --dtype "$dtype" \
+        --batch-size "$rows" --max-new-tokens "$new_tokens" --temperature 0 --ignore-eos "$@" \
+        --no-live --json "$results/$name.json" 2>"$results/$name.log" ||
+        { failed=1; tail -n 3 "$results/$name.log" >&2; }
+    rm -f "$results/$name.jsonl"
+}
+
+largest=1
+for rows in ${BATCH_SIZES:-1 8 16 32 64 128 256}; do
+    largest=$((rows > largest ? rows : largest))
+    for dtype in ${DTYPES:-float32 bfloat16}; do
+        generate "$dtype-$rows-graphs" "$rows" "$dtype"
+    done
+done
+for dtype in ${DTYPES:-float32 bfloat16}; do
+    generate "$dtype-$largest-eager" "$largest" "$dtype" -B graphs=false
+    generate "$dtype-$largest-compiled" "$largest" "$dtype" -B compile=true
+    generate "$dtype-$largest-deterministic" "$largest" "$dtype" --deterministic
+done
+
+"$python" - "$results" "$text_model" <<'PYTHON' || failed=1
+import json, pathlib, sys
+
+AIM = 30  # times one row after another
+
+results = pathlib.Path(sys.argv[1])
+runs = {tuple(path.stem.split("-")[1:]): json.loads(path.read_text()) for path in results.glob("generate-*-*-*.json")}
+rates = {run: report["throughput"].get("output_tokens_per_s") for run, report in runs.items()}
+if not any(rates.values()):
+    sys.exit("gpu.sh: not a single run generated anything; see the generate-*.log files")
+
+
+def shown(value, form=",.0f"):
+    return "–" if value is None else format(value, form)
+
+
+def ratio(run):
+    alone = rates.get((run[0], "1", "graphs"))
+    return rates[run] / alone if alone and rates[run] else None
+
+
+lines = [
+    f"Model {sys.argv[2]}, prompts of 16 to 255 words.",
+    "",
+    "| dtype | rows at once | how | output tokens/s | input tokens/s | rows a step | over one row | device peak MB | status |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+for run, report in sorted(runs.items(), key=lambda item: (item[0][0], int(item[0][1]), item[0][2])):
+    throughput = report["throughput"]
+    cells = [
+        *run,
+        shown(throughput.get("output_tokens_per_s")),
+        shown(throughput.get("input_tokens_per_s")),
+        shown((report.get("batches") or {}).get("rows_mean")),
+        shown(ratio(run), ".1f"),
+        shown((report.get("memory") or {}).get("device_peak_mb")),
+        report["status"],
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+best = max((value for value in map(ratio, runs) if value), default=None)
+lines += ["", f"Over one row after another: {shown(best, '.1f')} times at the best, aim {AIM}."]
+table = "\n".join(lines) + "\n"
+(results / "generate.md").write_text(table)
 print(table)
 PYTHON
 exit "$failed"
