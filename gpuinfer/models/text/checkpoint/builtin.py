@@ -15,6 +15,7 @@ from gpuinfer.models.text.checkpoint.rope import rope_of
 from gpuinfer.models.text.shape import Shape
 
 END = 256  # tokens 0 to 255 are bytes
+SPEAKABLE = (ord("\n"), *range(ord(" "), 127), END)  # what comes unless a constraint asks for other bytes
 TINY_POSITIONS = 2048
 
 
@@ -35,7 +36,7 @@ def null_shape() -> Shape:
 
 
 def tiny_shape() -> Shape:
-    """That of the tests' tiny models, whose vocabulary is larger than the bytes: the rest of the tokens say nothing."""
+    """A vocabulary larger than the bytes, as a tokenizer would have it: the rest of the tokens never comes."""
     return Shape(
         family="qwen2",
         vocabulary=1024,
@@ -47,7 +48,6 @@ def tiny_shape() -> Shape:
         intermediate=768,
         positions=TINY_POSITIONS,
         rope=rope_of(Fields({}), 32, TINY_POSITIONS)[0],
-        tied=True,
         end_tokens=(END,),
     )
 
@@ -58,7 +58,7 @@ BUILT_IN: Mapping[str, Callable[[], Shape]] = {"tiny": tiny_shape, "null": null_
 def open_builtin(name: str) -> Checkpoint:
     """`name` is one of BUILT_IN. The weights are drawn, the same in every process."""
     layout = RotaryLayout(BUILT_IN[name](), Biases(qkv=True))
-    store = DrawnStore(name, parts_of(layout), deviation=0.05, embedding_deviation=0.1)
+    store = DrawnStore(name, parts_of(layout), speakable=SPEAKABLE)
     return Checkpoint(
         name=name,
         shape=layout.shape,
