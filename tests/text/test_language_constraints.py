@@ -1,5 +1,6 @@
 """Whatever is drawn within the masks matches the constraint, and bad constraints are refused with a reason."""
 
+import io
 import json
 import random
 import re
@@ -12,7 +13,7 @@ from language_samples import Files, byte_fallback, byte_level, language, shape, 
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
-from gpuinfer.models.text.language import Language, matcher, open_language
+from gpuinfer.models.text.language import Language, examiner, grammars, matcher, open_language
 
 ALPHABET = tuple(' !"#\\[]{}:,.-_()+*/abcdefghijklmnopqrstuvwxyzABC0123456789\né')
 END = 1  # of the folders below
@@ -248,7 +249,10 @@ def test_compiled_constraints_are_kept_but_not_for_ever(languages, monkeypatch):
     monkeypatch.setattr(matcher, "grammar_of", lambda key, real=matcher.grammar_of: compiled.append(key) or real(key))
     for text in ("a", "b", "a", "c", "d", "a", "b"):
         matchers.matcher(Constraint(choice=(text,)))
-    assert [key[1] for key in compiled] == ["(?:a)", "(?:b)", "(?:c)", "(?:d)", "(?:b)"]
+    for _ in range(2):
+        with pytest.raises(BadPrompt, match="unclosed"):
+            matchers.matcher(Constraint(regex="("))
+    assert [key[1] for key in compiled] == ["(?:a)", "(?:b)", "(?:c)", "(?:d)", "(?:b)", "("]
     assert len(matchers._compiled) == 3
 
 
@@ -258,3 +262,45 @@ def test_threads_may_ask_at_once(languages):
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda one: walk(opened, one, 0), constraints))
     assert texts == [f"w{number % 5}" for number in range(40)]
+
+
+OPTIONS = "\n" + grammars.OPTIONS
+PATTERNS = [{"type": "string", "pattern": f"[a-z]{{{n}}}.*[0-9]{{{n}}}"} for n in range(2, 60)]
+
+
+def test_a_schema_that_would_take_for_ever_is_given_up(languages, monkeypatch):
+    fine = Constraint(regex="[ab]{3}")
+    monkeypatch.setattr(matcher, "EXAMINER", examiner.Examiner())
+    assert walk(languages["bytes"], fine, 0)
+    with monkeypatch.context() as limited:
+        limited.setattr(examiner, "SECONDS", 0.3)
+        with pytest.raises(BadPrompt, match="to compile"):
+            languages["bytes"].matcher(Constraint(json_schema={"allOf": PATTERNS}))
+    assert walk(languages["bytes"], Constraint(regex="[ab]{4}"), 0)
+    matcher.EXAMINER.close()
+
+
+def test_an_examiner_that_was_killed_is_replaced():
+    one = examiner.Examiner()
+    grammar = 'start: "a"' + OPTIONS
+    assert one.examine(grammar) == ""
+    one._process.kill()
+    one._process.wait()
+    assert one.examine(grammar) == ""
+    assert "unknown" in one.examine("start: unknown")
+    one.close()
+
+
+def test_an_examiner_says_what_the_library_says():
+    asked, answers = io.BytesIO(), io.BytesIO()
+    for grammar in ('start: "a"' + OPTIONS, "start: b", "start: a\na: a" + OPTIONS):
+        asked.write(len(grammar).to_bytes(4, "little") + grammar.encode())
+    asked.seek(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_bound", "_bound_next"):  # this process is not to be bounded
+            patch.setattr(examiner, name, lambda: None)
+        examiner.main(asked, answers)
+    said = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert said[0] == ""
+    assert "unknown name" in said[1]
+    assert "NoExtensionBias" in said[2]

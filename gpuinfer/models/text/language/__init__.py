@@ -7,7 +7,7 @@ chat.py  sandbox.py                   chat templates, and where they run
 codec.py  subwords.py  alphabet.py    tokenizers: of Hugging Face folders; bytes and characters
 files.py       what lies beside a tokenizer
 spelling.py  growing.py               what each token adds to a text; stop strings
-grammars.py  matcher.py               constraints
+grammars.py  examiner.py  matcher.py  constraints
 ```
 """
 

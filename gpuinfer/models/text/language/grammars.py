@@ -39,7 +39,7 @@ def key_of(constraint: Constraint) -> Key:
     if kinds == ["regex"]:
         return "regex", _within(constraint.regex, LONGEST_REGEX, "regex")
     if kinds == ["choice"]:
-        return "regex", _choice(constraint.choice or ())
+        return "choice", _choice(constraint.choice or ())
     return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
 
 
@@ -48,7 +48,7 @@ def grammar_of(key: Key) -> str:
     kind, text = key
     if kind == "schema":
         return f"start: %json {text}\n{OPTIONS}"
-    if kind == "regex":
+    if kind in ("regex", "choice"):
         return f"start: /{regex_to_lark(text)}/\n{OPTIONS}"
     return f"{any_to_lark(text)}\n{OPTIONS}"
 

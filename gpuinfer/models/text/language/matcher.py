@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
 from gpuinfer.models.text.language.codec import Codec
+from gpuinfer.models.text.language.examiner import Examiner, limits
 from gpuinfer.models.text.language.grammars import STUCK, Key, grammar_of, key_of, refused
 from gpuinfer.models.text.language.spelling import Piece, Spelling
 
+EXAMINER = Examiner()
 MOST_COMPILED = 256  # grammars in the cache
 END = b"<|the end|>"
 Words = NDArray[np.int32]
@@ -46,7 +48,7 @@ class Matchers:
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._codec, self._vocabulary, self._end_tokens = codec, vocabulary, tuple(end_tokens)
         self._table: Table | None = None
-        self._compiled: OrderedDict[Key, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[Key, Matcher | BadPrompt] = OrderedDict()  # bad ones too: each may take seconds
         self._lock, self._building = threading.Lock(), threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
@@ -55,21 +57,32 @@ class Matchers:
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
-                return known.copy()
-        compiled = self._compile(key)
+        if known is None:
+            known = self._kept(key)
+        if isinstance(known, BadPrompt):
+            raise BadPrompt(str(known))
+        return known.copy()
+
+    def _kept(self, key: Key) -> Matcher | BadPrompt:
+        compiled: Matcher | BadPrompt
+        try:
+            compiled = self._compile(key)
+        except BadPrompt as error:
+            compiled = BadPrompt(str(error))
         with self._lock:
             self._compiled[key] = compiled
             while len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
-        return compiled.copy()
+        return compiled
 
     def _compile(self, key: Key) -> Matcher:
         table = self._opened()
-        what = {"schema": "JSON schema", "regex": "regex or choice"}.get(key[0], "grammar")
-        # the library's limits end a compilation within seconds; only the verbose part of its errors is switched off
-        limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+        what = {"schema": "JSON schema"}.get(key[0], key[0])
         try:
-            inner = LLMatcher(table.tokenizer, grammar_of(key), log_level=0, limits=limits)
+            grammar = grammar_of(key)
+            if key[0] != "choice" and (wrong := EXAMINER.examine(grammar)):
+                raise ValueError(wrong)
+            inner = LLMatcher(table.tokenizer, grammar, log_level=0, limits=limits())
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
