@@ -65,7 +65,7 @@ def test_a_text_grows_to_what_all_its_tokens_decode_to(kind, data):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", LANGUAGES)
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(data=st.data())
 def test_a_text_grows_to_what_all_its_tokens_decode_to_at_length(kind, data):
     check_growth(kind, data.draw(tokens_of(LANGUAGES[kind])))
