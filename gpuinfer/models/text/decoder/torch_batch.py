@@ -57,11 +57,10 @@ def back(step: Step, parts: Sequence[Part], rows: Sequence[Integers]) -> Integer
 
 
 def where_to_read(part: Part, step: Step, slots: Tensor) -> Tensor | slice:
-    """A single slot is read where it lies; of several a copy is made."""
-    if len(part.segments) > 1:
-        return slots
-    slot = int(step.slots[part.segments[0]])
-    return slice(slot, slot + 1)
+    """Slots side by side, or one alone, are read where they lie; of others a copy is made."""
+    numbers = step.slots[part.segments]
+    first, count = int(numbers[0]), len(numbers)
+    return slice(first, first + count) if np.array_equal(numbers, np.arange(first, first + count)) else slots
 
 
 def mask_of(part: Part, positions: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
