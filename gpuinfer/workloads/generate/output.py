@@ -22,7 +22,6 @@ from typing import Any
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.generate.done import Done, Earlier, rewrite, sync_folder
 from gpuinfer.workloads.generate.seen import Seen
-from gpuinfer.workloads.generate.writing import unwritable
 
 SCHEMA = "gpuinfer.generate/1"
 NOTE, BEFORE = ".run.json", ".before"
@@ -175,9 +174,6 @@ def _refuse_difference(path: Path, found: Mapping[str, Any] | None, wanted: Mapp
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "…"
-
-
-__all__ = ["Output", "check", "open_output", "unwritable"]
 
 
 def is_stream(name: str) -> bool:

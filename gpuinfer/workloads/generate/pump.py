@@ -24,7 +24,7 @@ from gpuinfer.workloads.generate.samples import Asker
 from gpuinfer.workloads.generate.splitting import Either, Piece
 from gpuinfer.workloads.generate.writing import Outlet
 
-BLOCK = 128  # rows that are understood before anything else may run
+BLOCK = 512  # rows that are understood before anything else may run
 MOST_UNDER_WAY = 16_384
 
 

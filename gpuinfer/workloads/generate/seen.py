@@ -49,14 +49,14 @@ class Seen:
 
     def _older(self, keys: Sequence[bytes]) -> list[int]:
         high, low = _split(keys)
-        counts = np.zeros(len(keys), np.int64)
+        counts = [0] * len(keys)
         for highs, lows in self._runs:
-            left, right = highs.searchsorted(high, "left"), highs.searchsorted(high, "right")
-            found = np.flatnonzero(right > left)
-            if len(found):
-                same = lows[left[found]] == low[found]
-                counts[found] += np.where(same, (right - left)[found], 0)
-        return [int(count) for count in counts]
+            left = highs.searchsorted(high)
+            for index in (highs.take(left, mode="clip") == high).nonzero()[0].tolist():
+                start = int(left[index])
+                if start < len(highs) and lows[start] == low[index]:
+                    counts[index] += int(highs.searchsorted(high[index], "right")) - start
+        return counts
 
     def _settle(self) -> None:
         """Turn the dict into an array, and merge what is short."""

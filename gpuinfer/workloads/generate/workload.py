@@ -93,12 +93,10 @@ class Generate(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
         opening = asyncio.create_task(asyncio.to_thread(self._open))
-        try:
-            async for _ in followed(opening, infer.stopping):
-                yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
-        except BaseException:
-            opening.add_done_callback(_close_late)
-            raise
+        async for _ in followed(opening, infer.stopping):
+            yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
+        if opening.cancelled():
+            return
         source, target, settings = opening.result()
         try:
             async for progress in self._answer(infer, source, target, settings):
@@ -127,8 +125,11 @@ class Generate(Workload):
     async def _answer(
         self, infer: Infer, source: Source, target: Output, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
-        yield Progress(0, note="loading the model", setup=True)
-        await infer.ready()
+        loading = asyncio.create_task(loaded(infer))
+        async for _ in followed(loading, infer.stopping):
+            yield Progress(0, note="loading the model", setup=True)
+        if loading.cancelled():
+            return
         own = self.options
         pump = Pump(
             infer,
@@ -213,6 +214,10 @@ def fingerprint(spec: ModelSpec) -> str:
         return f"name {spec.name}"
 
 
+async def loaded(infer: Infer) -> None:
+    await infer.ready()
+
+
 async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
     """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
     stop = asyncio.create_task(stopping.wait())
@@ -230,11 +235,3 @@ async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIte
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-
-
-def _close_late(opening: asyncio.Task[tuple[Source, Output, dict[str, Any]]]) -> None:
-    """What was opened though nobody wants it any more."""
-    if not opening.cancelled() and opening.exception() is None:
-        source, target, _ = opening.result()
-        source.close()
-        target.close()

@@ -35,7 +35,7 @@ class Outlet:
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
-        self._room.set()
+        self._wanted = False  # somebody waits for room
         self._thread = threading.Thread(target=self._work, name="gpuinfer-output", daemon=True)
         self._thread.start()
 
@@ -58,7 +58,8 @@ class Outlet:
         """Wait while too much waits to be written."""
         while self.full and self._failure is None:
             self._room.clear()
-            if self.full:
+            self._wanted = True
+            if self.full and self._failure is None:  # the thread may not have seen that somebody waits
                 await self._room.wait()
         if self._failure is not None:
             raise self._failure
@@ -104,6 +105,9 @@ class Outlet:
                 return
 
     def _say_room(self) -> None:
+        if not self._wanted:
+            return
+        self._wanted = False
         with contextlib.suppress(RuntimeError):  # the loop is gone
             self._loop.call_soon_threadsafe(self._room.set)
 
