@@ -67,25 +67,28 @@ class Admission:
         self._give_back(row.slot)
 
     def _give_back(self, slot: int) -> None:
-        useful = bool(self._table.filled[slot] >= LEAST)
-        if useful:
+        if self._table.filled[slot] >= LEAST:
             self._prefixes.add(slot)
+            self._places.keep(slot)
         else:
             self._prefixes.drop(slot)
-        self._places.give(slot, useful=useful)
+            self._places.give(slot)
 
     def prefilled(self, row: Row) -> None:
         """A prompt is through, and copied to the slots of its other samples."""
         self.prefilling.remove(row)
+        prompt = len(row.work.prepared.tokens)
         for other in row.work.rows:
-            self._table.filled[other.slot] = self._table.prompt[other.slot]
-            self._table.decodes[other.slot] = True
-            self._prefixes.add(other.slot)
+            self._table.filled[other.slot] = prompt
+            if prompt >= LEAST:
+                self._prefixes.add(other.slot)
 
     def _place(self, work: Work) -> None:
         prepared = work.prepared
+        long = len(prepared.tokens) >= LEAST
         # All of a prompt's logits are wanted when it is echoed, so none of it may come from a copy.
-        match = None if prepared.sampling.prompt_logprobs is not None else self._prefixes.find(prepared.tokens)
+        echoed = prepared.sampling.prompt_logprobs is not None
+        match = self._prefixes.find(prepared.tokens) if long and not echoed else None
         slots = self._take(match, prepared.samples)
         try:
             rows = self._rows(work, slots)
@@ -101,7 +104,8 @@ class Admission:
         self.prefilling.append(rows[0])
         if match is not None:
             self._take_over(rows[0], match)
-        self._prefixes.add(rows[0].slot)
+        if long:
+            self._prefixes.add(rows[0].slot)
 
     def _take(self, match: Match | None, count: int) -> list[int]:
         """Slots for a prompt's samples, the one that goes through the prompt first.

@@ -24,10 +24,8 @@ COMPLETE = Ending("stop")
 FULL = Ending("length")
 
 
-def ending(row: Row, token: int, count: int, *, ended: bool, full: bool) -> Ending | None:
-    """Whether the answer ends with `token`, its `count`-th; the model's own end token comes before any other reason."""
-    if ended:
-        return END_TOKEN
+def ending(row: Row, token: int, count: int, *, full: bool) -> Ending | None:
+    """Whether the answer ends with `token`, its `count`-th, which is not the model's own end token."""
     sampling = row.work.prepared.sampling
     if token in sampling.stop_token_ids:
         return Ending("stop", token, silent=True)

@@ -15,28 +15,18 @@ from gpuinfer.models.text.step import Step
 ECHO_BYTES = 64 * 2**20  # of logits of prompt tokens, in one step
 
 
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of a row's prompt from `start` to `end`, and where their logits begin among those asked for."""
+    """The tokens of a row's prompt from `start` to `end`."""
 
-    row: Row
-    start: int
-    end: int
-    logits: int
+    __slots__ = ("draws", "echoes", "end", "last", "logits", "row", "start")
 
-    @property
-    def last(self) -> bool:
-        return self.end == len(self.row.work.prepared.tokens)
-
-    @property
-    def echoes(self) -> bool:
-        """Whether the logits of all its tokens are asked for."""
-        return self.row.work.prepared.sampling.prompt_logprobs is not None
-
-    @property
-    def draws(self) -> bool:
-        """Whether its last token's logits give the first tokens of answers."""
-        return self.last and self.row.work.prepared.limit > 0
+    def __init__(self, row: Row, start: int, end: int, logits: int) -> None:
+        prepared = row.work.prepared
+        self.row, self.start, self.end = row, start, end
+        self.logits = logits  # where its logits begin among those asked for
+        self.last = end == len(prepared.tokens)
+        self.echoes = prepared.sampling.prompt_logprobs is not None  # the logits of all its tokens are asked for
+        self.draws = self.last and prepared.limit > 0  # its last logits give the first tokens of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +113,16 @@ class Composer:
             if row.owner is not None or (only is not None and row not in only):
                 continue
             start = int(self._table.filled[row.slot])
-            count = min(room, len(row.work.prepared.tokens) - start)
-            chunk = Chunk(row, start, start + count, logits)
-            if chunk.echoes:
+            end = min(start + room, len(row.work.prepared.tokens))
+            if row.work.prepared.sampling.prompt_logprobs is not None:
                 if not echo_room:
                     continue
-                count = min(count, echo_room)
-                echo_room -= count
-                chunk = Chunk(row, start, start + count, logits)
-                logits += count
-            else:
-                logits += chunk.draws
+                end = min(end, start + echo_room)
+                echo_room -= end - start
+            chunk = Chunk(row, start, end, logits)
             chunks.append(chunk)
-            room -= count
+            logits += end - start if chunk.echoes else chunk.draws
+            room -= end - start
         return chunks
 
     def _plain(self, decoding: Ints) -> Plan:
@@ -150,43 +137,46 @@ class Composer:
 
     def _mixed(self, decoding: Ints, chunks: Sequence[Chunk]) -> Plan:
         table, rows = self._table, len(decoding)
-        slots = np.array([chunk.row.slot for chunk in chunks], np.int32)
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        lengths = np.array([chunk.end - chunk.start for chunk in chunks], np.int32)
+        texts = [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
         step = Step(
-            np.concatenate(
-                [table.last[decoding]] + [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
-            ),
-            np.concatenate([decoding, slots]),
-            np.concatenate([table.filled[decoding], starts]),
-            np.concatenate([self._ones[:rows], lengths]),
-            self._wanted(rows, chunks),
+            np.concatenate([table.last[decoding], *texts]),
+            followed(decoding, [chunk.row.slot for chunk in chunks]),
+            followed(table.filled[decoding], [chunk.start for chunk in chunks]),
+            followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
+            followed(self._counting[:rows], wanted(chunks, rows)),
         )
-        draws, picks = self._drawing(decoding, chunks)
-        plain = len(picks) == len(step.wanted) and bool((picks[1:] > picks[:-1]).all())
-        return Plan(step, decoding, chunks, draws, None if plain else picks)
+        slots, picks = drawing(chunks)
+        draws = followed(decoding, slots)
+        if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
+            return Plan(step, decoding, chunks, draws)
+        return Plan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
 
-    def _wanted(self, rows: int, chunks: Sequence[Chunk]) -> Ints:
-        parts, first = [self._counting[:rows]], rows
-        for chunk in chunks:
-            end = first + chunk.end - chunk.start
-            if chunk.echoes:
-                parts.append(np.arange(first, end, dtype=np.int32))
-            elif chunk.draws:
-                parts.append(np.array([end - 1], np.int32))
-            first = end
-        return np.concatenate(parts)
 
-    def _drawing(self, decoding: Ints, chunks: Sequence[Chunk]) -> tuple[Ints, Ints]:
-        """Slots that draw, and which of the wanted logits they draw from: all samples of a prompt from the same."""
-        slots: list[int] = []
-        picks: list[int] = []
-        for chunk in chunks:
-            if chunk.draws:
-                samples = chunk.row.work.rows
-                slots += [row.slot for row in samples]
-                picks += [chunk.logits + (chunk.end - chunk.start - 1) * chunk.echoes] * len(samples)
-        return (
-            np.concatenate([decoding, np.array(slots, np.int32)]),
-            np.concatenate([self._counting[: len(decoding)], np.array(picks, np.int32)]),
-        )
+def followed(first: Ints, then: list[int]) -> Ints:
+    return np.concatenate([first, np.array(then, np.int32)])
+
+
+def wanted(chunks: Sequence[Chunk], first: int) -> list[int]:
+    """Which of the step's tokens have their logits asked for; the chunks' begin at `first`."""
+    found: list[int] = []
+    for chunk in chunks:
+        end = first + chunk.end - chunk.start
+        if chunk.echoes:
+            found.extend(range(first, end))
+        elif chunk.draws:
+            found.append(end - 1)
+        first = end
+    return found
+
+
+def drawing(chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+    """Slots that draw their first token, and which of the logits they draw from: all samples of a prompt the same."""
+    slots: list[int] = []
+    picks: list[int] = []
+    for chunk in chunks:
+        if chunk.draws:
+            pick = chunk.logits + chunk.end - chunk.start - 1 if chunk.echoes else chunk.logits
+            for row in chunk.row.work.rows:
+                slots.append(row.slot)
+                picks.append(pick)
+    return slots, picks

@@ -48,6 +48,8 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
 
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
     wanted = asked(spec, tuning, setup, device)
+    if device.type == "cpu":
+        torch.set_num_threads(wanted.threads or 1)  # of this process: torch knows no other way
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
     length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))

@@ -31,12 +31,13 @@ class Places:
         """Whether `take` would give this one."""
         return not self._blank and next(iter(self._kept)) == slot
 
-    def give(self, slot: int, *, useful: bool) -> None:
-        """It is free again."""
-        if useful:
-            self._kept[slot] = None
-        else:
-            self._blank.append(slot)
+    def give(self, slot: int) -> None:
+        """It is free again, and what it holds serves nobody."""
+        self._blank.append(slot)
+
+    def keep(self, slot: int) -> None:
+        """It is free again, and what it holds may serve others."""
+        self._kept[slot] = None
 
     def used(self, slot: int) -> None:
         """Something has been copied from it: if it is free, it is worth keeping."""

@@ -32,8 +32,8 @@ class Prefixes:
         self._slots: dict[bytes, dict[int, None]] = {}  # the latest last
 
     def add(self, slot: int) -> None:
-        """The slot's content can be found from now on, unless it is too short."""
-        if self._keys[slot] is not None or max(self._table.filled[slot], self._table.prompt[slot]) < LEAST:
+        """The slot's content, LEAST tokens or more, can be found from now on."""
+        if self._keys[slot] is not None:
             return
         key = self._table.tokens[slot, :LEAST].tobytes()
         self._keys[slot] = key

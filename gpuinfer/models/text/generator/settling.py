@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob
 from gpuinfer.models.memory import first_line
 from gpuinfer.models.text.generator.admission import Admission
-from gpuinfer.models.text.generator.answers import completion, ending
+from gpuinfer.models.text.generator.answers import END_TOKEN, completion, ending
 from gpuinfer.models.text.generator.composing import Chunk, Composer, Plan
 from gpuinfer.models.text.generator.parts import Drawn, Language
 from gpuinfer.models.text.generator.table import Table
@@ -36,6 +37,7 @@ class Settling:
         table.filled[plan.decoding] += 1
         if plan.chunks:
             self._settle_chunks(plan.chunks, echoes, now)
+            table.decodes[plan.draws] = True
         if drawn is None:
             return
         slots, tokens = plan.draws, drawn.tokens
@@ -47,11 +49,14 @@ class Settling:
         for i, error in drawn.bad.items():
             if (row := table.rows[slots[i]]) is not None:
                 self.fail(row.work, error)
-        for i in np.flatnonzero(ended | full | table.watched[slots]).tolist():
-            row = table.rows[slots[i]]
+        looked = np.flatnonzero(ended | full | table.watched[slots])
+        if not len(looked):
+            return
+        columns = (looked, slots[looked], at[looked], ended[looked], full[looked])
+        for i, slot, place, is_end, is_full in zip(*(column.tolist() for column in columns), strict=True):
+            row = table.rows[slot]
             if row is not None:  # else another sample of its prompt has failed just now
-                logprob = None if row.logprobs is None else drawn.logprobs[i]
-                self._look(row, int(tokens[i]), bool(ended[i]), bool(full[i]), logprob, now)
+                self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
 
     def fail(self, work: Work, error: Exception) -> None:
         """Give up on all of a prompt's rows."""
@@ -64,12 +69,14 @@ class Settling:
         self.works.pop(work.ticket, None)
         self._admission.withdraw(work)
         self._composer.changed()
+        work.rows = []
 
     def complete(self, work: Work, now: float) -> None:
         """All of its answers are there."""
         del self.works[work.ticket]
+        work.rows = []  # a work and its rows name each other: without this only a collection would free them
         answer = Generation(
-            completions=tuple(part for part in work.completions if part is not None),
+            completions=tuple(cast(list[Completion], work.completions)),
             prompt_tokens=len(work.prepared.tokens),
             cached_tokens=work.cached,
             prompt_logprobs=None if work.echo is None else tuple(work.echo),
@@ -94,15 +101,16 @@ class Settling:
                 for row in work.rows:
                     self._finish(row, Completion(text="", tokens=(), finish_reason="length"), now)
 
-    def _look(self, row: Row, token: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
-        """One row that may end with this token."""
+    def _look(self, row: Row, at: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
+        """One row that may end with its token at position `at`."""
         try:
             if row.logprobs is not None and logprob is not None:
                 row.logprobs.append(logprob)
-            tokens = self._table.answer(row.slot)
-            end = ending(row, token, len(tokens), ended=ended, full=full)
+            prompt = len(row.work.prepared.tokens)
+            tokens = self._table.tokens[row.slot]
+            end = END_TOKEN if ended else ending(row, int(tokens[at]), at + 1 - prompt, full=full)
             if end is not None:
-                self._finish(row, completion(self._language, row, tokens.tolist(), end), now)
+                self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
 

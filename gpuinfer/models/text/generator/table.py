@@ -43,25 +43,20 @@ class Table:
         self.prompt[slot] = prompt
         self.final[slot] = prompt + prepared.limit - 1
         self.heeds[slot] = not sampling.ignore_eos
-        self.watched[slot] = (
-            row.growing is not None
-            or row.matcher is not None
-            or row.logprobs is not None
-            or bool(sampling.stop_token_ids)
-        )
-        self.constrained[slot] = row.matcher is not None
+        if row.matcher is not None:
+            self.constrained[slot] = self.watched[slot] = True
+        elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
+            self.watched[slot] = True
         self.rows[slot] = row
 
     def leave(self, slot: int) -> None:
         """Its row is gone; what the cache holds stays there."""
         self.rows[slot] = None
         self.prompt[slot] = 0
-        self.decodes[slot] = self.watched[slot] = self.constrained[slot] = False
+        self.decodes[slot] = False
+        if self.watched[slot]:
+            self.watched[slot] = self.constrained[slot] = False
 
     def known(self, slots: Ints) -> Ints:
         """How many tokens these slots hold or are about to."""
         return np.maximum(self.filled[slots], self.prompt[slots])
-
-    def answer(self, slot: int) -> Ints:
-        """The tokens of its row's answer, the one just drawn included."""
-        return self.tokens[slot, self.prompt[slot] : self.filled[slot] + 1]
