@@ -92,14 +92,14 @@ class Sampler:
         Raises BadResult when a row holds NaN or +inf.
         """
         rows = np.arange(len(tokens), dtype=np.int64)
-        return self._described(logits, rows, np.array(tokens, np.int32), np.full(len(tokens), wanted, np.int32))
+        return self._described(logits, rows, np.array(tokens, np.int32), np.full(len(tokens), wanted, np.int64))
 
     def close(self) -> None:
         """Let go of threads."""
         self._path.close()
 
     def _logprobs(self, logits: Tensor, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> list[Logprob | None]:
-        wanted = self._slots.records["logprobs"][slots]
+        wanted = self._slots.records["logprobs"][slots].astype(np.int64)
         rows = np.flatnonzero((wanted >= 0) & (tokens >= 0))
         found: list[Logprob | None] = [None] * len(slots)
         if len(rows):
@@ -108,9 +108,9 @@ class Sampler:
         return found
 
     def _described(
-        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int32]
+        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
     ) -> list[Logprob]:
-        wanted = np.minimum(wanted, np.int32(self.vocabulary))
+        wanted = np.minimum(wanted, self.vocabulary)
         ranks, logprobs, likeliest = self._path.logprobs(logits, rows, chosen, wanted)
         if len(ranks) and ranks.min() < 1:
             raise BadResult(f"the model's logits hold NaN or +inf in {int((ranks < 1).sum())} rows. Check the weights.")

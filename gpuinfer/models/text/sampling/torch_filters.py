@@ -61,17 +61,20 @@ def drawn(values: Tensor, best: Tensor, asked: Asked, sort: bool) -> Tensor:
     """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum."""
     best = best[:, None]
     found = orders(values)
-    lowest = orders((best.double() + asked.floor).float())  # of token 0: all of that value lie at most so high
-    threshold = (lowest >> 32) << 32
-    if sort:
-        threshold = torch.maximum(threshold, cut(found, best, asked))
+    threshold = cut(found, best, asked, sort)
     reached = weights(values, best, asked.inverse).masked_fill_(found < threshold, 0).cumsum(1)
     total = reached[:, -1:]
     left = torch.minimum((asked.units * total.double()).long(), total - 1)
     return torch.searchsorted(reached, left.contiguous(), right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
 
 
-def cut(found: Tensor, best: Tensor, asked: Asked) -> Tensor:
+def cut(found: Tensor, best: Tensor, asked: Asked, sort: bool) -> Tensor:
+    """The order from which on tokens stay: int64 [rows, 1]. `sort`: top-k or top-p has a say."""
+    floor = (orders((best.double() + asked.floor).float()) >> 32) << 32  # below every token of that logit
+    return torch.maximum(floor, cut_sorted(found, best, asked)) if sort else floor
+
+
+def cut_sorted(found: Tensor, best: Tensor, asked: Asked) -> Tensor:
     """The order from which on top-k and top-p keep tokens: int64 [rows, 1]."""
     vocabulary = found.shape[1]
     if 0 < asked.most < vocabulary:

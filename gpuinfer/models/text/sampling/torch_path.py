@@ -41,7 +41,7 @@ class TorchPath:
 
     @torch.inference_mode()
     def logprobs(
-        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int32]
+        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int32]]:
         """Ranks, log-probabilities and likeliest tokens: see `cpu_logprobs.logprob_rows`."""
         most, parts = int(wanted.max(initial=0)), []

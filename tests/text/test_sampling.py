@@ -1,0 +1,255 @@
+"""Rows keep to themselves: settings, histories, failures, log-probabilities; and what may not be asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
+
+from gpuinfer.errors import BadPrompt, BadResult
+from gpuinfer.generation import Sampling
+from gpuinfer.models.text.sampling import check_sampling, cpu
+
+SETTINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 0, 1, 5, 40]),
+    top_p=st.sampled_from([1.0, 1.0, 0.5, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5]),
+    min_tokens=st.sampled_from([0, 3]),
+    seed=st.sampled_from([None, 5]),
+    stop_token_ids=st.sampled_from([(), (1, 2)]),
+    logit_bias=st.sampled_from([{}, {3: 2.0, 9: -100.0}]),
+)
+
+
+def logits_of(rows, vocabulary, seed):
+    return (np.random.default_rng(seed).standard_normal((rows, vocabulary)) * 2).astype(np.float32)
+
+
+@pytest.fixture
+def many_threads(monkeypatch):
+    """Every call is large enough to be shared between threads."""
+    monkeypatch.setattr(cpu, "LARGE", 1)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=25, deadline=None)
+@given(asked=st.lists(SETTINGS, min_size=1, max_size=12), seed=st.integers(0, 1 << 20), data=st.data())
+def test_a_row_draws_the_same_in_any_company(path, asked, seed, data):
+    vocabulary, rows, steps = 90, len(asked), 4
+    prompt = np.arange(5, 15, dtype=np.int32)
+    order = data.draw(st.permutations(range(rows)))
+    logits = [logits_of(rows, vocabulary, seed + step) for step in range(steps)]
+    together = sampler(path, rows, vocabulary, threads=2)
+    for row, sampling in enumerate(asked):
+        together.admit(order[row], sampling, prompt, f"row {row}", row)
+    expected = [draw(together, logits[step], order).tokens for step in range(steps)]
+    together.close()
+    alone = sampler(path, 3, vocabulary)
+    for row, sampling in enumerate(asked):
+        alone.admit(1, sampling, prompt, f"row {row}", row)
+        found = [draw(alone, logits[step][row : row + 1], [1]).tokens[0] for step in range(steps)]
+        assert found == [tokens[row] for tokens in expected]
+
+
+@settings(max_examples=25, deadline=None)
+@given(asked=st.lists(SETTINGS, min_size=1, max_size=12), seed=st.integers(0, 1 << 20), masked=st.booleans())
+def test_both_ways_draw_the_same(asked, seed, masked):
+    vocabulary, rows = 130, len(asked)
+    ways = [sampler(path, rows, vocabulary) for path in PATHS]
+    for way in ways:
+        for row, sampling in enumerate(asked):
+            way.admit(row, sampling, np.arange(5, 15, dtype=np.int32), "", row)
+    for step in range(4):
+        logits = logits_of(rows, vocabulary, seed + step)
+        masks = np.tile(mask_of(range(0, vocabulary, 3), vocabulary), (rows, 1)) if masked else None
+        compiled, torched = (draw(way, logits, masks=masks).tokens.tolist() for way in ways)
+        assert compiled == torched
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("vocabulary", [1, 5, 64, 1000])
+def test_without_temperature_the_lowest_of_the_likeliest_comes(path, vocabulary):
+    found = sampler(path, 3, vocabulary)
+    for slot in range(3):
+        found.admit(slot, Sampling(temperature=0), NO_TOKENS)
+    logits = np.zeros((3, vocabulary), np.float32)
+    logits[1, vocabulary // 2 :] = 1
+    logits[2, 0] = -0.0
+    assert draw(found, logits).tokens.tolist() == [0, vocabulary // 2, 0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf], ids=["NaN", "negative NaN", "infinity"])
+def test_a_broken_row_fails_alone_and_may_be_drawn_for_again(path, temperature, value):
+    found, control = (sampler(path, 3, 200) for _ in range(2))
+    for one in (found, control):
+        for slot in range(3):
+            one.admit(slot, Sampling(temperature=temperature, top_k=20), NO_TOKENS, "", slot)
+    logits = logits_of(3, 200, 1)
+    broken = logits.copy()
+    broken[1, 150] = value
+    drawn, expected = draw(found, broken), draw(control, logits)
+    assert isinstance(drawn.bad[1], BadResult)
+    assert list(drawn.bad) == [1]
+    assert drawn.tokens.tolist() == [expected.tokens[0], -1, expected.tokens[2]]
+    assert draw(found, logits[1:2], [1]).tokens[0] == expected.tokens[1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_to_which_nothing_is_left_fails_alone(path):
+    found = sampler(path, 3, 70)
+    for slot in range(3):
+        found.admit(slot, Sampling(), NO_TOKENS, "", slot)
+    logits = logits_of(3, 70, 1)
+    logits[2] = -np.inf
+    masks = np.stack([mask_of([66], 70), mask_of([], 70), mask_of(range(70), 70)])
+    drawn = draw(found, logits, masks=masks)
+    assert drawn.tokens.tolist() == [66, -1, -1]
+    assert [type(drawn.bad[row]) for row in (1, 2)] == [BadPrompt, BadPrompt]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_impossible_tokens_never_come(path):
+    found = sampler(path, 200, 300)
+    for slot in range(200):
+        found.admit(slot, Sampling(temperature=5, top_p=0.99), NO_TOKENS, "", slot)
+    logits = np.full((200, 300), -np.inf, np.float32)
+    logits[:, [17, 250]] = 0
+    assert set(draw(found, logits).tokens.tolist()) == {17, 250}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_before_min_tokens_no_end_comes_unless_the_constraint_leaves_nothing_else(path):
+    found = sampler(path, 1, 40, end_tokens=(0, 1))
+    found.admit(0, Sampling(temperature=0, min_tokens=2, stop_token_ids=(2,)), NO_TOKENS)
+    logits = np.arange(40, 0, -1, dtype=np.float32)[None]
+    only_end = mask_of([1], 40)[None]
+    assert draw(found, logits).tokens.tolist() == [3]
+    assert draw(found, logits, masks=only_end).tokens.tolist() == [1]
+    assert draw(found, logits).tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_slot_forgets_the_answer_before(path):
+    found = sampler(path, 1, 30)
+    found.admit(0, Sampling(temperature=0, logit_bias={4: 50.0}, presence_penalty=2.0, logprobs=1), np.arange(9))
+    logits = np.zeros((1, 30), np.float32)
+    assert draw(found, logits).tokens.tolist() == [4]
+    found.release(0)
+    found.admit(0, Sampling(temperature=0), NO_TOKENS)
+    drawn = draw(found, logits)
+    assert drawn.tokens.tolist() == [0]
+    assert drawn.logprobs == [None]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_long_answer_keeps_count_of_its_tokens(path):
+    """Each token is barred in practice once it has come: a permutation of the vocabulary."""
+    found = sampler(path, 1, 80)
+    found.admit(0, Sampling(temperature=0, presence_penalty=2.0), NO_TOKENS)
+    logits = np.linspace(0, 1, 80, dtype=np.float32)[None]
+    assert sorted(int(draw(found, logits).tokens[0]) for _ in range(80)) == list(range(80))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 20), vocabulary=st.integers(1, 400), wanted=st.integers(0, 20), ties=st.booleans())
+def test_log_probabilities_are_those_of_the_raw_logits(path, seed, vocabulary, wanted, ties):
+    found = sampler(path, 2, vocabulary)
+    logits = logits_of(2, vocabulary, seed)
+    logits = np.round(logits) if ties else logits
+    for slot in range(2):
+        asked = Sampling(logprobs=wanted, temperature=0.5, top_p=0.8, logit_bias={0: 1.0}, repetition_penalty=1.2)
+        found.admit(slot, asked, NO_TOKENS, "", slot)
+    drawn = draw(found, logits)
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), 1).numpy()
+    for row, logprob in enumerate(drawn.logprobs):
+        likeliest = np.argsort(-logits[row], kind="stable")
+        assert logprob.chosen.token == drawn.tokens[row]
+        assert likeliest[logprob.chosen.rank - 1] == drawn.tokens[row]
+        assert [one.token for one in logprob.likeliest] == likeliest[:wanted].tolist()
+        assert [one.rank for one in logprob.likeliest] == list(range(1, min(wanted, vocabulary) + 1))
+        for one in (logprob.chosen, *logprob.likeliest):
+            assert one.logprob == pytest.approx(expected[row, one.token], abs=2e-6)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("path", PATHS)
+def test_the_prompt_has_log_probabilities_too(path):
+    found = sampler(path, 1, 100, threads=2)
+    logits = logits_of(70, 100, 3)
+    logits[5, 9] = -np.inf
+    tokens = np.full(70, 9, np.int32)
+    given = found.prompt_logprobs(torch.from_numpy(logits), tokens, 2)
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), 1)[:, 9].numpy()
+    assert given[5].chosen.logprob == -9999.0
+    assert given[5].chosen.rank == 100
+    others = [row for row in range(70) if row != 5]
+    assert [given[row].chosen.logprob for row in others] == pytest.approx(expected[others], abs=2e-6)
+    logits[3, 3] = np.nan
+    with pytest.raises(BadResult):
+        found.prompt_logprobs(torch.from_numpy(logits), tokens, 2)
+    found.close()
+
+
+def test_tokens_without_probability_are_not_among_the_likeliest():
+    found = sampler(vocabulary=10)
+    logits = np.full((1, 10), -np.inf, np.float32)
+    logits[0, 4] = 2.0
+    assert [one.token for one in found.prompt_logprobs(torch.from_numpy(logits), np.array([4]), 5)[0].likeliest] == [4]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        pytest.param({"temperature": -0.1}, "temperature is -0.1", id="temperature below 0"),
+        pytest.param({"temperature": float("nan")}, "temperature is nan", id="temperature no number"),
+        pytest.param({"temperature": float("inf")}, "temperature is inf", id="temperature without end"),
+        pytest.param({"top_p": 0.0}, "top_p is 0.0", id="top_p of nothing"),
+        pytest.param({"top_p": 1.1}, "top_p is 1.1", id="top_p of more than all"),
+        pytest.param({"min_p": -0.1}, "min_p is -0.1", id="min_p below 0"),
+        pytest.param({"top_k": -1}, "top_k is -1", id="top_k below 0"),
+        pytest.param({"repetition_penalty": 0.0}, "repetition_penalty is 0.0", id="division by 0"),
+        pytest.param({"presence_penalty": 2.5}, "presence_penalty is 2.5", id="presence"),
+        pytest.param({"frequency_penalty": -2.5}, "frequency_penalty is -2.5", id="frequency"),
+        pytest.param({"max_tokens": 0}, "max_tokens is 0", id="no tokens"),
+        pytest.param({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9", id="more than the most"),
+        pytest.param({"logprobs": 21}, "logprobs is 21", id="too many logprobs"),
+        pytest.param({"prompt_logprobs": -1}, "prompt_logprobs is -1", id="fewer than no logprobs"),
+        pytest.param({"seed": 1 << 64}, "seed is", id="a seed of more than 64 bits"),
+        pytest.param({"logit_bias": {50: 1.0}}, "logit_bias names token 50", id="a bias beyond the vocabulary"),
+        pytest.param({"logit_bias": {3: float("-inf")}}, "logit_bias of token 3", id="a bias without end"),
+        pytest.param({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "1025 entries", id="too many biases"),
+        pytest.param({"stop_token_ids": (-1,)}, "stop_token_ids names token -1", id="a stop token below 0"),
+        pytest.param({"stop_token_ids": (1,) * 1025}, "1025 entries", id="too many stop tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_slot_changes(asked, words):
+    with pytest.raises(BadPrompt, match=words):
+        check_sampling(Sampling(**asked), 50)
+    found = sampler(slots=1, vocabulary=50)
+    found.admit(0, Sampling(temperature=0, logit_bias={7: 9.0}), NO_TOKENS)
+    with pytest.raises(BadPrompt, match=words):
+        found.admit(0, Sampling(**asked), NO_TOKENS)
+    assert draw(found, np.zeros((1, 50), np.float32)).tokens.tolist() == [7]
+
+
+def test_a_prompt_beyond_the_vocabulary_is_refused_where_its_tokens_count():
+    with pytest.raises(BadPrompt, match="tokens 0 to 50"):
+        sampler(vocabulary=50).admit(0, Sampling(repetition_penalty=1.1), np.array([50, 0], np.int32))
+
+
+def test_no_rows_draw_nothing():
+    drawn = draw(sampler(vocabulary=9), np.zeros((0, 9), np.float32))
+    assert drawn.tokens.shape == (0,)
+    assert not drawn.bad

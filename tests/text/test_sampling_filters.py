@@ -1,0 +1,149 @@
+"""Which tokens the filters leave, against their definitions, on both ways."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_reference import PATHS, draw, edited, filtered, probabilities, sampler
+
+from gpuinfer.generation import Sampling
+from gpuinfer.models.text.sampling import cpu_draw, torch_filters
+from gpuinfer.models.text.sampling.cpu import scratch
+from gpuinfer.models.text.sampling.cpu_values import compiled, order_of, survey, value_of
+from gpuinfer.models.text.sampling.slots import SLOT, settings_of
+
+EDGE = 1e-5  # within it of a limit either answer is right: probabilities are float32
+
+
+@compiled
+def compiled_cut(values, record, work, kept):
+    best, _ = survey(values, work[0])
+    top = value_of(best)
+    threshold = cpu_draw.cut(values, work[0], top, record.inverse, record.top_k, record.top_p, record.floor, work[1:])
+    for token in range(values.shape[0]):
+        kept[token] = order_of(values[token], token) >= threshold
+
+
+def record_of(sampling):
+    record = np.zeros(1, SLOT)
+    record[0] = (*settings_of(sampling), *(0 for _ in range(len(SLOT.names) - len(settings_of(sampling)))))
+    return record
+
+
+def kept_by(path, logits, sampling):
+    """bool [vocabulary]: the tokens that may be drawn."""
+    record = record_of(sampling)
+    if path == "compiled":
+        kept = np.zeros(len(logits), np.bool_)
+        compiled_cut(logits, record[0], scratch(len(logits)), kept)
+        return kept & (probabilities(logits, sampling.temperature) > 0)
+    values = torch.from_numpy(logits)[None]
+    best, found = values.amax(1, keepdim=True), torch_filters.orders(values)
+    asked = torch_filters.Asked.of(record, np.zeros(1), values.device)
+    return (found >= torch_filters.cut(found, best, asked, sort=True))[0].numpy()
+
+
+LOGITS = st.one_of(
+    st.lists(st.integers(-12, 12).map(lambda number: number / 4), min_size=1, max_size=300),
+    st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=90),
+    st.builds(
+        lambda seed, size, spread: (np.random.default_rng(seed).standard_normal(size) * spread).tolist(),
+        st.integers(0, 1 << 30),
+        st.integers(1, 3000),
+        st.sampled_from([0.01, 1.0, 5.0]),
+    ),
+).map(lambda values: np.array(values, np.float32))
+TEMPERATURES = st.sampled_from([0.01, 0.5, 0.8, 1.0, 1.7, 100.0])
+PARTS = st.floats(0.01, 1.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, top_k=st.integers(1, 400), temperature=TEMPERATURES)
+def test_top_k_keeps_the_likeliest_and_the_lowest_among_equals(path, logits, top_k, temperature):
+    kept = kept_by(path, logits, Sampling(top_k=top_k, temperature=temperature))
+    likeliest = np.argsort(-logits.astype(np.float64), kind="stable")[:top_k]
+    drawable = (probabilities(logits, temperature) > 2.0**-39) & np.isin(np.arange(len(logits)), likeliest)
+    assert set(np.flatnonzero(drawable)) <= set(np.flatnonzero(kept))
+    heavy = kept & (probabilities(logits, temperature) > 2.0**-39)
+    assert set(np.flatnonzero(heavy)) <= set(likeliest)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS.filter(lambda p: p < 1), temperature=TEMPERATURES)
+def test_top_p_keeps_the_fewest_that_reach_its_share_of_what_top_k_left(path, logits, top_k, top_p, temperature):
+    kept = np.flatnonzero(kept_by(path, logits, Sampling(top_k=top_k, top_p=top_p, temperature=temperature)))
+    chances = filtered(logits, Sampling(top_k=top_k, temperature=temperature))
+    likeliest = np.argsort(-logits.astype(np.float64), kind="stable")[: len(kept)]
+    assert set(kept) == set(likeliest)
+    assert chances[likeliest].sum() >= top_p - EDGE
+    assert chances[likeliest[:-1]].sum() < top_p + EDGE
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, min_p=PARTS, temperature=TEMPERATURES)
+def test_min_p_keeps_what_is_a_part_of_the_best(path, logits, min_p, temperature):
+    kept = kept_by(path, logits, Sampling(min_p=min_p, temperature=temperature))
+    chances = probabilities(logits, temperature)
+    assert (chances[kept] >= min_p * chances.max() * (1 - EDGE)).all()
+    assert (chances[~kept] <= min_p * chances.max() * (1 + EDGE)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS, min_p=st.one_of(st.just(0.0), PARTS), at=TEMPERATURES)
+def test_both_ways_keep_the_same(logits, top_k, top_p, min_p, at):
+    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=at)
+    drawable = probabilities(logits, at) > 2.0**-39
+    compiled_way, torch_way = (set(np.flatnonzero(kept_by(path, logits, sampling) & drawable)) for path in PATHS)
+    differ = sorted(compiled_way ^ torch_way)
+    chances = filtered(logits, Sampling(top_k=top_k, temperature=at))
+    assert chances[differ].sum() <= EDGE * 10  # sums that round otherwise: by a hair, if at all
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("vocabulary", [1, 31, 64, 65, 257, 5000])
+def test_equal_logits_are_filtered_in_the_order_of_the_tokens(path, vocabulary):
+    equal = np.zeros(vocabulary, np.float32)
+    kept = kept_by(path, equal, Sampling(top_p=0.5))
+    assert np.flatnonzero(kept).tolist() == list(range(-(-vocabulary // 2)))
+    few = kept_by(path, equal, Sampling(top_k=3))
+    assert np.flatnonzero(few).tolist() == list(range(min(3, vocabulary)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    repetition=st.floats(0.5, 2.0),
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    biases=st.dictionaries(st.integers(0, 49), st.floats(-5, 5), max_size=5),
+    min_tokens=st.integers(0, 4),
+    stops=st.lists(st.integers(0, 49), max_size=3),
+)
+def test_edits_are_those_of_the_definition(path, seed, repetition, presence, frequency, biases, min_tokens, stops):
+    """Greedy rows over some steps: each token is the best of the logits as the definition edits them."""
+    random = np.random.default_rng(seed)
+    sampling = Sampling(
+        temperature=0,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=biases,
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(stops),
+    )
+    prompt, answer = random.integers(0, 50, 8).astype(np.int32), []
+    found = sampler(path)
+    found.admit(2, sampling, prompt)
+    logits = random.standard_normal((1, 50)).astype(np.float32)
+    for _ in range(6):
+        expected = edited(logits[0], sampling, prompt.tolist(), answer, [0])
+        token = int(draw(found, logits, [2]).tokens[0])
+        assert expected[token] >= expected.max() - 1e-5
+        answer.append(token)
