@@ -35,6 +35,8 @@ class Instant(Backend):
     async def infer(self, batch):
         if self.options.delay:
             await asyncio.sleep(self._dice.random() * self.options.delay)
+        if (stepped := getattr(self, "stepped", None)) is not None:
+            stepped(sum(request.rows for request in batch), self.options.delay)
         return [answer(request.payload) for request in batch]
 
 
