@@ -156,6 +156,8 @@ def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
     language, sampling = toy_language(), prompt.sampling
     [tokens] = language.encode([prompt])
     assert not isinstance(tokens, Exception)
+    if not sampling.max_tokens:
+        return _said(sampling, "", [], [], "length", None)
     sampler = Sampler(1, VOCABULARY, "cpu", seed=seed, end_tokens=(END,), threads=1, deterministic=True)
     sampler.admit(0, sampling, tokens, prompt.key, number)
     growing, answer, logprobs, history = language.growing(sampling.stop), [], [], NOWHERE

@@ -89,7 +89,7 @@ class Generator:
 
     def prepare(self, prompts: Sequence[Prompt]) -> list[Prepared | Exception]:
         """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread."""
-        return list(prepare(self.language, prompts, self._table.slots, self._table.length))
+        return list(prepare(self.language, prompts, self.decoder))
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
         """Take one of `free_slots` for each sample. Its answer is among what a later step has finished.

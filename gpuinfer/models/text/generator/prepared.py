@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.text.generator.parts import Ints, Language, Matcher
+from gpuinfer.models.text.sampling import check_sampling
+from gpuinfer.models.text.step import Decoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,21 +27,21 @@ class Prepared:
     matcher: Matcher | None  # each sample works on a copy
 
 
-def prepare(language: Language, prompts: Sequence[Prompt], slots: int, length: int) -> list[Prepared | BadPrompt]:
-    """Each prompt made ready for a decoder of `slots` slots of `length` positions, or why that cannot be.
+def prepare(language: Language, prompts: Sequence[Prompt], decoder: Decoder) -> list[Prepared | BadPrompt]:
+    """Each prompt made ready for this decoder, or why that cannot be. The sampler checks the rest as it is admitted.
 
     Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop.
     """
     return [
-        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, slots, length)
+        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, decoder)
         for prompt, tokens in zip(prompts, language.encode(prompts), strict=True)
     ]
 
 
-def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, slots: int, length: int) -> Prepared | BadPrompt:
-    sampling = prompt.sampling
+def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, decoder: Decoder) -> Prepared | BadPrompt:
+    sampling, length = prompt.sampling, decoder.length
     try:
-        _check(prompt, slots)
+        _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, length)
         matcher = None if sampling.constraint is None else language.matcher(sampling.constraint)
@@ -47,8 +51,10 @@ def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, slots: int, l
     return Prepared(tokens, sampling, limit, prompt.samples, prompt.first_sample, prompt.key, matcher)
 
 
-def _check(prompt: Prompt, slots: int) -> None:
-    sampling = prompt.sampling
+def _check(prompt: Prompt, decoder: Decoder) -> None:
+    sampling, slots = prompt.sampling, decoder.slots
+    if not sampling.max_tokens:  # the sampler will not see it
+        check_sampling(structs.replace(sampling, max_tokens=1), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
         raise BadPrompt(f"{prompt.samples} samples of one prompt, and there are {slots} slots. Ask for 1 to {slots}.")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:

@@ -1,0 +1,403 @@
+"""Who has which slot, what a step computes, and what an answer says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from text.toy import END, LETTERS, VOCABULARY, alone, logits_of, mixed, run, toy_generator
+from text.toy import NOWHERE as NOTHING
+
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt
+from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
+from gpuinfer.models.text.sampling import Sampler
+
+LONG = "a beginning of forty tokens that is long"  # 40
+
+
+def prompt(text: str, max_tokens: int = 6, samples: int = 1, **given: object) -> Prompt:
+    return Prompt(
+        text=text, key=text, samples=samples, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **given)
+    )
+
+
+def added(generator, *prompts):
+    for number, prepared in enumerate(generator.prepare(prompts)):
+        generator.add(number, prepared)
+
+
+def answers(outcomes):
+    return [outcome.completions for outcome in outcomes]
+
+
+def test_a_beginning_that_another_row_is_computing_is_computed_once():
+    generator = toy_generator(step_tokens=16)
+    prompts = [prompt(LONG + ending) for ending in (" one", " two", " three")]
+    outcomes = run(generator, prompts)
+    assert answers(outcomes) == [alone(one) for one in prompts]
+    assert [outcome.cached_tokens for outcome in outcomes] == [0, 41, 42]  # " two" and " three" begin alike
+    assert generator.decoder.computed == 44 + 3 + 4 + 3 * 5
+
+
+def test_a_finished_rows_slot_is_gone_on_with_where_it_lies():
+    generator = toy_generator()
+    [first] = run(generator, [prompt("what is a fox? ")])
+    again = prompt("what is a fox? " + first.completions[0].text[:-1] + " and then")
+    [second] = run(generator, [again])
+    assert second.completions == alone(again)
+    assert second.cached_tokens == 15 + 5  # the answer, too, but for its last token
+    assert generator.decoder.copied == 0
+
+
+def test_more_than_half_of_a_slots_content_is_not_lost_to_a_short_beginning():
+    generator = toy_generator(slots=2)
+    run(generator, [prompt(LONG + " whole")])
+    outcomes = run(generator, [prompt(LONG[:17]), prompt(LONG + " whole and more")])
+    assert [outcome.cached_tokens for outcome in outcomes] == [16, 46]
+    assert answers(outcomes) == [alone(prompt(LONG[:17])), alone(prompt(LONG + " whole and more"))]
+
+
+def test_the_content_that_was_used_longest_ago_goes_first():
+    generator = toy_generator(slots=2)
+    for text in ("the first of all prompts", "the second of the prompts", "the first of all prompts, again"):
+        run(generator, [prompt(text)])
+    [third, first] = run(generator, [prompt("quite another prompt, this"), prompt("the first of all prompts, still")])
+    assert (third.cached_tokens, first.cached_tokens) == (0, 26)
+
+
+def test_samples_share_their_prefill_and_draw_each_for_itself():
+    generator = toy_generator(step_tokens=8)
+    [outcome] = run(generator, [prompt(LONG, samples=4)])
+    assert outcome.completions == alone(prompt(LONG, samples=4))
+    assert len({completion.tokens for completion in outcome.completions}) == 4
+    assert generator.decoder.computed == 40 + 4 * 5
+
+
+def test_rows_that_answer_go_in_every_step_and_prompts_share_the_rest():
+    generator = toy_generator(slots=4, step_tokens=10)
+    added(generator, prompt("abc", max_tokens=12), prompt(LONG), prompt("xy"))
+    while generator.busy:
+        generator.step()
+    lengths = [step.lengths.tolist() for step in generator.decoder.steps]
+    assert lengths[:5] == [[3, 7], [1, 9], [1, 9], [1, 9], [1, 6, 2]]
+    assert lengths[5] == [1, 1, 1]
+
+
+def test_short_prompts_go_in_one_step():
+    generator = toy_generator(slots=4, step_tokens=16)
+    added(generator, *(prompt(text) for text in ("abc", "de", "fghi", "j")))
+    assert generator.step().rows == 4
+    assert generator.decoder.steps[0].lengths.tolist() == [3, 2, 4, 1]
+
+
+def test_a_step_tells_what_it_did():
+    generator = toy_generator()
+    added(generator, prompt("abc", max_tokens=2), prompt("de", max_tokens=1))
+    first = generator.step()
+    assert (first.rows, first.tokens, first.prompt_tokens, first.cached, first.output_tokens) == (2, 5, 5, 0, 2)
+    assert [ticket for ticket, _ in first.finished] == [1]
+    second = generator.step()
+    assert (second.rows, second.tokens, second.prompt_tokens, second.output_tokens) == (1, 1, 0, 1)
+    assert not generator.busy
+
+
+def test_a_cancelled_rows_slots_are_free_at_once():
+    generator = toy_generator(slots=4)
+    added(generator, prompt("abc", samples=3), prompt("de"))
+    assert generator.free_slots == 0
+    generator.step()
+    assert generator.cancel(0)
+    assert generator.free_slots == 3
+    assert not generator.cancel(0)
+    outcomes = {}
+    while generator.busy:
+        outcomes.update(generator.step().finished)
+    assert outcomes.keys() == {1}
+    assert outcomes[1].completions == alone(prompt("de"))
+
+
+def test_who_waited_for_a_cancelled_rows_prefill_takes_over_what_there_is():
+    generator = toy_generator(step_tokens=20)
+    added(generator, prompt(LONG + " one"), prompt(LONG + " two"))
+    generator.step()
+    generator.cancel(0)
+    outcomes = {}
+    while generator.busy:
+        outcomes.update(generator.step().finished)
+    assert outcomes[1].completions == alone(prompt(LONG + " two"))
+    assert outcomes[1].cached_tokens == 20
+
+
+def test_what_is_promised_of_a_slot_is_copied_before_its_next_row_takes_over_another_beginning():
+    """The first slot's content is wanted elsewhere, and the slot itself gets a copy, in one and the same admission."""
+    generator = toy_generator(slots=3)
+    beginnings = ["beginning number one, ", "beginning number two, "]
+    run(generator, [prompt(beginnings[0] + "and a long rest of it, too"), prompt(beginnings[1] + "and a rest")])
+    prompts = [prompt(beginnings[1] + "b"), prompt(beginnings[0][:18] + "x"), prompt(beginnings[1] + "c")]
+    assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "answered"),
+    [
+        pytest.param(10, 6, 6, id="well within the context"),
+        pytest.param(60, 10, 4, id="an answer ends where the context does"),
+        pytest.param(63, 10, 1, id="a prompt that leaves room for one token"),
+        pytest.param(64, 0, 0, id="a full context, and no answer wanted"),
+    ],
+)
+def test_an_answer_ends_at_the_end_of_the_context(tokens, max_tokens, answered):
+    [outcome] = run(toy_generator(length=64), [prompt(("abcdefgh" * 8)[:tokens], max_tokens)])
+    [completion] = outcome.completions
+    assert len(completion.tokens) == answered
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("text", ["a" * 64, "a" * 65, "a" * 1000])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(text):
+    [outcome] = run(toy_generator(length=64), [prompt(text)])
+    assert isinstance(outcome, BadPrompt)
+    assert "--truncate" in str(outcome)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", slice(-58, None)), ("right", slice(58))])
+def test_a_prompt_that_may_be_truncated_leaves_room_for_its_answer(side, kept):
+    text = "".join(LETTERS[number * 7 % 31] for number in range(100))
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    [outcome] = run(toy_generator(length=64), [Prompt(text=text, truncate=side, sampling=sampling)])
+    assert outcome.completions == alone(Prompt(text=text[kept], sampling=sampling))
+    assert outcome.prompt_tokens == 58
+
+
+def test_a_truncated_prompt_keeps_half_of_the_context_however_much_is_asked_for():
+    sampling = Sampling(max_tokens=1000, ignore_eos=True)
+    [outcome] = run(toy_generator(length=64), [Prompt(text="ab" * 50, truncate="left", sampling=sampling)])
+    assert outcome.prompt_tokens == 32
+    assert len(outcome.completions[0].tokens) == 32
+
+
+def test_an_empty_prompt_begins_with_the_beginning_token():
+    [outcome] = run(toy_generator(), [prompt("")])
+    assert outcome.completions == alone(prompt(""))
+    assert outcome.prompt_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(prompt("ab", samples=5), id="more samples than slots"),
+        pytest.param(prompt("ab", samples=0), id="no samples"),
+        pytest.param(prompt("ab", max_tokens=-1), id="less than no tokens"),
+        pytest.param(prompt("ab", max_tokens=2, min_tokens=3), id="more tokens at least than at most"),
+        pytest.param(prompt("ab", temperature=-1.0), id="a temperature that cannot be"),
+        pytest.param(prompt("ab", 0, prompt_logprobs=10**6), id="too many log-probabilities of a prompt alone"),
+        pytest.param(prompt("ab", stop_token_ids=(VOCABULARY,)), id="a stop token that is none"),
+        pytest.param(prompt("ab", constraint=Constraint(regex="(")), id="half a regex"),
+        pytest.param(Prompt(text="Ä"), id="a character that the model does not know"),
+    ],
+)
+def test_a_bad_prompt_fails_alone(bad):
+    generator = toy_generator()
+    outcomes = run(generator, [prompt("cd"), bad, prompt("ef")])
+    assert isinstance(outcomes[1], BadPrompt)
+    assert [outcomes[0].completions, outcomes[2].completions] == [alone(prompt("cd")), alone(prompt("ef"))]
+    assert generator.free_slots == 4
+
+
+def test_what_does_not_fit_in_the_free_slots_is_not_taken():
+    generator = toy_generator(slots=2)
+    first, second = generator.prepare([prompt("ab"), prompt("cd", samples=2)])
+    generator.add("ticket", first)
+    with pytest.raises(ValueError, match="free slots"):
+        generator.add("other", second)
+    with pytest.raises(ValueError, match="in use"):
+        generator.add("ticket", first)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("step_tokens", [5, 100])
+def test_a_prompt_is_echoed_with_its_log_probabilities(max_tokens, step_tokens):
+    generator = toy_generator(step_tokens=step_tokens)
+    run(generator, [prompt(LONG)])  # of which nothing may be taken over
+    echoed = prompt(LONG + "!", max_tokens, samples=2, prompt_logprobs=2)
+    outcome, other = run(generator, [echoed, prompt("beside it")])
+    tokens = generator.prepare([echoed])[0].tokens
+    history, histories = NOTHING, []
+    for position, token in enumerate(tokens.tolist()):
+        history = mixed(history, token, position)
+        histories.append(history)
+    expected = generator.sampler.prompt_logprobs(logits_of(np.array(histories[:-1], np.uint64)), tokens[1:], 2)
+    assert outcome.prompt_logprobs == (None, *expected)
+    assert outcome.completions == alone(echoed)
+    assert other.completions == alone(prompt("beside it"))
+
+
+def test_the_logits_of_an_echoed_prompt_are_asked_for_in_pieces(monkeypatch):
+    monkeypatch.setattr("gpuinfer.models.text.generator.composing.ECHO_BYTES", 4 * VOCABULARY * 8)
+    generator = toy_generator(step_tokens=100)
+    prompts = [prompt(LONG, prompt_logprobs=1), prompt("other" * 4, prompt_logprobs=1), prompt("beside it")]
+    outcomes = run(generator, prompts)
+    assert max(len(step.wanted) for step in generator.decoder.steps) <= 8 + 2
+    assert [len(outcome.prompt_logprobs or ()) for outcome in outcomes] == [40, 20, 0]
+    assert answers(outcomes) == [alone(one) for one in prompts]
+
+
+def test_an_answer_matches_its_constraint_beside_rows_without_one():
+    generator = toy_generator(slots=4)
+    constraint = Constraint(regex="[abc]{3}(x|y|z) [k-n]{2}!")
+    free, bound, bound_too = run(
+        generator,
+        [prompt("free"), prompt("bound", 30, samples=2, constraint=constraint), prompt("b", 2, constraint=constraint)],
+    )
+    assert free.completions == alone(prompt("free"))
+    texts = [completion.text for completion in bound.completions]
+    assert all(len(text) == 8 and set(text[:3]) <= set("abc") and text.endswith("!") for text in texts)
+    assert [completion.finish_reason for completion in bound.completions] == ["stop", "stop"]
+    assert bound_too.completions[0].finish_reason == "length"
+    assert set(bound_too.completions[0].text) <= set("abc")
+    assert (
+        run(toy_generator(), [prompt("bound", 30, samples=2, constraint=constraint)])[0].completions
+        == bound.completions
+    )
+
+
+def test_an_answer_ends_before_a_stop_string_across_tokens():
+    free = alone(prompt("some text", 30))[0].text
+    stop = free[7:10]
+    [outcome] = run(toy_generator(), [prompt("some text", 30, stop=(stop,), logprobs=0)])
+    [completion] = outcome.completions
+    assert completion.text == free[: free.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert len(completion.tokens) == len(completion.logprobs) == len(completion.text)
+
+
+def test_a_stop_string_does_not_count_before_min_tokens():
+    free = alone(prompt("some text", 30))[0].text
+    [outcome] = run(toy_generator(), [prompt("some text", 30, stop=(free[4:6],), min_tokens=20)])
+    assert outcome.completions == alone(prompt("some text", 30, stop=(free[4:6],), min_tokens=20))
+    assert len(outcome.completions[0].tokens) >= 20
+
+
+def test_the_end_token_is_among_the_tokens_and_not_in_the_text():
+    ended = Prompt(text="soon", sampling=Sampling(max_tokens=60, logit_bias={END: 4.0}))
+    [outcome] = run(toy_generator(), [ended])
+    [completion] = outcome.completions
+    assert (completion.finish_reason, completion.stop_reason, completion.tokens[-1]) == ("stop", None, END)
+    assert len(completion.text) == len(completion.tokens) - 1
+
+
+def test_memory_that_runs_out_makes_steps_smaller_and_loses_no_row(caplog):
+    generator = toy_generator(slots=4, step_tokens=32)
+    generator.decoder.room = 5
+    prompts = [prompt(text) for text in (LONG, "abc", "defgh", LONG + "!", "x")]
+    assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
+    assert len([record for record in caplog.records if "out of memory" in record.message]) == 1
+
+
+def test_a_row_that_finds_no_memory_for_a_single_token_fails_with_the_cure():
+    generator = toy_generator()
+    generator.decoder.room = 0
+    [outcome] = run(generator, [prompt("abc")])
+    assert isinstance(outcome, BackendError)
+    assert "-B slots" in str(outcome)
+
+
+def test_a_poisonous_row_is_found_and_fails_alone():
+    generator = toy_generator(slots=16)
+    generator.decoder.poison = LETTERS.index("?")
+    no_marks = {LETTERS.index("?"): -100.0}
+    prompts = [prompt(f"row {letter}", logit_bias=no_marks) for letter in LETTERS]
+    outcomes = run(generator, prompts)
+    for one, outcome in zip(prompts, outcomes, strict=True):
+        if "?" in (one.text or ""):
+            assert isinstance(outcome, BackendError)
+            assert "cannot stand" in str(outcome)
+        else:
+            assert outcome.completions == alone(one)
+
+
+def test_a_model_that_fails_at_every_step_is_dead(monkeypatch):
+    generator = toy_generator(slots=4)
+
+    def fail(step):
+        raise RuntimeError("nothing works")
+
+    monkeypatch.setattr(generator.decoder, "forward", fail)
+    prepared = generator.prepare([prompt("abc")])[0]
+
+    def go_on():
+        for ticket in range(100):
+            generator.add(ticket, prepared)
+            generator.step()
+
+    with pytest.raises(BackendDied, match="nothing works"):
+        go_on()
+
+
+def test_a_device_that_is_lost_is_not_tried_again(monkeypatch):
+    generator = toy_generator()
+
+    def fail(step):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(generator.decoder, "forward", fail)
+    added(generator, prompt("abc"))
+    with pytest.raises(BackendDied, match="illegal memory access"):
+        generator.step()
+
+
+def test_a_copy_that_fails_costs_only_time(monkeypatch, caplog):
+    generator = toy_generator()
+    prompts = [prompt(LONG + ending) for ending in (" one", " two", " three")]
+
+    def fail(source, targets, length):
+        raise RuntimeError("no copies today")
+
+    monkeypatch.setattr(generator.decoder, "copy", fail)
+    assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
+    assert "no copies today" in caplog.text
+
+
+def test_logits_that_are_no_numbers_fail_their_row_alone(monkeypatch):
+    generator = toy_generator()
+    forward = generator.decoder.forward
+
+    def spoilt(step):
+        logits = forward(step)
+        place = {int(token): place for place, token in enumerate(step.wanted)}
+        for slot, end in zip(step.slots, np.cumsum(step.lengths), strict=True):
+            if slot == 1 and int(end) - 1 in place:
+                logits[place[int(end) - 1], 3] = np.nan
+        return logits
+
+    monkeypatch.setattr(generator.decoder, "forward", spoilt)
+    added(generator, prompt("abc"), prompt("de"), prompt("fg"))
+    outcomes = {}
+    while generator.busy:
+        outcomes.update(generator.step().finished)
+    assert "NaN" in str(outcomes[1])
+    assert [outcomes[number].completions for number in (0, 2)] == [alone(prompt("abc")), alone(prompt("fg"))]
+
+
+def test_steps_of_the_same_rows_use_the_same_arrays():
+    generator = toy_generator()
+    added(generator, prompt("abc", 20), prompt("de", 20))
+    seen = set()
+    generator.step()
+    forward = generator.decoder.forward
+    generator.decoder.forward = lambda step: seen.add(id(step)) or forward(step)
+    for _ in range(10):
+        generator.step()
+    assert len(seen) == 1
+
+
+def test_the_sampler_and_the_decoder_are_closed_with_the_generator():
+    generator = toy_generator()
+    generator.close()
+    assert generator.decoder.closed
+    assert isinstance(generator.sampler, Sampler)
+
+
+def test_the_answer_tells_its_times():
+    [outcome] = run(toy_generator(), [prompt("abc")])
+    assert isinstance(outcome, Generation)
+    assert 0 < outcome.first_token_s < outcome.seconds
