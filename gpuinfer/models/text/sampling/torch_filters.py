@@ -27,10 +27,14 @@ class Asked:
 
     @classmethod
     def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Asked:
-        columns = [records[name] for name in ("inverse", "top_k", "top_p", "floor")]
-        tensors = [torch.from_numpy(np.ascontiguousarray(column)).to(device)[:, None] for column in (*columns, units)]
-        top_k = records["top_k"]
-        return cls(*tensors, most=int(top_k.max()) if top_k.all() else 0)
+        """From the rows' records and their random numbers."""
+
+        def column(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)[:, None]
+
+        inverse, top_k, top_p, floor = (column(records[name]) for name in ("inverse", "top_k", "top_p", "floor"))
+        most = int(records["top_k"].max()) if records["top_k"].all() else 0
+        return cls(inverse, top_k, top_p, floor, column(units), most)
 
 
 def orders(values: Tensor) -> Tensor:
