@@ -97,8 +97,10 @@ class Driver:
     def submit(self, prepared: Prepared, done: Done | None = None) -> int:
         """Answer this prompt; returns its ticket. From any thread. What does not fit in the free slots waits here.
 
-        Raises `BackendDied` or `Closed`.
+        Raises `BackendDied` or `Closed`; `ValueError` for more samples than there are slots, which no generator prepares.
         """
+        if prepared.samples > self.generator.slots:
+            raise ValueError(f"{prepared.samples} samples and {self.generator.slots} slots.")
         with self._wake:
             if self._gone is not None:
                 raise self._gone
@@ -158,7 +160,7 @@ class Driver:
     def _fetch(self) -> bool:
         """Take what has been submitted and cancelled; wait while there is nothing to do. False: closing."""
         with self._wake:
-            while not (self._inbox or self._cancelled or self._closing or self.generator.busy):
+            while not (self._inbox or self._cancelled or self._closing or self._waiting or self.generator.busy):
                 self.generator.enter("idle")
                 self._asleep = True
                 self._wake.wait()

@@ -1,0 +1,214 @@
+"""The thread that steps: what is submitted is answered, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+from text.toy import alone, toy_generator
+
+from gpuinfer.errors import BackendDied, Closed
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.models.text.generator import Driver
+from gpuinfer.stats import Lane
+
+WAIT_S = 30.0
+
+
+def prompt(text: str, max_tokens: int = 6, samples: int = 1) -> Prompt:
+    return Prompt(text=text, key=text, samples=samples, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True))
+
+
+class Gate:
+    """Holds the decoder before its next step until it is opened."""
+
+    def __init__(self, generator) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._forward = generator.decoder.forward
+        generator.decoder.forward = self._held
+
+    def _held(self, step):
+        self.reached.set()
+        assert self.open.wait(WAIT_S)
+        return self._forward(step)
+
+
+@pytest.fixture
+def generator():
+    return toy_generator()
+
+
+@pytest.fixture
+def driver(generator):
+    driver = Driver(generator)
+    yield driver
+    driver.close()
+
+
+def submitted(driver, *prompts) -> list[Future]:
+    futures = []
+    for prepared in driver.generator.prepare(prompts):
+        futures.append(future := Future())
+        driver.submit(prepared, future.set_result)
+    return futures
+
+
+def test_what_is_submitted_is_answered(driver):
+    prompts = [prompt(f"prompt {'abcdefgh'[number]}", samples=1 + number % 3) for number in range(8)]
+    futures = submitted(driver, *prompts)
+    assert [future.result(WAIT_S).completions for future in futures] == [alone(one) for one in prompts]
+
+
+def test_the_outcomes_of_a_step_are_delivered_together(generator):
+    deliveries, complete = [], threading.Event()
+
+    def deliver(outcomes):
+        deliveries.append(outcomes)
+        if sum(map(len, deliveries)) == 3:
+            complete.set()
+
+    gate = Gate(generator)
+    driver = Driver(generator, deliver=deliver)
+    tickets = [
+        driver.submit(prepared) for prepared in generator.prepare([prompt("a", 1), prompt("bc", 3), prompt("de", 3)])
+    ]
+    gate.open.set()
+    assert complete.wait(WAIT_S)
+    driver.close()
+    assert sorted(ticket for delivery in deliveries for ticket, _ in delivery) == tickets
+    assert len(deliveries) <= 3
+
+
+def test_the_counters_and_the_listener_see_every_step(generator):
+    seen = []
+    driver = Driver(generator, on_step=lambda rows, seconds: seen.append((rows, seconds)))
+    [future] = submitted(driver, prompt("abc", 4))
+    future.result(WAIT_S)
+    driver.close()
+    counters = driver.counters()
+    assert [rows for rows, _ in seen] == [1] * 4
+    assert counters["steps"] == 4
+    assert counters["seconds"] == pytest.approx(sum(seconds for _, seconds in seen))
+    assert (counters["prompt_tokens"], counters["tokens"], counters["output_tokens"]) == (3, 6, 4)
+    assert (counters["finished"], counters["failed"]) == (1, 0)
+
+
+def test_a_lane_books_the_thread_s_time(generator):
+    lane = Lane("forward 0")
+    driver = Driver(generator, lane=lane)
+    [future] = submitted(driver, prompt("abc", 4))
+    future.result(WAIT_S)
+    driver.close()
+    assert {"prefill", "forward", "sample", "reply"} <= lane.stations().keys()
+
+
+def test_what_does_not_fit_waits_for_slots(generator):
+    gate = Gate(generator)
+    driver = Driver(generator)
+    futures = submitted(driver, *(prompt("abc", 3, samples=3) for _ in range(5)))
+    gate.open.set()
+    assert [future.result(WAIT_S).completions for future in futures] == [alone(prompt("abc", 3, samples=3))] * 5
+    driver.close()
+
+
+def test_a_cancelled_prompt_has_no_outcome_and_the_others_have(generator):
+    gate = Gate(generator)
+    outcomes, complete = {}, threading.Event()
+
+    def deliver(some):
+        outcomes.update(some)
+        if len(outcomes) == 2:
+            complete.set()
+
+    driver = Driver(generator, deliver=deliver)
+    prepared = generator.prepare([prompt("under way", 50), prompt("stays"), prompt("waits", samples=4), prompt("last")])
+    tickets = [driver.submit(one) for one in prepared]
+    assert gate.reached.wait(WAIT_S)
+    driver.cancel(tickets[0])
+    driver.cancel(tickets[2])
+    driver.cancel(12345)
+    gate.open.set()
+    assert complete.wait(WAIT_S)
+    driver.close()
+    assert outcomes.keys() == {tickets[1], tickets[3]}
+    assert generator.free_slots == 4
+
+
+def test_closing_fails_what_is_unfinished_and_takes_nothing_more(generator):
+    gate = Gate(generator)
+    driver = Driver(generator)
+    futures = submitted(driver, prompt("abc", 50), prompt("waits", samples=4))
+    assert gate.reached.wait(WAIT_S)
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    gate.open.set()
+    closing.join(WAIT_S)
+    assert [type(future.result(WAIT_S)) for future in futures] == [Closed, Closed]
+    with pytest.raises(Closed):
+        driver.submit(generator.prepare([prompt("abc")])[0])
+    assert not driver.alive
+    assert generator.decoder.closed
+
+
+def test_closing_does_not_wait_for_ever_for_a_step_that_does_not_end(generator, caplog):
+    gate = Gate(generator)
+    driver = Driver(generator)
+    [future] = submitted(driver, prompt("abc"))
+    assert gate.reached.wait(WAIT_S)
+    driver.close(timeout_s=0.01)
+    assert isinstance(future.result(WAIT_S), Closed)
+    assert "left behind" in caplog.text
+    gate.open.set()
+    driver.close()
+
+
+def test_a_dead_driver_fails_everything_that_waits_and_that_comes(generator, caplog):
+    gate = Gate(generator)
+    driver = Driver(generator)
+    futures = submitted(driver, prompt("abc"), prompt("de"), prompt("waits", samples=4))
+
+    def die(step):
+        raise RuntimeError("CUDA error: device lost")
+
+    gate._forward = die
+    gate.open.set()
+    assert [type(future.result(WAIT_S)) for future in futures] == [BackendDied] * 3
+    with pytest.raises(BackendDied, match="device lost"):
+        driver.submit(generator.prepare([prompt("abc")])[0])
+    driver.close()
+    assert "device lost" in caplog.text
+
+
+def test_an_error_of_the_driver_s_own_fails_everything_too(generator, monkeypatch):
+    monkeypatch.setattr(generator._settling, "settle", lambda *news: 1 / 0)
+    driver = Driver(generator)
+    [future] = submitted(driver, prompt("abc"))
+    assert isinstance(future.result(WAIT_S), BackendDied)
+    driver.close()
+
+
+def test_a_listener_that_raises_harms_nobody_else(driver, caplog):
+    [prepared] = driver.generator.prepare([prompt("abc")])
+    driver.submit(prepared, lambda outcome: 1 / 0)
+    [future] = submitted(driver, prompt("de"))
+    assert future.result(WAIT_S).completions == alone(prompt("de"))
+    assert "could not be handed over" in caplog.text
+
+
+def test_threads_may_submit_at_the_same_time(driver):
+    prompts = [[prompt(f"{'abcd'[thread]}{'efghijkl'[number]}", 3) for number in range(8)] for thread in range(4)]
+    futures: list[list[Future]] = [[] for _ in prompts]
+    threads = [
+        threading.Thread(
+            target=partial(lambda thread: futures[thread].extend(submitted(driver, *prompts[thread])), thread)
+        )
+        for thread in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for asked, answered in zip(prompts, futures, strict=True):
+        assert [future.result(WAIT_S).completions for future in answered] == [alone(one) for one in asked]
