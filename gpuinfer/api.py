@@ -194,6 +194,9 @@ class Backend(Plugin, ABC):
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
     strategy: Strategy | None = None  # the run's, set before `start`: a remote backend takes it to where batches form
     roofline: Roofline | None = None  # what the bare model was measured to do here, set before `start`
+    stepped: Callable[[int, float], None] | None = None
+    """Set before `start`. A backend with slots tells it the rows and seconds of each forward step, on the event loop:
+    those are the run's batches, not what was admitted at once."""
 
     async def start(self) -> None:
         """Make ready: load the model, connect. `limits` must be final when it returns.
@@ -216,8 +219,17 @@ class Backend(Plugin, ABC):
         the place of a result fails that request alone.
         """
 
+    @property
+    def streams(self) -> bool:
+        """Whether answers come through `stream`. The default one only wraps `infer`, which is quicker called itself."""
+        return type(self).stream is not Backend.stream
+
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Answer in parts as they come, requests in any order. Override it for a backend that generates."""
+        """Answer in parts as they come, requests in any order. Override it for a backend that generates.
+
+        With `limits.slots` it is called as often as there are free slots, whatever is under way; `forward_lane` is then
+        the one lane of the forward, whose stations the backend sets itself.
+        """
         for request, result in zip(batch, await self.infer(batch), strict=True):
             yield Event(request, result)
 
@@ -322,7 +334,8 @@ forward_lane: ContextVar[Lane | None] = ContextVar("forward_lane", default=None)
 
 
 def enter_station(station: str) -> None:
-    """Tell the ledger what a backend is doing for its batch now: transfer, forward, reply, … Until it does: forward.
+    """Tell the ledger what a backend is doing for its batch now: transfer, forward, reply, … Until it does: forward;
+    idle for a backend with slots.
 
     Works in the coroutine and in any thread that runs in a copy of its context (`asyncio.to_thread` does).
     """

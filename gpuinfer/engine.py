@@ -57,7 +57,7 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.strategy = PassThrough() if backend.remote else strategy
-        self.lanes: list[Lane] = []  # "forward 0", …: one for each batch that may be in flight
+        self.lanes: list[Lane] = []  # "forward 0", …: one for each batch that may be in flight; with slots one
         self._max_queue_rows = max_queue_rows
         self._recorder = recorder
         self._clock = clock
@@ -66,7 +66,7 @@ class Engine:
         self._tally = Tally()
         self._unsettled = Unsettled(self._tally, self._left)
         self._free: list[Lane] = []
-        self._running: dict[Lane, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._woken = False
         self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
         self._draining = False
@@ -78,6 +78,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open = True
+        self.backend.stepped = self._tally.stepped
         try:
             await self.backend.start()
             self._take_limits(self.backend.limits)
@@ -89,7 +90,8 @@ class Engine:
     def _take_limits(self, limits: Limits) -> None:
         self.limits = limits
         self._admission = Admission(limits, self._max_queue_rows)
-        self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(limits.in_flight)]
+        forwards = limits.in_flight if limits.slots is None else 1
+        self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
 
     # Requests
@@ -187,8 +189,8 @@ class Engine:
 
     def _cut_what_is_due(self, now: float) -> float:
         """Cut while there is room and a batch is due; returns when to ask again."""
-        while self._free:
-            step = next_cut(self.strategy, self._queue, now, self._room(), draining=self._draining)
+        while self._free and (room := self._room()).max_rows:
+            step = next_cut(self.strategy, self._queue, now, room, draining=self._draining)
             if isinstance(step, Cut):
                 self._launch(step, now)
             elif isinstance(step, Fault):
@@ -212,10 +214,15 @@ class Engine:
             wanted = tuple(request for request in cut.requests if request in self._unsettled)
             cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
         if cut.requests:
-            self._tally.cut(cut, now)
+            if self.limits.slots is None:
+                self._tally.cut(cut, now)
+                lane = self._free.pop()
+            else:  # slots are what is taken; the lane is the forward's, whatever it computes
+                self._tally.admitted(cut, now)
+                lane = self._free[0]
             number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
-            lane = self._free.pop()
-            task = self._running[lane] = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
+            task = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
+            self._running.add(task)
             task.add_done_callback(functools.partial(self._ended, cut, lane))
 
     # Serving
@@ -225,11 +232,14 @@ class Engine:
         `number`.
         """
         forward_lane.set(lane)
-        lane.enter("forward")
+        admits = self.limits.slots is not None
+        if not admits:
+            lane.enter("forward")
         started = self._clock()
         try:
             seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
-            self._tally.ran(cut.rows, seconds)
+            if not admits:
+                self._tally.ran(cut.rows, seconds)
             if self._recorder is not None:
                 self._recorder.ran(number, seconds, self._clock())
             waited = cut_at - min(request.arrived for request in cut.requests)
@@ -240,13 +250,15 @@ class Engine:
             if not isinstance(error, Exception | asyncio.CancelledError):  # an interrupt is not ours to keep
                 raise
         finally:
-            lane.enter("idle")
+            if not admits:
+                lane.enter("idle")
 
     def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
             self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
-        del self._running[lane]
-        self._free.append(lane)
+        self._running.discard(task)
+        if self.limits.slots is None:
+            self._free.append(lane)
         self._wake()
 
     def _left(self, request: Request, outcome: str) -> None:
@@ -293,8 +305,7 @@ class Engine:
             before = len(self._unsettled)
             if not self._running:
                 return
-            tasks = self._running.values()
-            done, _ = await asyncio.wait(tasks, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(self._running, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done and len(self._unsettled) == before:
                 return
 
@@ -309,7 +320,7 @@ class Engine:
         self._fail_waiting()
         self._unsettled.fail_all(self._unsettled, _closed())
         self._alarm.clear()
-        tasks = tuple(self._running.values())
+        tasks = tuple(self._running)
         for task in tasks:
             task.cancel()
         if tasks:

@@ -19,7 +19,7 @@ async def answer(
     some are left unsettled.
     """
     started = clock()
-    if streams(backend):
+    if backend.streams:
         await _follow(backend, requests, unsettled, clock)
         return clock() - started
     results = await backend.infer(requests)
@@ -29,11 +29,6 @@ async def answer(
     for request, result in zip(requests, results, strict=True):
         _settle(backend, request, result, unsettled, ended)
     return ended - started
-
-
-def streams(backend: Backend) -> bool:
-    """Whether the backend answers in parts. The default `stream` only wraps `infer`, which is quicker called itself."""
-    return type(backend).stream is not Backend.stream
 
 
 async def _follow(

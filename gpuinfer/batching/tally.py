@@ -22,7 +22,12 @@ class Tally:
         self._reasons: Counter[str] = Counter()
 
     def cut(self, batch: Cut, now: float) -> None:
+        """Count a batch as it is cut."""
         self._batches[batch.rows] += 1
+        self.admitted(batch, now)
+
+    def admitted(self, batch: Cut, now: float) -> None:
+        """Count why these requests were sent to the backend, and how long they had waited."""
         self._reasons[batch.reason.value] += 1
         for request in batch.requests:
             self._classes[request.priority].queue_wait.add(now - request.arrived)
@@ -32,6 +37,11 @@ class Tally:
         spent = self._batch_s.setdefault(rows, [0, 0.0])
         spent[0] += 1
         spent[1] += seconds
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """Count one forward step of a backend with slots: its batches, whatever was admitted when."""
+        self._batches[rows] += 1
+        self.ran(rows, seconds)
 
     def answered(self, request: Request, now: float) -> None:
         count = self._classes[request.priority]
