@@ -63,6 +63,15 @@ def test_tokens_come_as_often_as_they_should_over_keys_and_positions(case, path)
     assert_frequencies(tokens, filtered(edited(LOGITS, CASES[case], [], [], [0]), CASES[case]))
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("asked", [Sampling(top_k=70), Sampling(top_p=0.35)], ids=["top-k", "top-p"])
+def test_equal_tokens_that_stay_come_equally_often(asked, path):
+    found = sampler(path, 7000, 200)
+    for slot in range(7000):
+        found.admit(slot, asked, NO_TOKENS, "", slot)
+    assert_frequencies(draw(found, np.ones((7000, 200), np.float32)).tokens, (np.arange(200) < 70) / 70)
+
+
 @pytest.mark.parametrize("varied", ["seed", "own seed", "sample", "key"])
 def test_tokens_come_as_often_as_they_should_over(varied):
     logits, tokens = np.tile(LOGITS, (ROWS, 1)), []

@@ -7,6 +7,7 @@ from gpuinfer.models.text.sampling.cpu_values import (
     ALL,
     BLOCK,
     compiled,
+    inlined,
     key_in,
     key_of,
     order_of,
@@ -15,16 +16,21 @@ from gpuinfer.models.text.sampling.cpu_values import (
 )
 
 ONE = np.int64(1)
+SHIFT, FACTOR = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
 
 
 @compiled
 def select(orders, count, need, best, inverse):
     """The order at which the largest of `orders[:count]`, taken in turn, reach `need` in sum: of their weights, or of
-    1 each when `inverse` is 0. They are moved about. Quickselect (Hoare 1961), by weight. `need` is within reach.
+    1 each when `inverse` is 0. They are moved about. Quickselect (Hoare 1961), by weight; the pivot is the middle
+    of three taken here and there, so that no pattern in the logits makes it slow. `need` is within reach.
     """
-    first, last = 0, count - 1
+    first, last, step = 0, count - 1, count
     while first < last:
-        pivot = middle(orders[first], orders[(first + last) >> 1], orders[last])
+        size = last - first + 1
+        a, b, c = mix(step), mix(step + 1), mix(step + 2)
+        step += 3
+        pivot = middle(orders[first + a % size], orders[first + b % size], orders[first + c % size])
         left, right, mass = first, last, np.int64(0)
         while left <= right:
             if orders[left] > pivot:
@@ -54,6 +60,12 @@ def to_front(orders, first, last, pivot):
         place += 1
     orders[place], orders[first] = orders[first], orders[place]
     return first + 1
+
+
+@inlined
+def mix(number):
+    """A small number that looks random (Fibonacci hashing: Knuth 1973, section 6.4)."""
+    return np.int64((np.uint64(number) * FACTOR) >> SHIFT)
 
 
 @compiled
