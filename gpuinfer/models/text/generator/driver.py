@@ -64,7 +64,7 @@ class Driver:
         on_step: Callable[[int, float], None] | None = None,
     ) -> None:
         self.generator, self.on_step = generator, on_step
-        self._deliver = deliver
+        self.deliver = deliver
         self._lane: Lane | None = None
         self._wake = threading.Condition()
         self._inbox: list[tuple[int, Prepared]] = []
@@ -97,7 +97,7 @@ class Driver:
     def submit(self, prepared: Prepared, done: Done | None = None) -> int:
         """Answer this prompt; returns its ticket. From any thread. What does not fit in the free slots waits here.
 
-        Raises `BackendDied` or `Closed`; `ValueError` for more samples than there are slots, which no generator prepares.
+        Raises `BackendDied` or `Closed`; `ValueError` for more samples than slots, which no generator prepares.
         """
         if prepared.samples > self.generator.slots:
             raise ValueError(f"{prepared.samples} samples and {self.generator.slots} slots.")
@@ -206,8 +206,8 @@ class Driver:
                 self._counters.finished += 1
             else:
                 self._counters.failed += 1
-        if self._deliver is not None:
-            self._told(self._deliver, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
+        if self.deliver is not None:
+            self._told(self.deliver, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
         for _, outcome, done in wanted:
             if done is not None:
                 self._told(done, outcome)

@@ -1,0 +1,166 @@
+"""Real, if tiny, checkpoints from a folder to text: against transformers, and against themselves in other company."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from text.tiny import tiny_checkpoint
+from text.toy import run
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.models.text.generator import Tuning, open_generator
+
+TEXTS = [
+    "The quick brown fox",
+    "def batch(rows):",
+    "Zürich, naïve café, 東京; and a longer prompt that has to go through in chunks, beside others and before others",
+    "user: what is",
+    "x",
+    "The quick brown fox jumps over the lazy dog, and then",
+    "The quick brown fox jumps over the lazy dog, but not",
+]
+
+
+def opened(folder, *, slots=4, step_tokens=24, seed=0, deterministic=True, dtype="float32", **spec):
+    return open_generator(
+        ModelSpec(name=str(folder), kind="text", **spec),
+        Setup(device="cpu", dtype=dtype, seed=seed, deterministic=deterministic),
+        Tuning(slots=slots, step_tokens=step_tokens, threads=1),
+    )
+
+
+def answers(generator, prompts):
+    outcomes = run(generator, prompts)
+    return [[(one.text, one.tokens, one.finish_reason) for one in outcome.completions] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_greedy_text_is_that_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    folder = tiny_checkpoint(family)
+    generator = opened(folder)
+    prompts = [Prompt(text=text, sampling=Sampling(temperature=0, max_tokens=16, ignore_eos=True)) for text in TEXTS]
+    outcomes = run(generator, prompts)
+    generator.close()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        [tokens] = generator.prepare([prompt])
+        inputs = torch.from_numpy(tokens.tokens.astype(np.int64))[None]
+        expected = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=16, min_new_tokens=16, do_sample=False
+        )
+        assert list(outcome.completions[0].tokens) == expected[0, len(tokens.tokens) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_text_is_the_same_in_any_company_order_and_chunks(dtype):
+    folder = tiny_checkpoint("qwen2")
+    prompts = [
+        Prompt(
+            text=text,
+            key=f"{number}",
+            samples=1 + number % 2,
+            sampling=Sampling(
+                max_tokens=12 + number, top_p=0.95, repetition_penalty=1.1, stop=("e",) if number == 3 else ()
+            ),
+        )
+        for number, text in enumerate(TEXTS)
+    ]
+    expected = []
+    for prompt in prompts:
+        generator = opened(folder, slots=2, step_tokens=1000, dtype=dtype)
+        expected += answers(generator, [prompt])
+        generator.close()
+    for slots, step_tokens in ((7, 16), (2, 7), (16, 1000)):
+        order = random.Random(slots).sample(range(len(prompts)), len(prompts))
+        generator = opened(folder, slots=slots, step_tokens=step_tokens, dtype=dtype)
+        for _ in range(2):  # the second time with what the first has left in the slots
+            assert answers(generator, [prompts[number] for number in order]) == [expected[number] for number in order]
+        generator.close()
+
+
+def test_another_seed_another_text():
+    folder = tiny_checkpoint("qwen2")
+    prompt = Prompt(text=TEXTS[0], key="a", sampling=Sampling(max_tokens=16))
+    found = []
+    for seed in (0, 0, 1):
+        generator = opened(folder, seed=seed)
+        found += answers(generator, [prompt])
+        generator.close()
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_built_in_model_keeps_to_a_json_schema():
+    generator = opened("tiny", slots=3)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    sampling = Sampling(max_tokens=40, constraint=Constraint(json_schema=schema))
+    outcomes = run(generator, [Prompt(text="json: ", key=str(number), sampling=sampling) for number in range(4)])
+    generator.close()
+    assert {outcome.completions[0].text.replace(" ", "").replace("\n", "") for outcome in outcomes} <= {
+        '{"a":1}',
+        '{"a":2}',
+    }
+    assert {outcome.completions[0].finish_reason for outcome in outcomes} == {"stop"}
+
+
+def test_a_model_that_computes_nothing_answers_all_the_same():
+    generator = opened("null", slots=8)
+    prompts = [Prompt(text=f"prompt {number}", sampling=Sampling(max_tokens=3, temperature=0)) for number in range(50)]
+    assert answers(generator, prompts) == [[("aaa", (97, 97, 97), "length")]] * 50
+
+
+def test_what_was_opened_is_told_with_what_was_estimated():
+    generator = opened("tiny", arguments={"context": 100}, slots=3)
+    generator.close()
+    facts = generator.facts
+    assert (facts["slots"], facts["context"], facts["step_tokens"], facts["dtype"]) == (3, 100, 24, "float32")
+    assert facts["estimated_weights_bytes"] > 4_000_000
+    assert facts["estimated_bytes"] > facts["estimated_weights_bytes"] + facts["estimated_cache_bytes"]
+    assert facts["cache_bytes"] == pytest.approx(facts["estimated_cache_bytes"], rel=0.25)
+
+
+def test_what_the_tuning_says_comes_before_what_the_model_s_arguments_say():
+    spec = ModelSpec(name="null", kind="text", arguments={"slots": 5, "context": 77, "step_tokens": 9})
+    own = open_generator(spec, Setup(device="cpu"), Tuning(slots=3, threads=1))
+    assert [own.facts[name] for name in ("slots", "context", "step_tokens")] == [3, 77, 9]
+
+
+@pytest.mark.parametrize(
+    ("tuning", "message"),
+    [
+        pytest.param(Tuning(context=10**6), "-B context=N", id="a context that the model was not made for"),
+        pytest.param(Tuning(slots=0), "slots is 0", id="no slots"),
+        pytest.param(Tuning(slots=10**9), "does not fit", id="slots that fit nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, monkeypatch):
+    from gpuinfer.models.text.checkpoint import Checkpoint
+
+    monkeypatch.setattr(Checkpoint, "weights", lambda *given: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match=message):
+        open_generator(ModelSpec(name="tiny", kind="text"), Setup(device="cpu"), tuning)
+
+
+def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():
+    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.models.text.generator.fitting import fitted
+
+    checkpoint = open_checkpoint(ModelSpec(name="tiny", kind="text"))
+    whole, _ = fitted(checkpoint, 64, None, torch.float32, 10**12)
+    needed = checkpoint.estimate(64, 512, torch.float32).peak_bytes
+    shorter, estimate = fitted(checkpoint, 64, None, torch.float32, int(needed / 0.9) + 2)
+    assert (whole, shorter, estimate.peak_bytes) == (2048, 512, needed)
+    with pytest.raises(UsageError, match="does not fit"):
+        fitted(checkpoint, 64, 2048, torch.float32, int(needed / 0.9) + 2)
+
+
+def test_prompts_that_cannot_be_served_fail_before_they_take_a_slot():
+    generator = opened("tiny")
+    found = generator.prepare([Prompt(text="a" * 2048), Prompt(), Prompt(tokens=(5000,)), Prompt(text="fine")])
+    generator.close()
+    assert [isinstance(one, BadPrompt) for one in found] == [True, True, True, False]
