@@ -158,12 +158,17 @@ class _Execution:
         """Set the session's roofline: the bare model, measured while nothing else runs."""
         if isinstance(wanted, Roofline):
             self.session.roofline = wanted
-        elif wanted and self.backend.setup.model is not None:
+        elif wanted and self._has_roofline():
             self.phase = "measuring the roofline"
             task = asyncio.create_task(asyncio.to_thread(self._roofline))
             await self._watch(task, lambda: self.session.stopping.is_set())
             self.session.roofline = task.result() if task.done() else None
         self.phase = "starting"
+
+    def _has_roofline(self) -> bool:
+        """There is none yet for models of text."""
+        spec = self.backend.setup.model
+        return spec is not None and spec.kind == "rows"
 
     def _roofline(self) -> Roofline | None:
         try:

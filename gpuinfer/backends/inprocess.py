@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Limits, ModelSpec, Request, Result, Setup
+from gpuinfer.api import Backend, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.generating import TextModel
 from gpuinfer.layouts import misfit
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ class InProcess(Backend):
 
     class Options(api.Options):
         max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
+        slots: int | None = Field(
+            None, ge=1, le=65_536, description="of text: rows generated at once; default 64 on a CPU"
+        )
+        context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
+        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
@@ -36,6 +42,7 @@ class InProcess(Backend):
         super().__init__(setup, **options)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
         self._opened: Opened | None = None
+        self._text: TextModel | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     async def start(self) -> None:
@@ -46,6 +53,10 @@ class InProcess(Backend):
                 "the backend 'inprocess' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
+        if spec.kind == "text":
+            self._text = await TextModel.open(spec, self.setup, self.options, self.stepped)
+            self.limits = self._text.limits
+            return
         self._opened = await asyncio.to_thread(self._open, spec)
         self.limits = self._opened.limits
         # Made only now: threads take their share of cores from torch when they first compute.
@@ -81,6 +92,21 @@ class InProcess(Backend):
             answers.insert(index, error)
         return answers
 
+    @property
+    def streams(self) -> bool:
+        return self._text is not None
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Of a text model: payloads are `generation.Prompt`, values `generation.Generation`."""
+        if self._text is None:
+            raise BackendDied("the backend 'inprocess' serves no text. Await start() with a model of kind text.")
+        async for event in self._text.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        if self._text is not None:
+            self._text.cancel(request)
+
     def device(self) -> Mapping[str, Any]:
         return self._opened.device() if self._opened is not None else {}
 
@@ -88,3 +114,6 @@ class InProcess(Backend):
         threads, self._threads, self._opened = self._threads, None, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        text, self._text = self._text, None
+        if text is not None:
+            await text.close()

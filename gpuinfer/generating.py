@@ -1,0 +1,168 @@
+"""A text model at work beside an event loop: prompts in, answers out, the model in a thread of its own.
+
+What a backend that generates is made of, whichever process it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane
+from gpuinfer.errors import BackendDied, BackendError
+from gpuinfer.generation import Generation, Prompt
+
+if TYPE_CHECKING:
+    from gpuinfer.models.text.generator import Driver, Prepared
+    from gpuinfer.models.text.generator.opening import Options
+
+Outcome = Generation | Exception
+FEW = 8  # prompts that are understood where they arrive: another thread costs more
+STEPS = 64  # that are told at once, when no answer is due before
+
+
+class TextModel:
+    """Answers requests whose payloads are prompts. All methods belong to the event loop that opened it."""
+
+    def __init__(self, driver: Driver, stepped: Callable[[int, float], None] | None) -> None:
+        self._driver, self._stepped = driver, stepped
+        self._loop = asyncio.get_running_loop()
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
+        self._tickets: dict[Request, int] = {}
+        self._asked: dict[int, tuple[Request, _Answers]] = {}
+        self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
+
+    @classmethod
+    async def open(
+        cls, spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None] | None
+    ) -> TextModel:
+        """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step.
+
+        Raises `UsageError` when the model cannot be had on this device.
+        """
+        model = cls(await asyncio.to_thread(_drive, spec, setup, options), stepped)
+        model._driver.deliver, model._driver.on_step = model._deliver, model._count
+        return model
+
+    @property
+    def limits(self) -> Limits:
+        slots = self._driver.generator.slots
+        return Limits(slots, in_flight=slots, slots=slots)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What was estimated, and what is there."""
+        return self._driver.generator.facts
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes. A prompt that cannot be served gets its own error."""
+        if self._driver.lane is None:
+            self._driver.lane = forward_lane.get()
+        answers = _Answers(self._loop)
+        prepared = await self._prepare([request.payload for request in batch])
+        try:
+            for request, one in zip(batch, prepared, strict=True):
+                if isinstance(one, Exception):
+                    answers.put(request, one)
+                else:
+                    ticket = self._tickets[request] = self._driver.submit(one)
+                    self._asked[ticket] = request, answers
+            left = len(batch)
+            while left:
+                for request, outcome in await answers.take():
+                    left -= 1
+                    failed = isinstance(outcome, Exception)
+                    yield Event(request, error=outcome) if failed else Event(request, outcome)
+        finally:
+            for request in batch:
+                if request in self._tickets:  # nobody follows this stream to its end
+                    self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants this answer any more: its slots are free for others."""
+        ticket = self._tickets.get(request)
+        if ticket is not None:
+            self._driver.cancel(ticket)
+            self._settle(ticket, BackendError("this answer was cancelled. Ask again."))
+
+    async def close(self) -> None:
+        """Stop after the step under way; what is unfinished fails."""
+        await asyncio.to_thread(self._driver.close)
+        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+
+    async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
+        """The prompts' tokens: beside the loop when there are many, or when one takes long."""
+        prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
+        prepare = self._driver.generator.prepare
+        if len(prompts) <= FEW and not any(prompt.sampling.constraint for prompt in prompts):
+            found = iter(prepare(prompts))
+        else:
+            found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts))
+        return [next(found) if isinstance(payload, Prompt) else _stranger(payload) for payload in payloads]
+
+    # In the driver's thread
+
+    def _count(self, rows: int, seconds: float) -> None:
+        self._steps.append((rows, seconds))
+        if len(self._steps) >= STEPS:
+            self._deliver(())
+
+    def _deliver(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        """Answers go to the loop once a step, however many there are."""
+        steps, self._steps = self._steps, []
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived, steps, outcomes)
+
+    # On the loop
+
+    def _arrived(self, steps: Sequence[tuple[int, float]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        if self._stepped is not None:
+            for rows, seconds in steps:
+                self._stepped(rows, seconds)
+        for ticket, outcome in outcomes:
+            self._settle(ticket, outcome)
+
+    def _settle(self, ticket: int, outcome: Outcome) -> None:
+        asked = self._asked.pop(ticket, None)
+        if asked is not None:  # else it was cancelled
+            request, answers = asked
+            self._tickets.pop(request, None)
+            answers.put(request, outcome)
+
+
+class _Answers:
+    """What has come for one stream and has not been taken."""
+
+    __slots__ = ("_arrived", "_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: list[tuple[Request, Outcome]] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, request: Request, outcome: Outcome) -> None:
+        self._arrived.append((request, outcome))
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[tuple[Request, Outcome]]:
+        """All that has come; waits for the first."""
+        if not self._arrived:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+def _drive(spec: ModelSpec, setup: Setup, options: Options) -> Driver:
+    from gpuinfer.models.text.generator import Driver, open_generator
+
+    return Driver(open_generator(spec, setup, options))
+
+
+def _stranger(payload: object) -> BackendError:
+    return BackendError(
+        f"a payload is a {type(payload).__name__}, but this model continues prompts. Submit gpuinfer.generation.Prompt."
+    )
