@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane
-from gpuinfer.errors import BackendDied, BackendError
+from gpuinfer.errors import BackendError
 from gpuinfer.generation import Generation, Prompt
 
 if TYPE_CHECKING:
@@ -73,8 +73,10 @@ class TextModel:
             while left:
                 for request, outcome in await answers.take():
                     left -= 1
-                    failed = isinstance(outcome, Exception)
-                    yield Event(request, error=outcome) if failed else Event(request, outcome)
+                    if isinstance(outcome, Exception):
+                        yield Event(request, error=outcome)
+                    else:
+                        yield Event(request, outcome)
         finally:
             for request in batch:
                 if request in self._tickets:  # nobody follows this stream to its end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -63,7 +64,7 @@ def test_any_chunks_any_slot_and_any_company_give_the_same_bits(cuts, slot, comp
     several = decoder()
     edges = [0, *sorted(cuts), len(TOKENS)]
     found = []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         others = [((slot + 1) % 4, 0, TOKENS[:company])] if company else []
         logits = several.forward(step_of(*others, (slot, begin, TOKENS[begin:end])))
         found.append(logits[company:].clone())

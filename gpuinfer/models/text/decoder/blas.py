@@ -48,7 +48,7 @@ class Blas:
 def find() -> Blas | None:
     """MKL inside this torch, or None: other processors and other builds have none."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not torch.backends.mkl.is_available() or not path.exists():
+    if not torch._C.has_mkl or not path.exists():
         return None
     try:
         library = ctypes.CDLL(str(path))
