@@ -1,7 +1,8 @@
 """What a workload that wants text asks for, and what it is answered.
 
-A `Prompt` is the payload of a request, a `Generation` its result. Both are plain structures: they travel as msgpack, and
-a backend of a third party reads them as they are. A request has as many rows as its prompt has samples: each takes a slot.
+A `Prompt` is the payload of a request, a `Generation` its result. Both are plain structures: they travel as msgpack,
+and a backend of a third party reads them as they are. A request has as many rows as its prompt has samples: each takes a
+slot.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Logprob(Struct, frozen=True, array_like=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """One answer. `finish_reason`: stop (end token, stop token, stop string, or the constraint is complete) or length."""
+    """One answer. `finish_reason`: stop (end token, stop token, stop string, complete constraint) or length."""
 
     text: str
     tokens: tuple[int, ...]  # without what a stop string cut off; with the end token

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021), as a table of angles that the checkpoint's scaling has been applied to.
+    """Rotary position embedding (Su et al. 2021), with the checkpoint's scaling applied to its angles.
 
     The first `2 × len(inverse_frequencies)` values of a head turn: value i with value i + half, as Hugging Face has it.
     """

@@ -1,7 +1,7 @@
 """One forward step over tokens of many rows, and what a decoder promises about it.
 
-Each row has a slot of the cache. A step takes segments: a run of new tokens of one slot, prompt or answer alike, so that
-a long prompt goes through in chunks beside rows that are one token further.
+Each row has a slot of the cache. A step takes segments: a run of new tokens of one slot, prompt or answer alike, so
+that a long prompt goes through in chunks beside rows that are one token further.
 """
 
 from __future__ import annotations
