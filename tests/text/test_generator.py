@@ -127,13 +127,26 @@ def test_who_waited_for_a_cancelled_rows_prefill_takes_over_what_there_is():
     assert outcomes[1].cached_tokens == 20
 
 
-def test_what_is_promised_of_a_slot_is_copied_before_its_next_row_takes_over_another_beginning():
-    """The first slot's content is wanted elsewhere, and the slot itself gets a copy, in one and the same admission."""
+def test_a_slot_that_others_copy_from_is_copied_before_it_gets_a_new_row():
+    """The second slot's content is wanted elsewhere, and the slot itself gets a copy, in one and the same admission."""
+    generator = toy_generator(slots=5)
+    one, two = "beginning number one, and some more of it", "beginning of another kind, which is as long"
+    run(generator, [prompt(one), prompt(two)])
+    prompts = [prompt(text) for text in (one[:18] + "a", two[:18] + "b", one[:18] + "c", one[:18] + "d")]
+    outcomes = run(generator, prompts)
+    assert answers(outcomes) == [alone(one) for one in prompts]
+    assert [outcome.cached_tokens for outcome in outcomes] == [18] * 4
+
+
+def test_content_that_was_copied_from_counts_as_used():
     generator = toy_generator(slots=3)
-    beginnings = ["beginning number one, ", "beginning number two, "]
-    run(generator, [prompt(beginnings[0] + "and a long rest of it, too"), prompt(beginnings[1] + "and a rest")])
-    prompts = [prompt(beginnings[1] + "b"), prompt(beginnings[0][:18] + "x"), prompt(beginnings[1] + "c")]
-    assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
+    run(generator, [prompt(LONG), prompt("something else that is as long as the first")])
+    run(generator, [prompt(LONG[:18] + "!"), prompt("quite another prompt")])
+    [outcome] = run(generator, [prompt(LONG + "?")])
+    assert outcome.cached_tokens == 40
+    run(generator, [prompt("yet another prompt, and a longer one")])
+    [outcome] = run(generator, [prompt("something else that is as long as ever")])
+    assert outcome.cached_tokens == 0
 
 
 @pytest.mark.parametrize(
