@@ -1,8 +1,8 @@
 """What a workload that wants text asks for, and what it is answered.
 
 A `Prompt` is the payload of a request, a `Generation` its result. Both are plain structures: they travel as msgpack,
-and a backend of a third party reads them as they are. A request has as many rows as its prompt has samples: each takes a
-slot.
+and a backend of a third party reads them as they are. A request has as many rows as its prompt has samples: each takes
+a slot.
 """
 
 from __future__ import annotations

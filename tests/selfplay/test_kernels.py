@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models import kernel_cache
 from gpuinfer.workloads.selfplay import kernels
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,7 +85,7 @@ def test_the_folder_is_ours_alone(rules):
 
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["the folder", "the folder above", "the root"])
 def test_a_folder_that_others_may_write_is_not_used(rules, depth, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     module = rules()
     folder = kernels.cache_folder(module)
     (folder, *folder.parents)[depth].chmod(0o777)
@@ -95,7 +96,7 @@ def test_a_folder_that_others_may_write_is_not_used(rules, depth, tmp_path, monk
 
 def test_without_any_folder_the_cure_is_named(rules, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("in the way")
-    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path / "cache"))
     with pytest.raises(UsageError, match="Set XDG_CACHE_HOME"):
         kernels.cache_folder(rules())
 

@@ -10,19 +10,15 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import tempfile
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import llvmlite
-import numba
 import numpy as np
-import platformdirs
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models import kernel_cache
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
 FROZEN = (bool, int, float, str, tuple, np.generic)
@@ -42,11 +38,8 @@ def load(rules_name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__dict__["rules"] = rules
     sys.modules[name] = module  # where Numba looks for the globals of cached code
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(cache_folder(rules))
-    try:
+    with kernel_cache.caching_in(cache_folder(rules)):
         spec.loader.exec_module(module)
-    finally:
-        numba.config.CACHE_DIR = before
     return module
 
 
@@ -72,31 +65,7 @@ def rules_of(name: str) -> ModuleType:
 
 def cache_folder(rules: ModuleType) -> Path:
     """A folder named by all that the compiled code is made from; a temporary one if need be."""
-    digest = hashlib.sha256()
-    for part in (numba.__version__, llvmlite.__version__, np.__version__, rules.__name__, str(SEARCH)):
-        digest.update(part.encode())
-    for source in sources(rules):
-        digest.update(source)
-    for root in (
-        Path(platformdirs.user_cache_dir("gpuinfer")),
-        Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}",
-    ):
-        folder = root / "kernels" / digest.hexdigest()[:16]
-        if make_ours(root) and make_ours(folder.parent) and make_ours(folder):
-            return folder
-    raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
-
-
-def make_ours(folder: Path) -> bool:
-    """Make the folder if need be; whether nobody else can have put code there: cached code is run as it is found."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        status = folder.stat()
-        owners = {status.st_uid, folder.lstat().st_uid}  # of the folder, and of a link that leads there
-    except OSError:
-        return False
-    return owners == {os.getuid()} and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+    return kernel_cache.cache_folder([rules.__name__.encode(), *sources(rules)])
 
 
 def sources(rules: ModuleType) -> list[bytes]:

@@ -1,15 +1,18 @@
 """Scalars of compiled kernels, written so that LLVM turns loops over them into vector instructions."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from gpuinfer.models.kernel_cache import compiler
 from gpuinfer.models.text.decoder.cpu_intrinsics import bits_of, float_of
 
 FAST = {"contract", "reassoc", "nsz"}  # sums in vector order: always in the same one, as the code is
-compiled = njit(nogil=True, cache=True, _nrt=False, error_model="numpy", fastmath=FAST)
+SOURCES = Path(__file__).parent.glob("cpu_*.py")
+compiled = compiler(SOURCES, nogil=True, _nrt=False, error_model="numpy", fastmath=FAST)
 """How kernels are compiled: without reference counts, so that they allocate nothing."""
 
 inlined = njit(_nrt=False, error_model="numpy", fastmath=FAST, forceinline=True)

@@ -8,13 +8,18 @@ Weights: e^((logit - best) / temperature) in units of 2^-40, int64. Sums of whol
 adding, so they are the same bits on every device and in every grouping.
 """
 
+from pathlib import Path
+
 import numpy as np
 from numba import njit
 
+from gpuinfer.models.kernel_cache import compiler
 from gpuinfer.models.text.decoder.cpu_intrinsics import bits_of, float_of
 from gpuinfer.models.text.decoder.cpu_math import exp
 
-compiled = njit(nogil=True, cache=True, _nrt=False, error_model="numpy")
+PACKAGES = Path(__file__).parent, Path(__file__).parent.parent / "decoder"
+SOURCES = [file for package in PACKAGES for file in package.glob("cpu_*.py")]
+compiled = compiler(SOURCES, nogil=True, _nrt=False, error_model="numpy")
 """Without reference counts: a function so compiled allocates nothing; its caller keeps the arrays alive."""
 
 inlined = njit(_nrt=False, error_model="numpy", forceinline=True)

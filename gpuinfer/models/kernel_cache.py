@@ -1,0 +1,74 @@
+"""Where the machine code of compiled kernels is kept between runs: a folder named by all that it was made from.
+
+Numba itself looks at the date of the one file that a function stands in: a change in a file that it calls into would go
+unnoticed, and the old code be run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+import platformdirs
+
+from gpuinfer.errors import UsageError
+
+
+def cache_folder(parts: Iterable[bytes]) -> Path:
+    """The folder for code made from these parts, such as source files; a temporary one if need be."""
+    digest = hashlib.sha256()
+    for version in (numba.__version__, llvmlite.__version__, np.__version__):
+        digest.update(version.encode())
+    for part in parts:
+        digest.update(part)
+    for root in (
+        Path(platformdirs.user_cache_dir("gpuinfer")),
+        Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}",
+    ):
+        folder = root / "kernels" / digest.hexdigest()[:16]
+        if make_ours(root) and make_ours(folder.parent) and make_ours(folder):
+            return folder
+    raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
+
+
+def make_ours(folder: Path) -> bool:
+    """Make the folder if need be; whether nobody else can have put code there: cached code is run as it is found."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        status = folder.stat()
+        owners = {status.st_uid, folder.lstat().st_uid}  # of the folder, and of a link that leads there
+    except OSError:
+        return False
+    return owners == {os.getuid()} and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+
+
+@contextlib.contextmanager
+def caching_in(folder: Path) -> Iterator[None]:
+    """What is decorated meanwhile with `cache=True` is kept there."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles with these options of `numba.njit`, and keeps the code as long as none of the files
+    changes.
+    """
+    folder = cache_folder(file.name.encode() + file.read_bytes() for file in sorted(files))
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with caching_in(folder):
+            return numba.njit(cache=True, **options)(function)  # looks for what is kept there as it is made
+
+    return decorate
