@@ -23,7 +23,7 @@ LAYERS = [
     ["gpuinfer.evidence"],
     ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
     ["gpuinfer.engine", "gpuinfer.central", "gpuinfer.simulate"],
-    ["gpuinfer.batching", "gpuinfer.generating"],
+    ["gpuinfer.batching", "gpuinfer.generating", "gpuinfer.peers"],
     ["gpuinfer.models"],
     ["gpuinfer.children"],
     ["gpuinfer.settings"],
