@@ -89,6 +89,18 @@ def test_short_prompts_go_in_one_step():
     assert generator.decoder.steps[0].lengths.tolist() == [3, 2, 4, 1]
 
 
+def test_prompts_gather_beside_rows_that_answer():
+    generator = toy_generator(slots=64, gather_steps=3)
+    first, *later = generator.prepare([prompt("abc", 30), prompt("de", 30), *[prompt("fg", 30)] * 4])
+    generator.add("first", first)
+    generator.step()
+    generator.add("second", later[0])
+    assert [generator.step().prompt_tokens for _ in range(5)] == [0, 0, 0, 2, 0]
+    for number, prepared in enumerate(later[1:]):
+        generator.add(number, prepared)
+    assert generator.step().prompt_tokens == 8  # enough of them to go at once
+
+
 def test_a_step_tells_what_it_did():
     generator = toy_generator()
     added(generator, prompt("abc", max_tokens=2), prompt("de", max_tokens=1))

@@ -60,11 +60,12 @@ mixes = {
     "slots": st.integers(3, 5),
     "step_tokens": st.sampled_from([1, 2, 5, 17, 64, 300]),
     "length": st.sampled_from([58, 64, 90]),
+    "gather_steps": st.sampled_from([0, 0, 3]),
 }
 
 
-def check(coming: list[Arrival], slots: int, step_tokens: int, length: int) -> None:
-    generator = toy_generator(slots, length, step_tokens)
+def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gather_steps: int) -> None:
+    generator = toy_generator(slots, length, step_tokens, gather_steps=gather_steps)
     waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
     prepared = generator.prepare([arrival.prompt for arrival in coming])
     outcomes: dict[object, object] = {}
@@ -90,15 +91,15 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int) -> N
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**mixes)
-def test_an_answer_is_its_own_in_any_company(coming, slots, step_tokens, length):
-    check(coming, slots, step_tokens, length)
+def test_an_answer_is_its_own_in_any_company(coming, slots, step_tokens, length, gather_steps):
+    check(coming, slots, step_tokens, length, gather_steps)
 
 
 @pytest.mark.soak
 @settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**mixes)
-def test_an_answer_is_its_own_in_any_company_many_times(coming, slots, step_tokens, length):
-    check(coming, slots, step_tokens, length)
+def test_an_answer_is_its_own_in_any_company_many_times(coming, slots, step_tokens, length, gather_steps):
+    check(coming, slots, step_tokens, length, gather_steps)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

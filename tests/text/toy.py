@@ -116,7 +116,9 @@ def toy_language() -> Language:
     return Language(Characters(tuple(LETTERS)), VOCABULARY, (END,), beginning=LETTERS.index(" "))
 
 
-def toy_generator(slots: int = 4, length: int = 64, step_tokens: int = 32, seed: int = 7) -> Generator:
+def toy_generator(
+    slots: int = 4, length: int = 64, step_tokens: int = 32, seed: int = 7, gather_steps: int = 0
+) -> Generator:
     return Generator(
         ToyDecoder(slots, length),
         toy_language(),
@@ -125,6 +127,7 @@ def toy_generator(slots: int = 4, length: int = 64, step_tokens: int = 32, seed:
         step_tokens=step_tokens,
         threads=1,
         deterministic=True,
+        gather_steps=gather_steps,
     )
 
 

@@ -52,11 +52,16 @@ class Composer:
     """Composes steps of at most `step_tokens` tokens, rows that answer aside: these go in each step, all of them.
 
     While the rows stay the same the same arrays serve step after step, with new tokens and positions in them.
+
+    `gather_steps`: beside rows that answer, prompts wait so many steps for others to go with, unless they would fill a
+    sixteenth of the slots. For decoders whose steps are much quicker without prompts, as CUDA graphs are.
     """
 
-    def __init__(self, table: Table, step_tokens: int) -> None:
+    def __init__(self, table: Table, step_tokens: int, gather_steps: int) -> None:
         self._table = table
-        self.step_tokens = step_tokens
+        self._step_tokens, self._gather_steps = step_tokens, gather_steps
+        self._gathered = 0  # steps that the prompts have waited
+        self._begun = False  # they have waited enough, and go until all are through
         self._tokens, self._starts = np.zeros(table.slots, np.int32), np.zeros(table.slots, np.int32)
         self._ones, self._counting = np.ones(table.slots, np.int32), np.arange(table.slots, dtype=np.int32)
         self._echo_tokens = max(1, ECHO_BYTES // (4 * len(table.is_end)))
@@ -72,9 +77,12 @@ class Composer:
 
         `most`: no more tokens than that fit in memory, rows that answer included. `only`: none but these rows.
         """
+        if most is None and only is None and self._gathers(prefilling):
+            prefilling = ()
         if self._steady is None or prefilling or most is not None or only is not None:
             decoding = self._decoding(most, only)
             chunks = self._chunks(prefilling, len(decoding), most, only)
+            self._begun = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
             if chunks:
                 self._steady = None
                 return self._mixed(decoding, chunks)
@@ -86,6 +94,17 @@ class Composer:
             plan = self._steady
         self._refresh(plan.step)
         return plan
+
+    def _gathers(self, prefilling: Sequence[Row]) -> bool:
+        """Whether the prompts wait for others to go with them."""
+        if not self._gather_steps:
+            return False
+        enough = sum(len(row.work.rows) for row in prefilling) >= max(1, self._table.slots // 16)
+        if self._begun or enough or self._gathered >= self._gather_steps or not self._table.decodes.any():
+            self._gathered = 0
+            return False
+        self._gathered += bool(prefilling)
+        return True
 
     def _decoding(self, most: int | None, only: Collection[Row] | None) -> Ints:
         """Slots of the rows that answer; in turns when not all may go."""
@@ -103,7 +122,7 @@ class Composer:
         self, prefilling: Sequence[Row], decoding: int, most: int | None, only: Collection[Row] | None
     ) -> list[Chunk]:
         """In order of arrival, as much of each prompt as there is room for."""
-        room = max(1, self.step_tokens - decoding)
+        room = max(1, self._step_tokens - decoding)
         if most is not None:
             room = min(room, most - decoding)
         echo_room, logits, chunks = self._echo_tokens, decoding, []

@@ -101,17 +101,21 @@ class Driver:
         """
         if prepared.samples > self.generator.slots:
             raise ValueError(f"{prepared.samples} samples and {self.generator.slots} slots.")
+        return self.submit_all((prepared,), done)[0]
+
+    def submit_all(self, prompts: Sequence[Prepared], done: Done | None = None) -> range:
+        """Answer these prompts; returns their tickets. The thread wakes once, and finds all of them."""
         with self._wake:
             if self._gone is not None:
                 raise self._gone
             if self._closing:
                 raise _closed()
-            ticket = self._tickets
-            self._tickets += 1
-            self._open[ticket] = done
-            self._inbox.append((ticket, prepared))
+            tickets = range(self._tickets, self._tickets + len(prompts))
+            self._tickets = tickets.stop
+            self._open.update(dict.fromkeys(tickets, done))
+            self._inbox.extend(zip(tickets, prompts, strict=True))
             self._rouse()
-        return ticket
+        return tickets
 
     def cancel(self, ticket: int) -> None:
         """Nobody wants this answer any more. From any thread; an outcome that is on its way may still come."""

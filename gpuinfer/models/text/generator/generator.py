@@ -57,6 +57,7 @@ class Generator:
         step_tokens: int,
         threads: int,
         deterministic: bool,
+        gather_steps: int = 0,
         sampler: Sampler | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class Generator:
         self.facts: Mapping[str, Any] = facts or {}
         self.enter: Callable[[str], None] = lambda station: None
         self._table = Table(decoder.slots, decoder.length, vocabulary, end_tokens)
-        self._composer = Composer(self._table, step_tokens)
+        self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language)
         self._settling = Settling(self._table, self._admission, self._composer, language)
         self._troubles = Troubles(self._table)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.machine import cores
 from gpuinfer.models.allocator import keep_freed_memory
 from gpuinfer.models.device import resolve_device, resolve_dtype
 from gpuinfer.models.text.generator.fitting import fitted
 from gpuinfer.models.text.generator.generator import Generator
+from gpuinfer.models.text.generator.prepared import Prepared
 from gpuinfer.models.text.generator.tuning import Tuning
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
+CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as long as several that are
+NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
 class Options(Protocol):
@@ -53,7 +57,23 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
     length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))
-    return _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+    if not checkpoint.shape.layers and tuning.step_tokens is None and "step_tokens" not in spec.arguments:
+        wanted = replace(wanted, step_tokens=NULL_STEP_TOKENS)
+    generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+    _warm_up(generator)
+    return generator
+
+
+def _warm_up(generator: Generator) -> None:
+    """Answer two prompts of one token, so that kernels are compiled and pages are there before work comes."""
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(max_tokens=min(2, generator.decoder.length - 1), temperature=temperature)
+        (prepared,) = generator.prepare([Prompt(tokens=(0,), sampling=sampling)])
+        if not isinstance(prepared, Prepared):
+            return
+        generator.add("warm-up", prepared)
+        while generator.busy:
+            generator.step()
 
 
 def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device) -> Tuning:
@@ -105,6 +125,7 @@ def _assembled(
         step_tokens=step_tokens,
         threads=threads,
         deterministic=setup.deterministic,
+        gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
         facts={
             "model": checkpoint.name,
             "fingerprint": checkpoint.fingerprint,
