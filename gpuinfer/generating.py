@@ -63,12 +63,7 @@ class TextModel:
         answers = _Answers(self._loop)
         prepared = await self._prepare([request.payload for request in batch])
         try:
-            for request, one in zip(batch, prepared, strict=True):
-                if isinstance(one, Exception):
-                    answers.put(request, one)
-                else:
-                    ticket = self._tickets[request] = self._driver.submit(one)
-                    self._asked[ticket] = request, answers
+            self._submit(batch, prepared, answers)
             left = len(batch)
             while left:
                 for request, outcome in await answers.take():
@@ -93,6 +88,18 @@ class TextModel:
         """Stop after the step under way; what is unfinished fails."""
         await asyncio.to_thread(self._driver.close)
         await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+
+    def _submit(self, batch: Sequence[Request], prepared: Sequence[Prepared | Exception], answers: _Answers) -> None:
+        good: list[tuple[Request, Prepared]] = []
+        for request, one in zip(batch, prepared, strict=True):
+            if isinstance(one, Exception):
+                answers.put(request, one)
+            else:
+                good.append((request, one))
+        tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
+        for ticket, (request, _) in zip(tickets, good, strict=True):
+            self._tickets[request] = ticket
+            self._asked[ticket] = request, answers
 
     async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
         """The prompts' tokens: beside the loop when there are many, or when one takes long."""
