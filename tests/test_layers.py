@@ -16,7 +16,7 @@ LAYERS = [
     ["gpuinfer.cli"],
     ["gpuinfer.display"],
     ["gpuinfer.screen", "gpuinfer.testing"],
-    ["gpuinfer.bench"],
+    ["gpuinfer.bench", "gpuinfer.verifying"],
     ["gpuinfer.run"],
     ["gpuinfer.report"],
     ["gpuinfer.verdict"],

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from gpuinfer import registry
 from gpuinfer.errors import UnknownName
 
-OWN = ("bench", "tune", "simulate", "plugins", "doctor", "config")
+OWN = ("bench", "tune", "verify", "simulate", "plugins", "doctor", "config")
 
 
 class Commands(TyperGroup):

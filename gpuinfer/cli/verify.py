@@ -1,0 +1,92 @@
+"""Check on your own model that batched = alone, shared = own, compiled = plain, and gpuinfer = transformers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from gpuinfer.cli import flags, output
+from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
+from gpuinfer.cli.progress import interruptible
+
+NAME = "verify"
+COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
+TEXT = """Check on your own model that a prompt's answer does not depend on how it is asked.
+
+Batched = alone, in any order, in any slot, in chunks = whole, with a shared
+beginning = its own, several samples = one by one, CUDA graphs = eager, the
+compiled decoder = plain torch, and gpuinfer = transformers where that is
+installed.
+
+Where two ways part, the two tokens and their logits on each side are shown: a
+tie passes and is said, a fault fails.
+
+Exits 4 when a check does not hold.
+"""
+
+
+def _app() -> typer.Typer:
+    from gpuinfer.verifying.options import Options
+
+    common = {name: one for name, one in flags.common().items() if name in COMMON}
+    parameters = {**flags.of(Options, NAME), **common}
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(values))
+
+    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
+    made = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    made.command(NAME, help=TEXT, context_settings={"help_option_names": ["-h", "--help"]})(call)
+    return made
+
+
+app = _app()
+
+
+def execute(values: Mapping[str, Any]) -> int:
+    """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
+    from gpuinfer.api import Setup
+    from gpuinfer.cli.workload import log_to_people, merge
+    from gpuinfer.options import check
+    from gpuinfer.verifying.options import Options
+    from gpuinfer.verifying.verification import Verification
+
+    merged = merge(NAME, values)
+    common = merged.common
+    destination = output.Destination(common.report)
+    options = Options(**check(Options, merged.table(NAME), NAME))
+    log_to_people(common.verbose)
+    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
+    verification = Verification(options, setup, say=_silent if common.quiet else _say)
+    stopped = False
+    with interruptible():
+        try:
+            verification.run()
+        except KeyboardInterrupt:
+            stopped = True
+    document = verification.document()
+    if verification.findings or not stopped:
+        _show(document, on_stderr=destination.stdout)
+    destination.write(document)
+    return CHECK_FAILED if not verification.holds else PARTIAL if stopped else 0
+
+
+def _show(document: dict[str, Any], on_stderr: bool) -> None:
+    from gpuinfer.display import comparison
+    from gpuinfer.verifying import words
+
+    title, notes = words.heading(document), list(words.notes(document))
+    comparison(title, words.COLUMNS, words.rows(document), notes, on_stderr=on_stderr)
+
+
+def _say(line: str) -> None:
+    print(f"verify · {line}", file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

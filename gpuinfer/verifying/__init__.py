@@ -1,0 +1,12 @@
+"""Whether a model gives the same answers whichever way it is asked, on the user's own checkpoint.
+
+```
+verification.py   all checks in their order, and the document
+options.py        what the command takes          words.py      what it says
+prompts.py        which prompts are asked         rig.py        the model, opened for it
+witness.py        a decoder that is watched       asking.py     prompts asked in one way
+routes.py         the ways to ask                 judging.py    two ways' answers compared: a tie, or a fault
+positions.py      logits at every position, against another decoder
+peer.py  peer_child.py    transformers, in a process of its own
+```
+"""

@@ -1,0 +1,124 @@
+"""Prompts asked in one way, through the same generator that serves everybody else."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import WorkError
+from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.verifying.prompts import Item
+from gpuinfer.verifying.rig import Rig
+from gpuinfer.verifying.witness import History, Sight, Witness
+
+if TYPE_CHECKING:
+    from gpuinfer.models.text.generator import Generator
+    from gpuinfer.models.text.step import Decoder
+
+IDLE_STEPS = 1000  # that bring nothing, one after another: it will never end
+
+
+class Ask(NamedTuple):
+    """One prompt, and which of its answers are wanted."""
+
+    item: Item
+    number: int  # the item's: answers to the same number are compared
+    first_sample: int = 0
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to ask. `alone`: each prompt has a generator of its own, so that nothing is shared or left over."""
+
+    name: str
+    asks: Sequence[Ask]
+    sampling: Sampling
+    batch: int = 1
+    alone: bool = False
+    step_tokens: int | None = None  # None: whole prompts
+    order: NDArray[np.int32] | None = None  # of the slots
+    decoder: Decoder | None = None  # None: the rig's
+
+
+@dataclass
+class Answers:
+    """What came of a route. `tokens[i][j]` is sample j of ask i."""
+
+    route: Route
+    tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
+    sights: dict[History, list[Sight]] = field(default_factory=dict)
+    rows: dict[History, list[NDArray[np.float32]]] = field(default_factory=dict)
+    cached: int = 0  # prompt tokens that were taken over from other prompts
+
+
+def asked(rig: Rig, route: Route, watched: Collection[History] = ()) -> Answers:
+    """Ask everything on the route. Raises `WorkError` when a prompt fails."""
+    witness = Witness(route.decoder or rig.decoder, route.order, watched)
+    answers = Answers(route, sights=witness.sights, rows=witness.rows)
+    for asks in [[ask] for ask in route.asks] if route.alone else [route.asks]:
+        generator = _generator(rig, witness, route.step_tokens or rig.longest + rig.largest_batch)
+        try:
+            answers.tokens += _through(generator, asks, route, answers)
+        finally:
+            generator.sampler.close()
+    return answers
+
+
+def _generator(rig: Rig, witness: Witness, step_tokens: int) -> Generator:
+    """A new one over the old decoder: it knows of nothing that the slots hold."""
+    from gpuinfer.models.text.generator import Generator
+
+    return Generator(
+        witness,
+        rig.language,
+        seed=rig.setup.seed,
+        end_tokens=rig.language.end_tokens,
+        step_tokens=step_tokens,
+        threads=rig.threads,
+        deterministic=rig.setup.deterministic,
+    )
+
+
+def _through(generator: Generator, asks: Sequence[Ask], route: Route, answers: Answers) -> list[list[tuple[int, ...]]]:
+    prepared = generator.prepare([_prompt(ask, route.sampling) for ask in asks])
+    for one in prepared:
+        if isinstance(one, Exception):
+            raise WorkError(f"{route.name}: a prompt was refused: {one}") from one
+    waiting, rows, idle = deque(enumerate(prepared)), 0, 0
+    found: dict[int, list[tuple[int, ...]]] = {}
+    while waiting or generator.busy:
+        while waiting and (not rows or rows + asks[waiting[0][0]].samples <= route.batch):
+            ticket, one = waiting.popleft()
+            generator.add(ticket, one)  # type: ignore[arg-type]  # the refused ones are gone
+            rows += asks[ticket].samples
+        stepped = generator.step()
+        answers.cached += stepped.cached
+        for number, outcome in stepped.finished:
+            found[number] = _tokens(route, outcome)  # type: ignore[index]  # the tickets are ours
+            rows -= asks[number].samples  # type: ignore[index]
+        idle = 0 if stepped.tokens or stepped.finished else idle + 1
+        if idle > IDLE_STEPS:
+            raise WorkError(f"{route.name}: the generator goes on without doing anything. Please report this.")
+    return [found[number] for number in range(len(asks))]
+
+
+def _tokens(route: Route, outcome: Generation | Exception) -> list[tuple[int, ...]]:
+    if isinstance(outcome, Exception):
+        raise WorkError(f"{route.name}: a prompt failed: {outcome}") from outcome
+    return [completion.tokens for completion in outcome.completions]
+
+
+def _prompt(ask: Ask, sampling: Sampling) -> Prompt:
+    return Prompt(
+        tokens=tuple(ask.item.tokens.tolist()),
+        sampling=sampling,
+        samples=ask.samples,
+        first_sample=ask.first_sample,
+        key=f"verify-{ask.number}",
+    )

@@ -1,0 +1,92 @@
+"""Logits at every position of prompt and answer, ours against another decoder's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.models.text.step import Step
+from gpuinfer.verifying.asking import Answers
+from gpuinfer.verifying.judging import Divergence, Finding, Row
+from gpuinfer.verifying.rig import Rig
+
+if TYPE_CHECKING:
+    from gpuinfer.models.text.step import Decoder
+
+PIECE_BYTES = 32 << 20  # of logits at once
+
+Tokens = NDArray[np.int32]
+Pieces = Iterator[NDArray[np.float32]]  # [positions, vocabulary], one after another
+
+
+def against(
+    rig: Rig, name: str, reference: Answers, other: Callable[[Tokens], Pieces], sides: tuple[str, str], tolerance: float
+) -> Finding:
+    """Every prompt with its answer goes through both decoders. Greedy tokens are the same at every position, or
+    their logits tie; all logits are within the tolerance.
+    """
+    finding = Finding(name, unit="positions")
+    for ask, (answer,) in zip(reference.route.asks, reference.tokens, strict=True):
+        tokens = np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
+        start = 0
+        for ours, theirs in _paired(logits(rig.decoder, tokens), other(tokens)):
+            finding.compared += len(ours)
+            found = _compared(ours, theirs, start, sides, tolerance, finding)
+            finding.divergences += [
+                Divergence(ask.item.text, ask.number, 0, position, pair, values, tie, why)
+                for position, pair, values, tie, why in found
+            ]
+            start += len(ours)
+    faults = [one for one in finding.divergences if not one.tie]
+    if faults:
+        finding.status, finding.why = "fails", faults[0].why
+    return finding
+
+
+def logits(decoder: Decoder, tokens: Tokens) -> Pieces:
+    """Those of every position, computed in slot 0."""
+    size = piece(decoder.shape.vocabulary)
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        one = np.array([0, start, len(part)], np.int32)
+        step = Step(part, one[:1].copy(), one[1:2].copy(), one[2:].copy(), np.arange(len(part), dtype=np.int32))
+        yield decoder.forward(step).float().cpu().numpy().copy()
+
+
+def piece(vocabulary: int) -> int:
+    """Positions at once."""
+    return max(1, PIECE_BYTES // (4 * vocabulary))
+
+
+def _paired(ours: Pieces, theirs: Pieces) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    yield from zip(ours, theirs, strict=True)
+
+
+def _compared(
+    ours: Row, theirs: Row, start: int, sides: tuple[str, str], tolerance: float, finding: Finding
+) -> Iterator[tuple[int, tuple[int, int], dict[str, tuple[float, float]], bool, str]]:
+    """The positions that differ: faults, and ties."""
+    apart = np.abs(ours - theirs)
+    worst = np.where(np.isnan(apart).any(axis=1), math.inf, apart.max(axis=1))
+    finding.difference = max(finding.difference, float(worst.max()))
+    first, second = ours.argmax(axis=1), theirs.argmax(axis=1)
+    for at in np.flatnonzero((worst > tolerance) | (first != second)).tolist():
+        pair = (int(first[at]), int(second[at]))
+        tie = bool(worst[at] <= tolerance)
+        if not tie and pair[0] == pair[1]:
+            pair = (pair[0], int(np.nan_to_num(apart[at], nan=math.inf).argmax()))
+        values = {
+            side: (float(rows[at, pair[0]]), float(rows[at, pair[1]]))
+            for side, rows in zip(sides, (ours, theirs), strict=True)
+        }
+        gap = abs(values[sides[0]][0] - values[sides[0]][1])
+        why = (
+            f"a tie: the two logits are {gap:.2g} apart"
+            if tie
+            else f"the logits differ by {worst[at]:.2g}, and {tolerance:g} is allowed"
+        )
+        yield start + at, pair, values, tie, why

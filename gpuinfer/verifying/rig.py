@@ -1,0 +1,108 @@
+"""The model, opened so that it can be asked in many ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.verifying import prompts
+from gpuinfer.verifying.options import LARGEST_BATCH, Options
+from gpuinfer.verifying.prompts import Item
+
+if TYPE_CHECKING:
+    from gpuinfer.models.text.checkpoint import Checkpoint
+    from gpuinfer.models.text.generator.parts import Language
+    from gpuinfer.models.text.step import Decoder
+
+# How far two logits may lie apart, and still count as one: two ways to add up the same numbers. Of the number formats
+# with fewer digits it is a share of the largest logit, since every layer rounds.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
+
+
+@dataclass
+class Rig:
+    """A checkpoint with its decoder. `items` are the prompts that are asked, all of which fit."""
+
+    checkpoint: Checkpoint
+    language: Language
+    decoder: Decoder
+    items: list[Item]
+    setup: Setup
+    options: Options
+    facts: Mapping[str, Any]
+    spec: ModelSpec
+    threads: int
+    opened: list[Any] = field(default_factory=list)  # closed with it
+
+    @property
+    def longest(self) -> int:
+        return max(len(item.tokens) for item in self.items)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.options.batch_sizes)
+
+    def close(self) -> None:
+        for one in self.opened:
+            one.close()
+
+
+def open_rig(options: Options, setup: Setup) -> Rig:
+    """Load the model, with slots for the largest batch and for the longest prompt with its answer.
+
+    Raises `UsageError` when it cannot be had on this device, does not fit, or a prompt is wrong.
+    """
+    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.models.text.generator import Tuning, open_generator
+    from gpuinfer.models.text.language import open_language
+
+    spec = spec_of(options)
+    checkpoint = open_checkpoint(spec)
+    language = open_language(checkpoint.language_files(), checkpoint.shape)
+    items = _items(options, checkpoint, language, setup.seed)
+    context = max(len(item.tokens) for item in items) + options.new_tokens
+    tuning = Tuning(slots=max(options.batch_sizes), context=context)
+    generator = open_generator(spec, setup, tuning)
+    facts = generator.facts
+    return Rig(
+        checkpoint,
+        language,
+        generator.decoder,
+        items,
+        setup,
+        options,
+        facts,
+        spec,
+        facts["threads"],
+        opened=[generator],
+    )
+
+
+def spec_of(options: Options) -> ModelSpec:
+    """Raises `UsageError` for options that cannot be together."""
+    if (options.model is None) == (options.checkpoint is None):
+        raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
+    if options.meta is not None and options.checkpoint is None:
+        raise UsageError("--meta goes with --checkpoint model.pt. Give both, or leave it out.")
+    for flag, file in (("checkpoint", options.checkpoint), ("meta", options.meta), ("prompts", options.prompts)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
+        raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
+    weights = None if options.checkpoint is None else str(options.checkpoint)
+    arguments = {} if options.meta is None else {"meta": str(options.meta)}
+    return ModelSpec(options.model or str(options.checkpoint), weights, arguments=arguments, kind="text")
+
+
+def _items(options: Options, checkpoint: Checkpoint, language: Language, seed: int) -> list[Item]:
+    room = checkpoint.shape.positions - options.new_tokens
+    if room < 1:
+        raise UsageError(
+            f"--new-tokens {options.new_tokens}: the model has {checkpoint.shape.positions} positions in all. Use fewer."
+        )
+    if options.prompts is not None:
+        return prompts.from_file(options.prompts, options.limit, language, room)
+    return prompts.built_in(language, checkpoint.shape.vocabulary, room, seed)[: options.limit]

@@ -1,0 +1,179 @@
+"""All checks in their order, and the document that says what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from gpuinfer.api import Setup
+from gpuinfer.report import environment
+from gpuinfer.verifying import peer, positions, routes
+from gpuinfer.verifying.asking import Answers, asked
+from gpuinfer.verifying.judging import Finding, Judge, document
+from gpuinfer.verifying.options import Options
+from gpuinfer.verifying.rig import TOLERANCE, Rig, open_rig
+
+SCHEMA = "gpuinfer.verify/1"
+
+Say = Callable[[str], None]
+Check = Callable[[], Finding]
+
+
+@dataclass
+class Verification:
+    """A verification under way. `findings` grow as the checks are made; `finished` once all are."""
+
+    options: Options
+    setup: Setup
+    say: Say = lambda line: None
+    findings: list[Finding] = field(default_factory=list)
+    finished: bool = False
+    largest: float = 0.0  # logit that was seen
+    _began: str = ""
+    _from: float = 0.0
+    _model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return all(finding.status != "fails" for finding in self.findings)
+
+    @property
+    def tolerance(self) -> float:
+        """Between two logits."""
+        if self.options.tolerance is not None:
+            return self.options.tolerance
+        allowed = TOLERANCE[self.setup.dtype]
+        return allowed if self.setup.dtype == "float32" else allowed * max(1.0, self.largest)
+
+    def run(self) -> None:
+        """Open the model and make all checks. Raises `UsageError` before, `WorkError` when the work fails."""
+        self._began, self._from = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        self.say("opening the model …")
+        rig = open_rig(self.options, self.setup)
+        try:
+            self._model = {
+                "fingerprint": rig.checkpoint.fingerprint,
+                "family": rig.checkpoint.shape.family,
+                "device": rig.facts["device"],
+                "decoder": type(rig.decoder).__name__,
+                "prompts": len(rig.items),
+                "prompt_tokens": sum(len(item.tokens) for item in rig.items),
+            }
+            self._run(rig)
+            self.finished = True
+        finally:
+            rig.close()
+
+    def document(self) -> dict[str, Any]:
+        """The report, `gpuinfer.verify/1`."""
+        return {
+            "schema": SCHEMA,
+            "model": self.options.model or str(self.options.checkpoint),
+            **self._model,
+            "started_at": self._began,
+            "wall_s": time.perf_counter() - self._from,
+            "status": "partial" if not self.finished else "done",
+            "holds": self.holds and self.finished,
+            "tolerance": self.tolerance,
+            "settings": self.options.model_dump(mode="json"),
+            "environment": environment(self.setup, {}),
+            "checks": [_described(finding) for finding in self.findings],
+        }
+
+    def _run(self, rig: Rig) -> None:
+        plan = routes.likeliest(rig)
+        self.say("each prompt alone …")
+        reference = asked(rig, plan.reference)
+        self.largest = max(abs(sight.largest) for sights in reference.sights.values() for sight in sights)
+        judge = Judge(rig, self.tolerance)
+        self._make(judge, rig, plan, reference)
+        for other in routes.drawn(rig):
+            self._make(judge, rig, other, asked(rig, other.reference))
+        self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
+        self._timed("compiled = plain torch", partial(self._plain, rig, reference))
+        self._timed("gpuinfer = transformers", partial(self._transformers, rig, reference))
+
+    def _make(self, judge: Judge, rig: Rig, plan: routes.Plan, reference: Answers) -> None:
+        for name, route in plan.routes:
+            self._timed(name, partial(self._compared, judge, rig, name, route, reference))
+
+    def _timed(self, name: str, check: Check) -> None:
+        self.say(f"{name} …")
+        began = time.perf_counter()
+        finding = check()
+        finding.name, finding.seconds = name, time.perf_counter() - began
+        self.findings.append(finding)
+
+    def _compared(self, judge: Judge, rig: Rig, name: str, route: Any, reference: Answers) -> Finding:
+        answers = asked(rig, route)
+        finding = judge.compare(name, reference, answers, (reference.route.name, route.name))
+        if route.name == "shared" and not answers.cached:
+            return skipped(name, "no prompt is long enough to share its beginning")
+        return finding
+
+    def _eager(self, rig: Rig, judge: Judge, reference: Answers) -> Finding:
+        name = "graphs = eager"
+        if not rig.facts["device"].startswith("cuda"):
+            return skipped(name, "CUDA graphs need a CUDA device")
+        from gpuinfer.models.text.generator import Tuning, open_generator
+
+        slots = min(routes.SOME, rig.decoder.slots)
+        tuning = Tuning(slots=slots, context=rig.decoder.length, graphs=False)
+        eager = open_generator(rig.spec, self.setup, tuning)
+        try:
+            route = routes.filled(rig, reference.route.sampling, slots)
+            answers = asked(rig, replace(route, name="eager", decoder=eager.decoder))
+            return judge.compare(name, reference, answers, ("graphs", "eager"))
+        finally:
+            eager.close()
+
+    def _plain(self, rig: Rig, reference: Answers) -> Finding:
+        name = "compiled = plain torch"
+        if type(rig.decoder).__name__ != "CpuDecoder":
+            return skipped(name, f"here {type(rig.decoder).__name__} serves, which is not compiled for the CPU")
+        from gpuinfer.models.device import resolve_dtype
+        from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+
+        dtype, shape, device = resolve_dtype(self.setup.dtype), rig.checkpoint.shape, rig.decoder.device
+        weights = rig.checkpoint.weights(dtype)
+        plain = TorchDecoder(shape, weights, device, dtype, slots=1, length=rig.decoder.length, graphs=False)
+        try:
+            other = partial(positions.logits, plain)
+            return positions.against(rig, name, reference, other, ("compiled", "torch"), self.tolerance)
+        finally:
+            plain.close()
+
+    def _transformers(self, rig: Rig, reference: Answers) -> Finding:
+        name = "gpuinfer = transformers"
+        if why := peer.missing(rig):
+            return skipped(name, why)
+        with peer.opened(rig) as other:
+            return positions.against(rig, name, reference, other.logits, ("gpuinfer", "transformers"), self.tolerance)
+
+
+def skipped(name: str, why: str) -> Finding:
+    return Finding(name, "skipped", why)
+
+
+def faults(findings: list[Finding]) -> Iterator[tuple[Finding, Any]]:
+    """Every divergence that is no tie."""
+    for finding in findings:
+        yield from ((finding, one) for one in finding.divergences if not one.tie)
+
+
+def _described(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.name,
+        "status": finding.status,
+        "why": finding.why,
+        "compared": finding.compared,
+        "unit": finding.unit,
+        "largest_difference": finding.difference,
+        "ties": finding.ties,
+        "seconds": finding.seconds,
+        "divergences": [document(one) for one in finding.divergences],
+    }

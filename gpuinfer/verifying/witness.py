@@ -1,0 +1,98 @@
+"""A decoder that is watched: what it was given and what it said, by the tokens that came before."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.models.text.step import Decoder, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+History = int
+"""A fingerprint of tokens in their order."""
+
+
+class Sight(NamedTuple):
+    """One row of logits as it left the decoder."""
+
+    largest: float
+    second: float
+    bits: int  # the sum of the row's bit patterns: unequal sums, unequal bits
+
+
+def history(tokens: Iterable[int], before: History = 0) -> History:
+    """The fingerprint of `tokens` after those of `before`."""
+    for token in tokens:
+        before = hash((before, int(token)))
+    return before
+
+
+class Witness:
+    """A `step.Decoder` that passes everything on to another one, which it does not own, and remembers.
+
+    `order` gives the slots other places: slot i is the other decoder's `order[i]`. Of the histories in `watched` whole
+    rows of logits are kept.
+    """
+
+    def __init__(
+        self, decoder: Decoder, order: NDArray[np.int32] | None = None, watched: Collection[History] = ()
+    ) -> None:
+        self._decoder, self._watched = decoder, watched
+        self._order = np.arange(decoder.slots, dtype=np.int32) if order is None else order
+        self._told: list[list[History]] = [[] for _ in range(decoder.slots)]  # of each slot, after each position
+        self.sights: dict[History, list[Sight]] = defaultdict(list)
+        self.rows: dict[History, list[NDArray[np.float32]]] = defaultdict(list)
+        self.shape, self.slots, self.length = decoder.shape, decoder.slots, decoder.length
+        self.device: Any = decoder.device
+
+    def forward(self, step: Step) -> Tensor:
+        """See `step.Decoder.forward`."""
+        logits = self._decoder.forward(
+            Step(step.tokens, self._order[step.slots], step.starts, step.lengths, step.wanted)
+        )
+        self._note(self._heard(step), logits)
+        return logits
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        for target in targets:
+            self._told[target][:] = self._told[source][:length]
+        self._decoder.copy(int(self._order[source]), [int(self._order[target]) for target in targets], length)
+
+    def cache_bytes(self) -> int:
+        return self._decoder.cache_bytes()
+
+    def close(self) -> None:
+        """The decoder is somebody else's."""
+
+    def _heard(self, step: Step) -> list[History]:
+        """The history of each token whose logits are asked for."""
+        found: list[History] = []
+        first = 0
+        for slot, start, length in zip(step.slots.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True):
+            told = self._told[slot]
+            del told[start:]
+            before = told[-1] if told else 0
+            for token in step.tokens[first : first + length].tolist():
+                before = history((token,), before)
+                told.append(before)
+            found += told[start:]
+            first += length
+        return [found[index] for index in step.wanted.tolist()]
+
+    def _note(self, heard: list[History], logits: Tensor) -> None:
+        if not heard:
+            return
+        import torch
+
+        largest = logits.topk(2, dim=1).values.tolist()
+        bits = logits.contiguous().view(torch.int32).sum(dim=1, dtype=torch.int64).tolist()
+        for number, (one, (first, second), sum_of_bits) in enumerate(zip(heard, largest, bits, strict=True)):
+            self.sights[one].append(Sight(first, second, sum_of_bits))
+            if one in self._watched:
+                self.rows[one].append(logits[number].float().cpu().numpy().copy())
