@@ -247,7 +247,11 @@ class Backend(Plugin, ABC):
         return None
 
     def device(self) -> Mapping[str, Any]:
-        """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known."""
+        """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.
+
+        A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
+        measured_bytes, …), and `tokens`, how many it has taken in and drawn until now: {input, output}.
+        """
         return {}
 
     async def close(self) -> None:

@@ -166,7 +166,8 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy))
+        slots = self.limits.slots if self.lanes else None
+        return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy), slots or 0)
 
     # Cutting
 

@@ -23,6 +23,7 @@ class Evidence:
     rows_per_s: float = 0.0
     rows_mean: float = 0.0  # of a batch
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
+    slots: int = 0  # rows that may be generated at once: the batches are then forward steps. 0: there are no slots
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result
     queue_wait_s: float = 0.0  # mean
@@ -36,7 +37,9 @@ class Evidence:
     on_cpu: bool = True
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller
-    options: Mapping[str, Collection[str]] = field(default_factory=dict)  # the plugins' own, under "-B" and "-S"
+    options: Mapping[str, Collection[str]] = field(
+        default_factory=dict
+    )  # of backend, strategy, workload: "-B", "-S", "--"
     command: str = "gpuinfer"
 
     @property
@@ -83,6 +86,11 @@ class Evidence:
         """The command with the first of these options that the plugin has; None where it has none of them."""
         name = next((name for name in names if name in self.options.get(flag, ())), None)
         return f"{self.command} {flag} {name}={value}" if name else None
+
+    def with_flag(self, name: str, value: object) -> str | None:
+        """The command with this option of the workload; None where it has no such option."""
+        flag = name.replace("_", "-")
+        return f"{self.command} --{flag} {value}" if name in self.options.get("--", ()) else None
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""

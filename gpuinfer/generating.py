@@ -6,6 +6,7 @@ What a backend that generates is made of, whichever process it serves.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,26 @@ if TYPE_CHECKING:
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive: another thread costs more
 STEPS = 64  # that are told at once, when no answer is due before
+TELL_S = 0.2  # or after so long: somebody may be looking on
 
 
 class TextModel:
     """Answers requests whose payloads are prompts. All methods belong to the event loop that opened it."""
 
-    def __init__(self, driver: Driver, stepped: Callable[[int, float], None] | None) -> None:
-        self._driver, self._stepped = driver, stepped
+    def __init__(
+        self,
+        driver: Driver,
+        stepped: Callable[[int, float], None] | None,
+        gauge: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._driver, self._stepped, self._gauge = driver, stepped, gauge
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
+        self._early: set[Request] = set()  # whose prompts are being understood
         self._tickets: dict[Request, int] = {}
         self._asked: dict[int, tuple[Request, _Answers]] = {}
         self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
+        self._told_at = time.monotonic()  # likewise
 
     @classmethod
     async def open(
@@ -42,7 +51,8 @@ class TextModel:
 
         Raises `UsageError` when the model cannot be had on this device.
         """
-        model = cls(await asyncio.to_thread(_drive, spec, setup, options), stepped)
+        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options)
+        model = cls(driver, stepped, gauge)
         model._driver.deliver, model._driver.on_step = model._deliver, model._count
         return model
 
@@ -56,14 +66,20 @@ class TextModel:
         """What was estimated, and what is there."""
         return self._driver.generator.facts
 
+    def device(self) -> Mapping[str, Any]:
+        """What `Backend.device` tells."""
+        counted = self._driver.counters()
+        drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
+        return {**self._gauge(), "model": dict(self.facts), "tokens": drawn}
+
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes. A prompt that cannot be served gets its own error."""
         if self._driver.lane is None:
             self._driver.lane = forward_lane.get()
         answers = _Answers(self._loop)
-        prepared = await self._prepare([request.payload for request in batch])
+        self._early.update(batch)
         try:
-            self._submit(batch, prepared, answers)
+            self._submit(batch, await self._prepare([request.payload for request in batch]), answers)
             left = len(batch)
             while left:
                 for request, outcome in await answers.take():
@@ -73,16 +89,18 @@ class TextModel:
                     else:
                         yield Event(request, outcome)
         finally:
+            self._early.difference_update(batch)
             for request in batch:
                 if request in self._tickets:  # nobody follows this stream to its end
                     self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """Nobody wants this answer any more: its slots are free for others."""
+        self._early.discard(request)
         ticket = self._tickets.get(request)
         if ticket is not None:
             self._driver.cancel(ticket)
-            self._settle(ticket, BackendError("this answer was cancelled. Ask again."))
+            self._settle(ticket, _cancelled())
 
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
@@ -94,6 +112,8 @@ class TextModel:
         for request, one in zip(batch, prepared, strict=True):
             if isinstance(one, Exception):
                 answers.put(request, one)
+            elif request not in self._early:
+                answers.put(request, _cancelled())
             else:
                 good.append((request, one))
         tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
@@ -115,12 +135,12 @@ class TextModel:
 
     def _count(self, rows: int, seconds: float) -> None:
         self._steps.append((rows, seconds))
-        if len(self._steps) >= STEPS:
+        if len(self._steps) >= STEPS or time.monotonic() - self._told_at >= TELL_S:
             self._deliver(())
 
     def _deliver(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """Answers go to the loop once a step, however many there are."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._told_at = self._steps, [], time.monotonic()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._arrived, steps, outcomes)
 
@@ -165,10 +185,17 @@ class _Answers:
         return arrived
 
 
-def _drive(spec: ModelSpec, setup: Setup, options: Options) -> Driver:
+def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
+    """The model at work, and what reads its device."""
+    from gpuinfer.models.gauge import Gauge
     from gpuinfer.models.text.generator import Driver, open_generator
 
-    return Driver(open_generator(spec, setup, options))
+    driver = Driver(open_generator(spec, setup, options))
+    return driver, Gauge(driver.generator.decoder.device).read
+
+
+def _cancelled() -> BackendError:
+    return BackendError("this answer was cancelled. Ask again.")
 
 
 def _stranger(payload: object) -> BackendError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuinfer import machine
 from gpuinfer.api import Progress, Reason, Roofline, Setup
-from gpuinfer.evidence import Evidence
+from gpuinfer.evidence import Evidence, is_forward
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.verdict import judge
 
@@ -80,6 +80,7 @@ def build(run: Run) -> dict[str, Any]:
         "bottleneck": judge(evidence(run)),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "memory": memory(snapshot),
+        "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "notices": list(snapshot.notices),
         "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
     }
@@ -111,7 +112,8 @@ def throughput(run: Run) -> dict[str, float]:
     if run.snapshot.rows:
         counts["rows"] = run.snapshot.rows
         counts["requests"] = run.snapshot.requests
-        counts.setdefault("evaluations", run.snapshot.rows)
+        if not run.snapshot.slots:  # what generates evaluates a row many times
+            counts.setdefault("evaluations", run.snapshot.rows)
     rates = {name: count / run.wall_s if run.wall_s > 0 else 0.0 for name, count in counts.items()}
     return {
         "games_per_min" if name == "games" else f"{name}_per_s": rate * 60 if name == "games" else rate
@@ -120,17 +122,27 @@ def throughput(run: Run) -> dict[str, float]:
 
 
 def batches(snapshot: Snapshot) -> dict[str, Any]:
-    """Batch sizes in rows; null where no batch ran."""
+    """Batch sizes in rows; null where no batch ran. With slots the batches are forward steps, the reasons still those
+    of what was admitted, and `occupancy` is the mean share of the slots that a step had rows in.
+    """
     count = sum(snapshot.batches.values())
+    mean = mean_size(snapshot.batches) if count else None
     return {
         "count": count,
-        "rows_mean": mean_size(snapshot.batches) if count else None,
+        "rows_mean": mean,
         "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
         "rows_max": max(snapshot.batches) if count else None,
+        "slots": snapshot.slots or None,
+        "occupancy": mean / slots_of_a_lane(snapshot) if mean is not None and snapshot.slots else None,
         "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
         "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
         "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
     }
+
+
+def slots_of_a_lane(snapshot: Snapshot) -> float:
+    """The most rows of one forward step: each replica has a lane, and slots of its own."""
+    return snapshot.slots / max(1, sum(is_forward(lane["name"]) for lane in snapshot.lanes))
 
 
 def of_class(count: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,6 +234,7 @@ def evidence(run: Run) -> Evidence:
         rows_per_s=throughput(run).get("rows_per_s", 0.0),
         rows_mean=batches(snapshot)["rows_mean"] or 0.0,
         batch_s=snapshot.batch_s,
+        slots=round(slots_of_a_lane(snapshot)),
         reasons=snapshot.reasons,
         latency_s=summarise(snapshot.latency).get("mean", 0.0),
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
@@ -235,7 +248,11 @@ def evidence(run: Run) -> Evidence:
         on_cpu="reserved_mb" not in snapshot.device,
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,
-        options={"-B": _options(run, "backends", run.backend), "-S": _options(run, "strategies", run.strategy)},
+        options={
+            "-B": _options(run, "backends", run.backend),
+            "-S": _options(run, "strategies", run.strategy),
+            "--": list(run.settings.get(run.workload) or ()),
+        },
         command=run.command,
     )
 

@@ -158,6 +158,7 @@ class Snapshot:
     classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `ClassCount.to_wire()`
     notices: tuple[str, ...] = ()  # what the strategy has to say to the user
     waiting: int = 0  # rows in the queue now
+    slots: int = 0  # rows that may be generated at once: batches are then forward steps. 0: there are no slots
     lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}, visits{station: how often}}
     cpu_s: float = 0.0  # that the processes' threads ran on a core
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for a core; 0 where the system does not tell
@@ -241,6 +242,7 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         classes=merge_classes(p.classes for p in parts),
         notices=tuple(dict.fromkeys(notice for p in parts for notice in p.notices)),
         waiting=sum(p.waiting for p in parts),
+        slots=sum(p.slots for p in parts),
         lanes=tuple(lane for p in parts for lane in p.lanes),
         cpu_s=math.fsum(p.cpu_s for p in parts),
         cpu_wait_s=math.fsum(p.cpu_wait_s for p in parts),
@@ -258,6 +260,7 @@ def merge_in_turn(parts: Iterable[Snapshot]) -> Snapshot:
     return replace(
         merge(parts),
         waiting=parts[-1].waiting if parts else 0,
+        slots=parts[-1].slots if parts else 0,
         lanes=_joined(lane for part in parts for lane in part.lanes),
         rss_peak_mb=max((part.rss_peak_mb for part in parts), default=0.0),
         device=next((part.device for part in reversed(parts) if part.device), {}),

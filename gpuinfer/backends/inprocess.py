@@ -108,7 +108,8 @@ class InProcess(Backend):
             self._text.cancel(request)
 
     def device(self) -> Mapping[str, Any]:
-        return self._opened.device() if self._opened is not None else {}
+        serving = self._opened or self._text
+        return serving.device() if serving is not None else {}
 
     async def close(self) -> None:
         threads, self._threads, self._opened = self._threads, None, None

@@ -53,7 +53,7 @@ class Tally:
         """Count one request that got no result; `kind` is one of `stats.ERRORS`."""
         self._classes[priority].errors[kind] += 1
 
-    def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = ()) -> Snapshot:
+    def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = (), slots: int = 0) -> Snapshot:
         counts = {priority.name.lower(): self._classes[priority] for priority in Priority}
         seen = {name: count.to_wire() for name, count in counts.items() if count.seen}
         return Snapshot(
@@ -68,5 +68,6 @@ class Tally:
             classes=seen,
             notices=tuple(notices),
             waiting=waiting,
+            slots=slots,
             lanes=tuple(lane.to_wire() for lane in lanes),
         )

@@ -25,6 +25,8 @@ class Case:
     @classmethod
     def of(cls, run: Evidence) -> Case:
         curve = curve_of(run)
+        if run.slots:  # rows per second of steps are no rows per second of answers: a row takes many steps
+            return cls(run, {}, curve, ())
         return cls(run, bounds(run, curve), curve, systems_of(run, curve))
 
     def binds(self, limit: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpuinfer.evidence import Evidence
-from gpuinfer.verdict import busy, waits
+from gpuinfer.verdict import busy, generation, waits
 from gpuinfer.verdict.case import Case, Verdict
 
 CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
@@ -29,6 +29,17 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     waits.for_one_another,
     waits.for_nobody_known,
 )
+GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
+    generation.too_short,
+    busy.numbers_do_not_add_up,
+    waits.for_arrivals,
+    busy.others_have_the_cores,
+    generation.host,
+    generation.sampling,
+    generation.too_few_rows,
+    generation.more_slots,
+    generation.model,
+)  # for backends with slots: their batches are forward steps, so none of the laws above speaks of them
 NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run go on for longer.")
 
 NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the load last longer, or raise its rate.")
@@ -41,7 +52,9 @@ def judge(run: Evidence) -> dict[str, Any]:
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
         return _told(NOTHING_ASKED, {}, 0.0, 0.0)
     case = Case.of(run)
-    verdict = next((found for cause in CAUSES if (found := cause(case))), None) or waits.no_cause_fits(case)
+    verdict = next(
+        (found for cause in (GENERATION if run.slots else CAUSES) if (found := cause(case))), None
+    ) or waits.no_cause_fits(case)
     return _told(_beside(verdict, run), dict(case.bounds), run.share(verdict.station), run.share("other"))
 
 
