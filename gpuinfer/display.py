@@ -185,7 +185,7 @@ def _progress_line(update: Update) -> RenderableType:
 def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
     parts = []
     for text in view.rates_of(rates) or ["measuring …"]:
-        value, _, unit = text.rpartition(" ")
+        value, unit = view.value_and_unit(text)
         parts.append(Text.assemble((value, "bold"), " ", (unit, FAINT)))
     gap = 6 if width >= WIDE else 2
     return Text(" " * gap, no_wrap=True, overflow="ellipsis").join(parts)

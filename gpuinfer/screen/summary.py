@@ -10,7 +10,10 @@ from gpuinfer.screen.units import number, short, whole
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of
 
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
-FIRST_RATES = ("games_per_min", "simulations_per_s", "evaluations_per_s")
+FIRST_RATES = (
+    *("games_per_min", "simulations_per_s", "evaluations_per_s"),
+    *("output_tokens_per_s", "input_tokens_per_s", "cached_tokens_per_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ def _was_complete(report: Mapping[str, Any]) -> bool:
 
 
 def _throughput(rates: Mapping[str, float | None]) -> Iterator[str]:
-    said = rates.get("evaluations_per_s")  # then rows and requests say the same again
+    said = ["rows", "requests"] if rates.get("evaluations_per_s") else []  # the same again, in other words
+    said += ["requests"] if rates.get("requests_per_s") == rates.get("rows_per_s") else []
     for name in sorted(rates, key=lambda name: FIRST_RATES.index(name) if name in FIRST_RATES else len(FIRST_RATES)):
         what, _, per = name.rpartition("_per_")
         rate = rates[name]
-        if rate and not (said and what in ("rows", "requests")):
+        if rate and what not in said:
             yield f"{number(rate)} {what.replace('_', ' ')}/{per}"
 
 
@@ -65,6 +69,10 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[Row]:
         return
     named = (("mean", "rows_mean"), ("median", "rows_p50"), ("most", "rows_max"))
     sizes = ", ".join(f"{name} {whole(batches[key])}" for name, key in named if batches.get(key) is not None)
+    if slots := batches.get("slots"):
+        used = f"{batches['occupancy']:.0%} of {whole(slots)} slots in use" if batches.get("occupancy") else ""
+        yield Row("steps", ", ".join(filter(None, [f"{whole(batches['count'])}, rows: {sizes}", used])))
+        return  # what was admitted, and why, says little here
     yield Row("batches", f"{whole(batches['count'])}, rows: {sizes}")
     if reasons := _shares(batches.get("reasons") or {}):
         yield Row("cut because", reasons)
@@ -121,10 +129,36 @@ def _gain(gain: Mapping[str, float | None]) -> str:
 def _machine(report: Mapping[str, Any]) -> Iterator[Row]:
     memory = report.get("memory") or {}
     sizes = (("", memory.get("rss_peak_mb")), (" on the device", memory.get("device_peak_mb")))
-    if held := ", ".join(f"{number(size * 2**20)}B{where}" for where, size in sizes if size):
-        yield Row("memory", f"{held} at most")
+    model = report.get("model") or {}
+    if named := ", ".join(_model(model)):
+        yield Row("model", named)
+    if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
+        yield Row("memory", f"{held} at most{_estimate(model)}")
     if named := ", ".join(device_of(report.get("device") or {})):
         yield Row("device", named)
+
+
+def _model(model: Mapping[str, Any]) -> Iterator[str]:
+    """What it is called, and how much it takes at once."""
+    if name := model.get("model"):
+        yield str(name)
+    if slots := model.get("slots"):
+        yield f"{whole(slots)} slots" + (f" of {whole(model['context'])} tokens" if model.get("context") else "")
+
+
+def _estimate(model: Mapping[str, Any]) -> str:
+    """What the model was thought to need, beside what it was found to need where that was tried."""
+    if not (estimated := model.get("estimated_bytes")):
+        return ""
+    weights = model.get("estimated_weights_bytes")
+    of_which = f" ({_bytes(weights)} of weights)" if weights else ""
+    measured = model.get("measured_bytes")
+    found = f", {_bytes(measured)} measured" if measured else ""
+    return f"; the model: {_bytes(estimated)} estimated{of_which}{found}"
+
+
+def _bytes(count: float) -> str:
+    return f"{number(count)}B"
 
 
 def _records(report: Mapping[str, Any]) -> Iterator[Row]:

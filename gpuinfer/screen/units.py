@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
+MAGNITUDES = ("", "k", "M", "G", "T")
 
 
 def number(value: float) -> str:
@@ -12,7 +13,7 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "–"
     magnitude, unit = abs(value), ""
-    for unit in ("", "k", "M", "G", "T"):
+    for unit in MAGNITUDES:
         if magnitude < 999.5:
             break
         if unit != "T":

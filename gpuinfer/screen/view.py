@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report import doublings
-from gpuinfer.screen.units import duration, number, whole
+from gpuinfer.screen.units import MAGNITUDES, duration, number, whole
 from gpuinfer.stats import Snapshot, mean_size
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 5.0  # rates are those of the last seconds, so that a change shows
 LINE_EVERY_S = 5.0
-FIRST_COUNTS = ("games", "simulations", "evaluations")
+FIRST_COUNTS = ("games", "simulations", "evaluations", "output_tokens", "input_tokens")
 PER_MINUTE = ("games",)
 RATES = 4  # at most, on one line
 LEAST_SHARE = 0.005  # of the lanes' time: less is not worth a line
@@ -34,7 +34,7 @@ class Pace:
             return
         if self._past and update.elapsed_s < self._past[-1][0]:  # the clock starts anew after the setup
             self._past.clear()
-        counts = {**update.progress.counts, "rows": update.snapshot.rows}
+        counts = {**update.progress.counts, "rows": update.snapshot.rows, **tokens_of(update.snapshot)}
         self._past.append((update.elapsed_s, counts))
         while len(self._past) > 2 and self._past[1][0] <= update.elapsed_s - WINDOW_S:
             self._past.popleft()
@@ -88,7 +88,10 @@ def batch_chart(snapshot: Snapshot, rows: int) -> Chart:
     most, total = max(counts.values(), default=0), counts.total()
     common = sorted(size for size, _ in counts.most_common(rows))
     bars = [(f"≤ {whole(size)}", counts[size] / most, f"{counts[size] / total:.0%}") for size in common]
-    return Chart("rows in a batch", f"mean {whole(mean_size(snapshot.batches))}" if total else "none yet", bars)
+    mean = f"mean {whole(mean_size(snapshot.batches))}" if total else "none yet"
+    if snapshot.slots:
+        return Chart("rows in a step", f"{mean} of {whole(snapshot.slots)} slots" if total else mean, bars)
+    return Chart("rows in a batch", mean, bars)
 
 
 def time_chart(snapshot: Snapshot, rows: int) -> Chart:
@@ -130,13 +133,22 @@ def left_of(update: Update) -> str:
 
 
 def rates_of(rates: Mapping[str, float]) -> list[str]:
-    """Such as `512 games/min`; rows only when there are some and nothing says more."""
-    named = {name: rate for name, rate in rates.items() if name != "rows" or (rate and "evaluations" not in rates)}
+    """Such as `512 games/min`; rows and cached tokens only when there are some, and nothing says more."""
+    quiet = [name for name in ("rows", "cached_tokens") if not rates.get(name)]
+    quiet += ["rows"] if "evaluations" in rates else []
+    named = {name.replace("_", " "): rate for name, rate in rates.items() if name not in quiet}
     texts = [
         f"{number(rate * 60)} {name}/min" if name in PER_MINUTE else f"{number(rate)} {name}/s"
         for name, rate in named.items()
     ]
     return texts[:RATES]
+
+
+def value_and_unit(rate: str) -> tuple[str, str]:
+    """The two parts of a rate such as `1.2 k output tokens/s`."""
+    words = rate.split(" ")
+    unit_at = 2 if len(words) > 2 and words[1] in MAGNITUDES else 1
+    return " ".join(words[:unit_at]), " ".join(words[unit_at:])
 
 
 def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
@@ -161,4 +173,12 @@ def errors_of(errors: Mapping[str, int] | None) -> str:
 
 
 def batch_of(snapshot: Snapshot) -> list[str]:
-    return [f"{whole(mean_size(snapshot.batches))} rows a batch"] if snapshot.batches else []
+    if not snapshot.batches:
+        return []
+    mean = whole(mean_size(snapshot.batches))
+    return [f"{mean} of {whole(snapshot.slots)} slots in use" if snapshot.slots else f"{mean} rows a batch"]
+
+
+def tokens_of(snapshot: Snapshot) -> dict[str, float]:
+    """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
+    return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
