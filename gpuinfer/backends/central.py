@@ -16,6 +16,7 @@ from gpuinfer.central.child import Tuning
 from gpuinfer.central.connection import Connection
 from gpuinfer.central.link import Link
 from gpuinfer.central.server import CentralServer
+from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
@@ -37,23 +38,37 @@ class Remote(Backend):
         super().__init__(setup, **options)
         self.limits = Limits(1, PASSING)
         self._address, self._restarts_within_s = address, restarts_within_s
-        self._link: Link | None = None
+        self._link: Link | TextLink | None = None
 
     async def start(self) -> None:
         if self._address is None:
             raise UsageError("there is no server to connect to. Start one with the backend 'central'.")
+        spec = self.setup.model
+        if spec is not None and spec.kind == "text":
+            soon = asyncio.get_running_loop().call_soon
+            self._link = TextLink(TextConnection(self._address, self._restarts_within_s, soon))
+            await self._link.open()
+            self.limits = self._link.limits
+            return
         self._link = Link(Connection(self._address, self._restarts_within_s))
         await self._link.open()
         self.limits = replace(self._link.limits, in_flight=PASSING)
 
     def block(self, rows: int) -> Any:
-        return None if self._link is None else self._link.block(rows)
+        return self._link.block(rows) if type(self._link) is Link else None
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        if isinstance(self._link, TextLink):
+            answers = {event.request: event.error or event.value async for event in self._link.stream(batch)}
+            return [answers[request] for request in batch]
         return await asyncio.gather(*map(self._ask, batch), return_exceptions=True)
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes: requests that passed through together need not share a batch over there."""
+        if isinstance(self._link, TextLink):
+            async for event in self._link.stream(batch):
+                yield event
+            return
         if len(batch) == 1:
             yield await self._event(batch[0])
             return
@@ -106,6 +121,11 @@ class Central(Remote):
 
     class Options(api.Options):
         max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
+        slots: int | None = Field(
+            None, ge=1, le=65_536, description="of text: rows generated at once; default 64 on a CPU"
+        )
+        context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
+        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
         forwards: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
@@ -133,7 +153,17 @@ class Central(Remote):
         given = self.options
         self._server = CentralServer.of(
             self.setup,
-            Tuning(given.max_rows, given.forwards, given.threads, given.chunk_rows, given.compile, given.graphs),
+            Tuning(
+                max_rows=given.max_rows,
+                in_flight=given.forwards,
+                threads=given.threads,
+                chunk_rows=given.chunk_rows,
+                compile=given.compile,
+                graphs=given.graphs,
+                slots=given.slots,
+                context=given.context,
+                step_tokens=given.step_tokens,
+            ),
             self.strategy,
             roofline=self.roofline,
             max_clients=given.max_clients,

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuinfer.central import memory
 from gpuinfer.central.blocks import PER_CLIENT, Block, Form
@@ -21,15 +21,23 @@ CHUNK = 1 << 16  # bytes read at once
 DESCRIPTORS = 16  # taken along with them
 ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTORS)
 Ancillary = list[tuple[int, int, bytes]]
-LARGEST_BODY = 1 << 16  # bytes of a record: a token, or the group of a request
-MOST_UNSENT = 4 << 20  # bytes: far more than all that a client can have outstanding
 CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Bounds(NamedTuple):
+    """What one client may send, and what is kept for it, in bytes."""
+
+    body: int = 1 << 16  # of a record: a token, or the group of a request
+    unsent: int = 4 << 20  # far more than all that a client can have outstanding
+
+
+ROWS = Bounds()
 
 
 class Caller:
     """One connected client. The line never blocks; what it does not take at once waits in `_unsent`."""
 
-    def __init__(self, line: socket.socket, number: int, pin: Callable[[Any], Any]) -> None:
+    def __init__(self, line: socket.socket, number: int, pin: Callable[[Any], Any], bounds: Bounds) -> None:
         self.number = number
         self.welcome = False  # it has shown that it is one of ours
         self.gone = False
@@ -41,7 +49,8 @@ class Caller:
         self.sending = threading.RLock()  # held while anything is done with the line's descriptor
         self._line = line
         self._pin = pin  # registers a block's memory with the device
-        self._unpacker = Unpacker(LARGEST_BODY)
+        self._unpacker = Unpacker(bounds.body)
+        self._most_unsent = bounds.unsent
         self._descriptors: deque[int] = deque()
         self._unsent = bytearray()
         line.setblocking(False)
@@ -123,7 +132,7 @@ class Caller:
                     return True
                 was_stuck = True
             self._unsent += data
-            if was_stuck and len(self._unsent) > MOST_UNSENT:  # it asks and asks, and takes no answers
+            if was_stuck and len(self._unsent) > self._most_unsent:  # it asks and asks, and takes no answers
                 self._unsent.clear()
                 with contextlib.suppress(OSError):
                     self._line.shutdown(socket.SHUT_RDWR)

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from gpuinfer import children, machine, pauses
-from gpuinfer.api import Roofline, Setup, Strategy
+from gpuinfer.api import ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
 from gpuinfer.central.blocks import Form
 from gpuinfer.central.desk import Desk
@@ -29,6 +29,10 @@ from gpuinfer.central.wire import error_to_wire
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.trace.recorder import Recorder
 
+if TYPE_CHECKING:
+    from gpuinfer.central.text_desk import TextDesk
+
+_Opened = tuple["Desk | TextDesk", Any, Recorder | None]  # the model, whose `device()` says where it is
 LOOK_S = 0.5  # between two looks at how long batches take
 DRAIN_S = 5.0  # for batches to end when the owner closes
 
@@ -43,6 +47,9 @@ class Tuning:
     chunk_rows: int | None = None
     compile: bool = False
     graphs: bool = True
+    slots: int | None = None  # these three of text
+    context: int | None = None
+    step_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
             return _leave(1)
         pauses.keep_short()
         desk.start()
-        ready = {"max_rows": desk.limits.max_rows, "in_flight": desk.limits.in_flight}
+        limits = desk.limits
+        ready = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "slots": limits.slots}
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
             _obey(line, desk, opened, order.batch_timeout_s, order.owner)
@@ -94,15 +102,28 @@ def _leave(code: int) -> None:
     os._exit(code)  # taking torch apart first would cost up to a second
 
 
-def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any, Recorder | None]:
-    from gpuinfer.models.opening import open_model
-
+def _open(order: Order, listener: socket.socket, pulse: int) -> _Opened:
     spec = order.setup.model
     if spec is None:
         raise UsageError("the central server serves a model, and none was named. Name one.")
+    return _open_text(spec, order, listener, pulse) if spec.kind == "text" else _open_rows(spec, order, listener, pulse)
+
+
+def _open_text(spec: ModelSpec, order: Order, listener: socket.socket, pulse: int) -> _Opened:
+    from gpuinfer.central.text_desk import TextDesk, Texts
+
+    backend, strategy = Texts(spec, order.setup, order.tuning), _strategy(order)
+    recorder = Recorder.of(order.setup, None, type(strategy).__name__.lower())
+    desk = TextDesk(backend, strategy, listener, order.token, pulse, most_clients=order.most_clients, recorder=recorder)
+    return desk, backend, recorder
+
+
+def _open_rows(spec: ModelSpec, order: Order, listener: socket.socket, pulse: int) -> _Opened:
+    from gpuinfer.models.opening import open_model
+
     opened = open_model(spec, order.setup, order.tuning, order.roofline)
     answerer = Answerer(opened)
-    strategy = order.strategy(order.strategy_setup, **order.strategy_options)
+    strategy = _strategy(order)
     form = Form(spec, opened.answer)
     recorder = Recorder.of(order.setup, opened.limits, type(strategy).__name__.lower())
     desk = Desk(
@@ -119,6 +140,10 @@ def _open(order: Order, listener: socket.socket, pulse: int) -> tuple[Desk, Any,
     return desk, opened, recorder
 
 
+def _strategy(order: Order) -> Strategy:
+    return order.strategy(order.strategy_setup, **order.strategy_options)
+
+
 def _told(error: Exception) -> dict[str, str]:
     if isinstance(error, GpuinferError):
         return error_to_wire(error)
@@ -127,7 +152,7 @@ def _told(error: Exception) -> dict[str, str]:
     )
 
 
-def _obey(line: Connection, desk: Desk, opened: Any, batch_timeout_s: float, owner: int) -> None:
+def _obey(line: Connection, desk: Desk | TextDesk, opened: Any, batch_timeout_s: float, owner: int) -> None:
     """Do what the owner says, until it says close or is gone."""
     while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
         asked = line.poll(LOOK_S)
@@ -145,7 +170,7 @@ def _obey(line: Connection, desk: Desk, opened: Any, batch_timeout_s: float, own
             return
 
 
-def _overdue(desk: Desk, batch_timeout_s: float) -> BackendDied | None:
+def _overdue(desk: Desk | TextDesk, batch_timeout_s: float) -> BackendDied | None:
     if desk.busy_s() <= batch_timeout_s:
         return None
     return BackendDied(
@@ -154,7 +179,7 @@ def _overdue(desk: Desk, batch_timeout_s: float) -> BackendDied | None:
     )
 
 
-def _stats(desk: Desk, opened: Any) -> dict[str, Any]:
+def _stats(desk: Desk | TextDesk, opened: Any) -> dict[str, Any]:
     wire, (ran, waited) = desk.snapshot().to_wire(), machine.cpu_times()
     own = {"cpu_s": ran, "cpu_wait_s": waited, "rss_peak_mb": machine.rss_peak_mb()}
     return {**wire, **own, "device": dict(opened.device())}

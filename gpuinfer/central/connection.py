@@ -24,7 +24,7 @@ from gpuinfer.central.address import Address
 from gpuinfer.central.blocks import PER_CLIENT, Block, Form
 from gpuinfer.central.pulse import AWAY_S, LATE_S, Pulse
 from gpuinfer.central.pulse import SIZE as PULSE_SIZE
-from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
+from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
 from gpuinfer.layouts import misfit
 
@@ -55,6 +55,8 @@ class Question:
 class Connection:
     """Not thread-safe: one thread, or one lock, at a time."""
 
+    largest_body = LARGEST_BODY
+
     def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
         """`restarts_within_s`: how long a server that died may take to come back; 0 when it will not."""
         self.limits: Limits
@@ -62,7 +64,7 @@ class Connection:
         self._address, self._patience_s = address, restarts_within_s
         self._socket: socket.socket | None = None
         self._pulse: Pulse
-        self._unpacker = Unpacker()
+        self._unpacker = Unpacker(self.largest_body)
         self._blocks: list[Block] = []
         self._descriptors: list[memory.Descriptor] = []  # of the blocks: a server that comes back needs them again
         self._idle: list[Block] = []  # the pool: nobody uses them
@@ -106,9 +108,9 @@ class Connection:
             line.settimeout(timeout_s)
             line.connect(self._address.path)
             line.sendall(pack(Record(Kind.HELLO, body={"token": self._address.token, "version": VERSION})))
-            record, descriptors, self._unpacker = _greeting(line, until)
+            record, descriptors, self._unpacker = _greeting(line, until, self.largest_body)
             if record.kind != Kind.WELCOME or len(descriptors) != 1:
-                raise _parting(record)
+                raise parting(record)
             self._learn(record.body, descriptors[0])
             line.settimeout(None)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
@@ -143,10 +145,14 @@ class Connection:
                 line.close()
                 raise cause
             self._socket = line
-            for block, descriptor in zip(self._blocks, self._descriptors, strict=True):
-                self._present(block, descriptor)
-            for question in self._asked.values():
-                self._send_question(question)
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Tell a server that has come back all that its predecessor knew."""
+        for block, descriptor in zip(self._blocks, self._descriptors, strict=True):
+            self._present(block, descriptor)
+        for question in self._asked.values():
+            self._send_question(question)
 
     # Blocks
 
@@ -226,7 +232,7 @@ class Connection:
                 f"a request of {rows} rows can never be served: a batch takes 1 to {self.limits.max_rows}. "
                 "Send smaller blocks, or give the server a larger max_rows."
             )
-        _refuse_group(group)
+        refuse_group(group)
         priority = class_of(priority)
         block = self._owned.get(_place(payload)) if payload.flags.c_contiguous else None
         if (borrowed := block is None or block.room < rows) or block is None:
@@ -266,14 +272,17 @@ class Connection:
                 self._send(Record(Kind.CANCEL, number=number))
 
     def _send(self, record: Record, descriptors: Sequence[int] = ()) -> None:
+        self._put(pack(record), descriptors)
+
+    def _put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """A broken line is noticed by whoever reads from it: what is sent now will be sent again then, or never."""
         if (line := self._socket) is None:
             return
         try:
             if descriptors:
-                socket.send_fds(line, [pack(record)], descriptors)
+                socket.send_fds(line, [data], descriptors)
             else:
-                line.sendall(pack(record))
+                line.sendall(data)
         except OSError:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
@@ -316,7 +325,7 @@ class Connection:
 
     def _settle(self, record: Record) -> tuple[int, Any] | None:
         if record.kind == Kind.GOODBYE:
-            raise _parting(record)
+            raise parting(record)
         question = self._asked.pop(record.number, None)
         if question is None:
             return None
@@ -365,7 +374,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)  # a forked child may hold another descriptor of it
             line.close()
-        self._unpacker, self._ended = Unpacker(), None
+        self._unpacker, self._ended = Unpacker(self.largest_body), None
 
 
 LOOK_S = AWAY_S / 4  # between two looks at the pulse
@@ -381,9 +390,9 @@ def _new_line() -> socket.socket:
         ) from error
 
 
-def _greeting(line: socket.socket, deadline: float) -> tuple[Record, list[int], Unpacker]:
+def _greeting(line: socket.socket, deadline: float, largest_body: int) -> tuple[Record, list[int], Unpacker]:
     """The server's first record, with the descriptors that came along."""
-    unpacker, descriptors = Unpacker(), []
+    unpacker, descriptors = Unpacker(largest_body), []
     while True:
         line.settimeout(max(0.001, deadline - time.monotonic()))
         data, found, _, _ = socket.recv_fds(line, CHUNK, 4)
@@ -394,7 +403,7 @@ def _greeting(line: socket.socket, deadline: float) -> tuple[Record, list[int], 
             return records[0], descriptors, unpacker
 
 
-def _parting(record: Record) -> GpuinferError:
+def parting(record: Record) -> GpuinferError:
     if record.kind == Kind.GOODBYE:
         return error_from_wire(record.body)
     return BackendDied("the central server did not say what it serves. Let both ends run the same version.")
@@ -404,7 +413,7 @@ def _place(rows: NDArray[Any]) -> int:
     return int(rows.__array_interface__["data"][0])
 
 
-def _refuse_group(group: Hashable) -> None:
+def refuse_group(group: Hashable) -> None:
     """The server hangs up on records that it cannot use: what cannot travel is refused here."""
     if group is None:
         return

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpuinfer.central.address import is_ours
-from gpuinfer.central.caller import Caller
+from gpuinfer.central.caller import ROWS, Bounds, Caller
 from gpuinfer.central.wire import Garbled, Record
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
 
@@ -42,13 +42,14 @@ class Lines:
         most_clients: int,
         welcome: tuple[bytes, int],
         pin: Callable[[Any], Any],
+        bounds: Bounds = ROWS,
     ) -> None:
         """`welcome` is the record that greets a client, and the descriptor that travels along; `pin` see `Caller`."""
         self.callers: dict[int, Caller] = {}
         self._strangers: set[Caller] = set()  # of the callers, those that have not said who they are
         self._listener, self._token = listener, token
         self._most_clients = most_clients
-        self._welcome, self._pin = welcome, pin
+        self._welcome, self._pin, self._bounds = welcome, pin, bounds
         self._numbers = 0
         self._paused = False  # since the last that was accepted
         self._bell, self._rope = socket.socketpair()
@@ -58,6 +59,10 @@ class Lines:
         self._selector.register(self._bell, selectors.EVENT_READ, None)
 
     # Waiting
+
+    def fileno(self) -> int:
+        """For whoever waits elsewhere: it is readable when `look` finds something."""
+        return self._selector.fileno()
 
     def ring(self) -> None:
         """Wake whoever waits, now and from now on."""
@@ -108,7 +113,7 @@ class Lines:
             return
         self._paused = False
         self._numbers += 1
-        caller = Caller(line, self._numbers, self._pin)
+        caller = Caller(line, self._numbers, self._pin, self._bounds)
         self._selector.register(line, selectors.EVENT_READ, caller)
         self.callers[caller.number] = caller
         self._strangers.add(caller)

@@ -20,7 +20,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._waiting: dict[int, Any] = {}  # by the number of a request: the future of its answer
         self._numbers: dict[Hashable, int] = {}  # of the requests that wait, by their tags
         self._clients: dict[Hashable, int] = {}  # numbers, for the wire
         self._room = asyncio.Semaphore(POOLED)

@@ -35,6 +35,7 @@ from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summa
 log = logging.getLogger(__name__)
 
 START_S = 300.0  # for the model to be loaded
+START_TEXT_S = 3600.0  # of text: hundreds of gigabytes, perhaps over a network
 BACK_S = 60.0  # for a server that died to be there again
 LOOK_S = 0.5
 STATS_S = 2.0
@@ -179,16 +180,17 @@ class CentralServer:
         self._started_at = time.monotonic()
         ready = self._first_words(line)
         self._line = line  # not before: others ask on it, and would take its first words
-        self.limits = Limits(ready["max_rows"], ready["in_flight"])
+        self.limits = Limits(ready["max_rows"], ready["in_flight"], ready["slots"])
         self._pulse.late_s()  # from here on it counts
 
     def _first_words(self, line: Connection) -> dict[str, Any]:
-        until = time.monotonic() + START_S
+        seconds = START_TEXT_S if self._is_text else START_S
+        until = time.monotonic() + seconds
         while not line.poll(LOOK_S):
             if time.monotonic() > until or self._closing.is_set():
                 self._kill()
                 self._refuse_when_closed()
-                raise BackendDied(f"the central server did not come up within {START_S:g} s. Try a smaller model.")
+                raise BackendDied(f"the central server did not come up within {seconds:g} s. Try a smaller model.")
         try:
             told = msgpack.unpackb(line.recv_bytes())
         except (EOFError, OSError):
@@ -222,9 +224,13 @@ class CentralServer:
         )
 
     def _shares(self) -> Tuning:
-        """On a CPU several single-threaded forwards at once beat one that has all threads."""
+        """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
         tuning = self._tuning
-        if self._setup.device.startswith("cuda") or (self._setup.device == "auto" and machine.has_cuda()):
+        if (
+            self._is_text
+            or self._setup.device.startswith("cuda")
+            or (self._setup.device == "auto" and machine.has_cuda())
+        ):
             return tuning
         threads = tuning.threads or max(1, machine.cores() // (tuning.in_flight or machine.cores()))
         return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, machine.cores() // threads))
@@ -250,7 +256,13 @@ class CentralServer:
 
     @property
     def restarts_within_s(self) -> float:
-        return BACK_S if self._restart else 0.0
+        if not self._restart:
+            return 0.0
+        return START_TEXT_S if self._is_text else BACK_S
+
+    @property
+    def _is_text(self) -> bool:
+        return self._setup.model is not None and self._setup.model.kind == "text"
 
     def stats(self) -> Snapshot:
         """What the server has counted until now, over all its restarts; the latest known if it does not say."""
@@ -428,6 +440,8 @@ def _spec(
     if not (isinstance(model, str | ModelSpec) or callable(model)):
         raise UsageError(f"model is {model!r}. Give a function, its name as 'module:function', or a ModelSpec.")
     if isinstance(model, ModelSpec):
+        if model.kind == "text":
+            raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
         inputs = model.inputs
     elif callable(model):
         if "<" in model.__qualname__ or inspect.getmodule(model) is None:

@@ -1,6 +1,7 @@
 """What travels on a client's socket: records of a fixed size, some followed by a msgpack body.
 
-Rows and answers never do: they lie in the client's blocks of shared memory, and a record only says which.
+Rows and answers never do: they lie in the client's blocks of shared memory, and a record only says which. Prompts and
+what a model of text makes of them are bodies (`text_wire.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgpack
 from gpuinfer.error_wire import nearest, rebuilt
 from gpuinfer.errors import BackendError, GpuinferError, QueueFull
 
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
 NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
@@ -30,14 +31,17 @@ class Kind(enum.IntEnum):
     BLOCK = 2  # from now on this is block number `block`, room for `rows` rows; its descriptor travels along
     ASK = 3  # answer the first `rows` rows of `block`; body, if any: group
     CANCEL = 4  # nobody wants the answer to request `number` any more
+    PROMPT = 9  # go on with a prompt, `rows` samples; body: `text_wire.Asked`
     # from the server
     WELCOME = 5  # body: what it serves; the descriptor of its pulse travels along
     ANSWER = 6  # the answer to request `number` lies in its block
     FAILED = 7  # request `number` failed; body: error
     GOODBYE = 8  # this client is not served, or not any more; body: error
+    GENERATION = 10  # the answer to request `number`; body: `generation.Generation`
 
 
 KINDS = frozenset(Kind)
+TYPED = frozenset({Kind.PROMPT, Kind.GENERATION})  # their bodies are bytes here: others know their types
 
 
 class Record(NamedTuple):
@@ -63,21 +67,29 @@ def pack(record: Record) -> bytes:
     kind, priority, block, number, client, rows, left_s, body = record
     if body is None:
         return HEADER.pack(kind, priority, block, number, client, rows, 0, left_s)
-    packed = msgpack.packb(body)
+    packed = body if kind in TYPED else msgpack.packb(body)
     return HEADER.pack(kind, priority, block, number, client, rows, len(packed), left_s) + bytes(packed)
 
 
 class Unpacker:
     """Records out of a stream of bytes that arrive in pieces."""
 
-    __slots__ = ("_largest_body", "_rest")
+    __slots__ = ("_lacking", "_largest_body", "_pieces", "_rest")
 
     def __init__(self, largest_body: int = LARGEST_BODY) -> None:
         self._rest = b""
+        self._pieces: list[bytes] = []  # of a large body, until they are `_lacking` bytes more
+        self._lacking = 0
         self._largest_body = largest_body
 
     def feed(self, data: bytes) -> Iterator[Record]:
         """The records that are complete now. Raises `Garbled`."""
+        if self._lacking > 0:  # to join them with each that comes would take the square of their number
+            self._pieces.append(data)
+            self._lacking -= len(data)
+            if self._lacking > 0:
+                return
+            data, self._pieces = b"".join(self._pieces), []
         data = self._rest + data if self._rest else data
         at, end = 0, len(data)
         while end - at >= HEADER.size:
@@ -85,12 +97,13 @@ class Unpacker:
             if kind not in KINDS or length > self._largest_body:
                 self._rest = b""
                 raise Garbled(f"a record of kind {kind} with a body of {length:,} bytes")
-            if end - at - HEADER.size < length:
+            if (lacking := length - (end - at - HEADER.size)) > 0:
+                self._lacking = lacking
                 break
             at += HEADER.size
             body = None
             if length:
-                body = _body(data[at : at + length])
+                body = data[at : at + length] if kind in TYPED else _body(data[at : at + length])
                 at += length
             yield Record(kind, priority, block, number, client, rows, left_s, body)
         self._rest = data[at:]

@@ -1,0 +1,242 @@
+"""The server's side of prompts: an engine and a model of text on an event loop, and the lines of those who ask.
+
+The loop has a thread of its own, as the main thread answers the owner; the model has another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from typing import Any
+
+from gpuinfer.api import Backend, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
+from gpuinfer.central.caller import Bounds, Caller
+from gpuinfer.central.lines import Lines
+from gpuinfer.central.text_wire import LARGEST_ANSWER, LARGEST_PROMPT, Asked, asked_from_wire, generation_to_wire
+from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
+from gpuinfer.engine import Engine
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError
+from gpuinfer.generating import TextModel
+from gpuinfer.stats import Snapshot
+from gpuinfer.trace.recorder import Recorder
+
+BOUNDS = Bounds(body=LARGEST_PROMPT, unsent=2 * LARGEST_ANSWER)
+MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots
+NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
+LOOK_S = 1.0  # between two looks at who has not said who it is
+SNAPSHOT_S = 1.0  # that the loop may take to count
+PRIORITIES = tuple(Priority)
+
+
+class Texts(Backend):
+    """The model, as the engine here asks it."""
+
+    def __init__(self, spec: ModelSpec, setup: Setup, tuning: Any) -> None:
+        super().__init__(setup)
+        self._spec, self._tuning = spec, tuning
+        self._text: TextModel | None = None
+
+    async def start(self) -> None:
+        self._text = await TextModel.open(self._spec, self.setup, self._tuning, self.stepped)
+        self.limits = self._text.limits
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
+        return [answers[request] for request in batch]
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        if self._text is None:
+            raise BackendDied("the central server's model does not run. Start it again.")
+        async for event in self._text.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        if self._text is not None:
+            self._text.cancel(request)
+
+    def device(self) -> Mapping[str, Any]:
+        return {} if self._text is None else self._text.device()
+
+    async def close(self) -> None:
+        text, self._text = self._text, None
+        if text is not None:
+            await text.close()
+
+
+class TextDesk:
+    """Serves the clients of one listening socket, as `desk.Desk` does for rows."""
+
+    def __init__(
+        self,
+        backend: Texts,
+        strategy: Strategy,
+        listener: socket.socket,
+        token: bytes,
+        pulse: int,
+        *,
+        most_clients: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Loads the model, and takes as long. Raises `UsageError` when it cannot be had."""
+        self.fault: BackendDied | None = None  # why it cannot go on
+        self._recorder = recorder
+        self._engine = Engine(backend, strategy, max_queue_rows=MOST_WAITING, recorder=recorder)
+        self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
+        self._replies: dict[Caller, list[bytes]] = {}  # of this turn of the loop
+        self._latest = Snapshot()
+        self._moved: dict[str, int] = {}
+        self._moved_at = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="gpuinfer-desk", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
+        welcome = pack(Record(Kind.WELCOME, body={"slots": self.limits.max_rows}))
+        self._lines = Lines(listener, token, most_clients, (welcome, pulse), lambda rows: None, BOUNDS)
+
+    @property
+    def limits(self) -> Limits:
+        return self._engine.limits
+
+    # From the main thread
+
+    def start(self) -> None:
+        if self._recorder is not None:
+            self._recorder.limits = self.limits
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+
+    def close(self, patience_s: float) -> bool:
+        """Take nothing more, dismiss everybody; whether the model has stopped."""
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            closing.result(patience_s)
+        self.dismiss_all(Closed("the server was closed before this request was answered. Ask another."))
+        return closing.done()
+
+    def dismiss_all(self, error: GpuinferError) -> None:
+        """Tell every client why it is served no more."""
+        for caller in tuple(self._lines.callers.values()):
+            caller.dismiss(error)
+
+    def snapshot(self) -> Snapshot:
+        """The counters of this moment; those of before when the loop is too busy to tell."""
+        counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            self._latest = counted.result(SNAPSHOT_S)
+        return self._latest
+
+    def busy_s(self) -> float:
+        """For how long the model has been seen to do nothing although it was asked. To be called now and then."""
+        visits = self._engine.lanes[0].visits()
+        if visits != self._moved or not self._under_way:
+            self._moved, self._moved_at = visits, time.monotonic()
+        return time.monotonic() - self._moved_at
+
+    # On the loop
+
+    async def _snapshot(self) -> Snapshot:
+        return self._engine.snapshot()
+
+    async def _watch(self) -> None:
+        self._loop.add_reader(self._lines.fileno(), self._turn)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._lines.overdue:
+                self._turn()
+
+    def _turn(self) -> None:
+        try:
+            self._lines.take_in(self._lines.look(), self._heed, self._forget)
+        except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+            self._loop.remove_reader(self._lines.fileno())
+            self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
+
+    def _heed(self, caller: Caller, record: Record) -> None:
+        if record.kind == Kind.PROMPT:
+            self._ask(caller, record)
+        elif record.kind == Kind.CANCEL:
+            self._cancel((caller.number, record.number))
+        else:
+            raise Garbled(f"a record of kind {record.kind}")
+
+    def _ask(self, caller: Caller, record: Record) -> None:
+        key = caller.number, record.number
+        if key in self._under_way or math.isnan(record.left_s):
+            raise Garbled("a second request before the first is answered")
+        try:
+            asked = asked_from_wire(record.body)
+        except BadPrompt as error:
+            self._reply(caller, _failed(record.number, error))
+            return
+        group, who = _hashable(asked.group), None
+        hash(group)  # raises for what cannot be one, before anything is done
+        if record.client != NOBODY:
+            who = caller.number, record.client % NAMES
+            if who not in caller.names:
+                caller.names.add(who)
+                self._engine.join(who)
+        self._under_way[key] = self._loop.create_task(self._serve(caller, record, asked, group, who))
+
+    async def _serve(self, caller: Caller, record: Record, asked: Asked, group: Hashable, who: Hashable) -> None:
+        """One request from the queue to its answer. One that meets the model's death is told with all the others."""
+        try:
+            generation = await self._engine.submit(
+                asked.prompt,
+                rows=record.rows,
+                priority=PRIORITIES[min(record.priority, Priority.LOW)],
+                timeout=record.left_s,
+                group=group,
+                client=who,
+            )
+            reply = pack(Record(Kind.GENERATION, number=record.number, body=generation_to_wire(generation)))
+        except BackendDied as error:
+            self.fault = self.fault or error
+            return
+        except GpuinferError as error:
+            reply = _failed(record.number, error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, whoever asked must hear of it)
+            reply = _failed(record.number, BackendError(f"the central server failed: {error!r}. Report this."))
+        finally:
+            self._under_way.pop((caller.number, record.number), None)
+        self._reply(caller, reply)
+
+    def _cancel(self, key: tuple[int, int]) -> None:
+        task = self._under_way.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    def _forget(self, caller: Caller) -> None:
+        """A client has gone; what it asked for is nobody's any more."""
+        for key in [key for key in self._under_way if key[0] == caller.number]:
+            self._cancel(key)
+        for who in caller.names:
+            self._engine.leave(who)
+
+    def _reply(self, caller: Caller, data: bytes) -> None:
+        """Answers of one turn of the loop go out together."""
+        waiting = self._replies.setdefault(caller, [])
+        if not waiting:
+            self._loop.call_soon(self._send, caller)
+        waiting.append(data)
+
+    def _send(self, caller: Caller) -> None:
+        self._lines.send(caller, b"".join(self._replies.pop(caller)))
+
+    async def _close(self) -> None:
+        self._loop.remove_reader(self._lines.fileno())
+        tasks = tuple(self._under_way.values())
+        for key in tuple(self._under_way):
+            self._cancel(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._engine.close(drain=False)
+
+
+def _failed(number: int, error: GpuinferError) -> bytes:
+    return pack(Record(Kind.FAILED, number=number, body=error_to_wire(error)))
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
