@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from gpuinfer.bench import words
+from gpuinfer.bench import grid, words
 from gpuinfer.bench.compare import Comparison, Row, against
 from gpuinfer.bench.interval import Interval
 from gpuinfer.bench.parity import Parity
@@ -93,14 +93,18 @@ def _number(ratio: Interval) -> float | None:
 
 def below(document: Mapping[str, Any], least: float) -> list[str]:
     """The variants that are not at least `least` times as good as the first, by the metric, those that do not keep up
-    with the load, and those that could not be measured.
+    with the load, and those that could not be measured. Of generators: where ours is not so many times as fast.
     """
-    slow = [
+    slow = grid.below(document, least) if "grid" in document else _slower(document, least)
+    return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
+
+
+def _slower(document: Mapping[str, Any], least: float) -> list[str]:
+    return [
         row["name"]
         for row in document["comparison"]
         if row["standing"] != "first" and ((row["ratio_to_first"] or 0.0) < least or not row["keeps_up"])
     ]
-    return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
 
 
 def wrong(document: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from gpuinfer.bench import tables
 
 TITLES = {
     "throughput": "The runs",
+    "batch_sizes": "Tokens per second by batch size",
     "batches": "Rows in a batch",
     "time": "Where the lanes' time went",
     "queue_wait": "Waiting in the queue",

@@ -59,8 +59,11 @@ class Comparison(Workload):
 
 
 def applies(plan: Plan) -> bool:
-    """Whether a model is asked at all: not every workload has one, and a stand-in leaves it alone."""
-    return plan.workload.asks and plan.backend.setup.model is not None
+    """Whether a model of rows is asked: not every workload has one, and a stand-in leaves it alone. What a model of
+    text answers is for `gpuinfer verify` to check.
+    """
+    spec = plan.backend.setup.model
+    return plan.workload.asks and spec is not None and spec.kind == "rows"
 
 
 def check(plan: Plan, on_update: Callable[[Update], None]) -> Parity | None:

@@ -29,6 +29,8 @@ def plots(document: Document) -> dict[str, Figure]:
     reports = reports_of(document)
     if not reports:
         return {}
+    if "grid" in document:
+        return {"batch_sizes": _drawn(8, lambda axes: batch_sizes(axes, document))}
     drawn = {
         "throughput": _drawn(len(reports), lambda axes: throughput(axes, document)),
         "time": _drawn(len(reports), lambda axes: time(axes, reports)),
@@ -70,6 +72,25 @@ def throughput(axes: Axes, document: Document) -> None:
     axes.set_xlim(left=0)
     _name_rows(axes, [row["name"] for row in rows])
     axes.xaxis.set_major_formatter(lambda amount, _: value(rows[0]["metric"], amount))
+
+
+def batch_sizes(axes: Axes, document: Document) -> None:
+    """Speed over batch size, a line for each generator, intervals as whiskers. Both axes in doublings."""
+    sizes = document["grid"]["batch_sizes"]
+    for place, one in enumerate(document["grid"]["generators"]):
+        found = [row for row in document["comparison"] if row["settings"]["generator"] == one["name"]]
+        at, speeds = [int(row["settings"]["batch_size"]) for row in found], [row["median"] for row in found]
+        axes.plot(at, speeds, "o-", color=_colour(place), label=one["name"], markersize=5)
+        for size, row in zip(at, found, strict=True):
+            if row["ci95"]:
+                axes.plot([size, size], row["ci95"], color=_colour(place), linewidth=2.5, alpha=0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(sizes, [whole(size) for size in sizes])
+    axes.set_xlabel("prompts at once")
+    axes.set_ylabel(unit(document["comparison"][0]["metric"]))
+    axes.yaxis.set_major_formatter(lambda amount, _: value("", amount))
+    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
 
 
 def time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 STARTING = 0.2  # of the time, left out
 LOOK_S = 0.1  # between two looks at the counters
-STEADY = ("evaluations", "simulations")  # what to count, first choice first
+STEADY = ("output_tokens", "evaluations", "simulations")  # what to count, first choice first
 LOAD = ("rows",)  # the same, of a load
 OFFERED, CLIENTS = "offered_rows_per_s", "clients"  # facts of a load: from outside, or of clients that wait
-WHOLE = ("games_per_min", "simulations_per_s", "evaluations_per_s", "rows_per_s", "requests_per_s")
+COUNTED = ("simulations", "evaluations", "rows", "requests")
+WHOLE = ("output_tokens_per_s", "games_per_min", *(f"{name}_per_s" for name in COUNTED)
 
 
 class Meter:

@@ -20,7 +20,8 @@ class Rooflines:
 
     def missing(self, plan: Plan) -> bool:
         """Whether asking for this plan's would have to measure."""
-        return self._wanted and plan.backend.setup.model is not None and _key(plan) not in self._known
+        spec = plan.backend.setup.model
+        return self._wanted and spec is not None and spec.kind == "rows" and _key(plan) not in self._known
 
     def of(self, plan: Plan) -> Roofline | bool:
         """What `run` takes: the roofline, or False where there is none. Raises `UsageError` for an impossible model."""

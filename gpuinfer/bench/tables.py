@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gpuinfer.bench import grid
 from gpuinfer.bench.metric import LATENCY
 from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.screen.units import number, short, whole
@@ -33,6 +34,8 @@ WINNER = "★ "
 
 def about(document: Mapping[str, Any]) -> str:
     """What the figures are."""
+    if "grid" in document:
+        return grid.about(document)
     rows, seconds = document["comparison"], document["course"]["seconds"]
     if not rows:
         return "nothing was measured"
@@ -44,12 +47,17 @@ def about(document: Mapping[str, Any]) -> str:
 
 
 def columns(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of work the speed, of a load what became of the requests too."""
+    """Of work the speed, of a load what became of the requests too; of generators the batch sizes."""
+    if "grid" in document:
+        return grid.columns(document)
     return LOAD if document["of_load"] else WORK
 
 
 def rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
     """One for each variant that was measured, in the order in which they were named: a cell for each column."""
+    if "grid" in document:
+        yield from grid.rows(document)
+        return
     for row in document["comparison"]:
         cells = _cells(row, row["name"] == document["winner"])
         yield [cells[column] for column in columns(document)]
@@ -57,6 +65,8 @@ def rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and rows for a terminal."""
+    if "grid" in document:
+        return columns(document), list(grid.rows(document, intervals=False))
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
 
@@ -102,6 +112,8 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if document["why"]:
         yield "why", document["why"]
+    if "grid" in document:
+        yield "versions", grid.versions(document)
     if unquiet := _unquiet(document["comparison"]):
         yield "unquiet", unquiet
     if "search" in document:

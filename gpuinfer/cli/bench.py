@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, output, targets
+from gpuinfer.cli import flags, generators, output, targets
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
 from gpuinfer.cli.progress import Progress, interruptible
 from gpuinfer.errors import UsageError
@@ -40,6 +40,9 @@ class Bench(targets.Targets):
 
     def own_flags(self) -> flags.Parameters:
         return own_flags()
+
+    def flags_for(self, target: str) -> flags.Parameters:
+        return {**own_flags(), **(generators.more_flags() if target == generators.TARGET else {})}
 
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         return execute(target, values, own)
@@ -95,13 +98,30 @@ def own_flag(name: str, kind: Any, metavar: str, text: str, default: Any = None,
 
 def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     """Compare, show, write. The exit code."""
-    from gpuinfer.bench.series import Series
-    from gpuinfer.cli.workload import log_to_people, merge
+    from gpuinfer.cli.workload import merge
 
     if own["fail_under"] is not None and not 0 < own["fail_under"] < math.inf:
         raise UsageError(f"--fail-under {own['fail_under']}: nothing could fail that. Give a ratio such as 0.95.")
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
+    if target == generators.TARGET:
+        if names := generators.named(own["compare"], values):
+            return finished(target, generators.execute(names, values, own, folder), destination, folder, own)
+        values = generators.for_backends(values, own)
+    document, variants = compared(target, values, own, common)
+    code = finished(target, document, destination, folder, own)
+    if own["apply"]:
+        apply_winner(target, document, variants)
+    return code
+
+
+def compared(
+    target: str, values: Mapping[str, Any], own: Mapping[str, Any], common: Any
+) -> tuple[dict[str, Any], list[Variant]]:
+    """Backends and settings of ours, in turn: the document, and what was compared."""
+    from gpuinfer.bench.series import Series
+    from gpuinfer.cli.workload import log_to_people
+
     course = _course(target, values, own, common.seed, common.roofline)
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
@@ -111,12 +131,20 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
         series = Series(variants, course, progress.step)
         progress.watch(series)
         outcome = series.run()
-    document = concluded(target, outcome, course, began)
+    return concluded(target, outcome, course, began), outcome.variants
+
+
+def finished(
+    target: str,
+    document: Mapping[str, Any],
+    destination: output.Destination,
+    folder: Path | None,
+    own: Mapping[str, Any],
+) -> int:
+    """Show and write it. The exit code."""
     show(f"bench {targets.called(target)}", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
-    if own["apply"]:
-        apply_winner(target, document, outcome.variants)
     return exit_code(document, own["fail_under"])
 
 

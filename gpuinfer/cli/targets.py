@@ -27,6 +27,10 @@ class Targets(TyperGroup):
     def own_flags(self) -> flags.Parameters:
         """The flags beside those of the workload and of every command."""
 
+    def flags_for(self, target: str) -> flags.Parameters:
+        """The same for one target, which may have more."""
+        return self.own_flags()
+
     @abstractmethod
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         """Do it, with the workload's and the common flags (None: not given) and the own ones. The exit code."""
@@ -39,7 +43,7 @@ class Targets(TyperGroup):
         """The subcommand for this workload. Raises `PluginError` when it cannot be loaded."""
         from gpuinfer.cli.workload import made
 
-        own = self.own_flags()
+        own = self.flags_for(name)
 
         def call(**values: Any) -> None:
             given = {key: values.pop(key) for key in own}

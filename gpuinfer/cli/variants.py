@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
 SINGLE = ("json", "trace", "config", "live", "quiet", "verbose", "roofline", "seed")
 AMOUNTS = ("games", "requests", "duration", "schedule", "replay")  # flags that say how much there is to do
 ENDLESS = {"games": str(10**9), "duration": str(10**9)}  # in a run that is ended by the clock
+
+KEPT_NOWHERE = {"output": os.devnull}  # of a workload that writes answers: a comparison keeps none
 
 Axis = tuple[str, str]  # a flag and "", or `backend_options` and the key of a -B
 Values = Mapping[str, Any]
@@ -50,10 +53,11 @@ def variant(target: str, values: Values, chosen: Mapping[Axis, str], *, timed: b
     chosen = {axis: value for axis, value in chosen.items() if _concerns(axis, common)}
     for flag, kind in KINDS.items():
         own[flag] = addressed(own.get(flag) or [], kind, getattr(common, _owner(flag)))
-    endless = {key: amount for key, amount in ENDLESS.items() if timed and _has(target, key) and own.get(key) is None}
+    fixed = {key: place for key, place in KEPT_NOWHERE.items() if _has(target, key)}
+    fixed |= {key: amount for key, amount in ENDLESS.items() if timed and _has(target, key) and own.get(key) is None}
     return Variant(
         name=_name(chosen) or common.backend,
-        build=lambda seed: build(target, merge(target, {**own, **endless, "seed": str(seed)})),
+        build=lambda seed: build(target, merge(target, {**own, **fixed, "seed": str(seed)})),
         settings={label: chosen[axis] for axis, label in labels_of(chosen).items()},
         command=spelled(target, own),
         flags=own,

@@ -95,8 +95,7 @@ class Child:
             self._tell({"do": "quit"}, time.monotonic() + 1.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(QUIT_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -121,7 +120,7 @@ class Child:
         if answer.get("is") == "error":
             raise PeerFailed(f"{self.name}: {answer.get('message')}")
         if answer.get("is") != wanted:
-            raise PeerFailed(f"{self.name} answered {str(answer)[:LAST_WORDS]} where '{wanted}' was due.")
+            raise self._lost(f"answered {str(answer)[:LAST_WORDS]} where '{wanted}' was due.")
         return answer
 
     def _tell(self, order: Mapping[str, Any], until: float) -> None:
@@ -147,15 +146,26 @@ class Child:
             self._heard += part
         line, _, self._heard = self._heard.partition(b"\n")
         try:
-            found: dict[str, Any] = json.loads(line)
+            found = json.loads(line)
         except ValueError:
-            raise PeerFailed(f"{self.name} said what is no answer: {line[:LAST_WORDS]!r}.") from None
+            found = None
+        if not isinstance(found, dict):
+            raise self._lost(f"said what is no answer: {line[:LAST_WORDS]!r}.")
         return found
 
-    def _wait(self, readable: list[Any], writable: list[Any], until: float, limit_s: float = 0.0) -> None:
+    def _wait(self, readable: list[Any], writable: list[Any], until: float, limit_s: float = 1.0) -> None:
         left = until - time.monotonic()
         if left <= 0 or not any(select.select(readable, writable, [], left)):
-            raise PeerFailed(f"{self.name} gave no answer within {limit_s:.0f} s.{self._last_words()}")
+            raise self._lost(f"gave no answer within {limit_s:.0f} s.{self._last_words()}")
+
+    def _lost(self, why: str) -> PeerFailed:
+        """What it says from now on may belong to an order of before, so it is ended."""
+        self._kill()
+        return PeerFailed(f"{self.name} {why}")
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _gone(self) -> PeerFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):
