@@ -23,8 +23,8 @@ LOOK_S = 0.1  # between two looks at the counters
 STEADY = ("output_tokens", "evaluations", "simulations")  # what to count, first choice first
 LOAD = ("rows",)  # the same, of a load
 OFFERED, CLIENTS = "offered_rows_per_s", "clients"  # facts of a load: from outside, or of clients that wait
-COUNTED = ("simulations", "evaluations", "rows", "requests")
-WHOLE = ("output_tokens_per_s", "games_per_min", *(f"{name}_per_s" for name in COUNTED)
+PER_S = ("simulations", "evaluations", "rows", "requests")
+WHOLE = ("output_tokens_per_s", "games_per_min", *(f"{name}_per_s" for name in PER_S))  # of a run from start to end
 
 
 class Meter:
