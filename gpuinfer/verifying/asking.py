@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,26 @@ def asked(rig: Rig, route: Route, watched: Collection[History] = ()) -> Answers:
     return answers
 
 
+def redrawn(rig: Rig, sampling: Sampling, ask: Ask, sample: int, position: int, row: NDArray[np.float32]) -> int:
+    """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
+    import torch
+
+    from gpuinfer.models.text.sampling import Sampler
+
+    device, vocabulary, slot = rig.decoder.device, rig.decoder.shape.vocabulary, np.zeros(1, np.int32)
+    ends = rig.language.end_tokens
+    sampler = Sampler(
+        1, vocabulary, device, seed=rig.setup.seed, end_tokens=ends, threads=1, deterministic=rig.setup.deterministic
+    )
+    try:
+        sampler.admit(0, sampling, ask.item.tokens, _key(ask), sample)
+        for _ in range(position):  # whatever is drawn, the next number is the next position's
+            sampler.draw(torch.zeros((1, vocabulary), device=device), slot, None)
+        return int(sampler.draw(torch.from_numpy(row.copy())[None].to(device), slot, None).tokens[0])
+    finally:
+        sampler.close()
+
+
 def _generator(rig: Rig, witness: Witness, step_tokens: int) -> Generator:
     """A new one over the old decoder: it knows of nothing that the slots hold."""
     from gpuinfer.models.text.generator import Generator
@@ -99,9 +119,10 @@ def _through(generator: Generator, asks: Sequence[Ask], route: Route, answers: A
             rows += asks[ticket].samples
         stepped = generator.step()
         answers.cached += stepped.cached
-        for number, outcome in stepped.finished:
-            found[number] = _tokens(route, outcome)  # type: ignore[index]  # the tickets are ours
-            rows -= asks[number].samples  # type: ignore[index]
+        for done, outcome in stepped.finished:
+            number = cast(int, done)  # the tickets are ours
+            found[number] = _tokens(route, outcome)
+            rows -= asks[number].samples
         idle = 0 if stepped.tokens or stepped.finished else idle + 1
         if idle > IDLE_STEPS:
             raise WorkError(f"{route.name}: the generator goes on without doing anything. Please report this.")
@@ -120,5 +141,9 @@ def _prompt(ask: Ask, sampling: Sampling) -> Prompt:
         sampling=sampling,
         samples=ask.samples,
         first_sample=ask.first_sample,
-        key=f"verify-{ask.number}",
+        key=_key(ask),
     )
+
+
+def _key(ask: Ask) -> str:
+    return f"verify-{ask.number}"

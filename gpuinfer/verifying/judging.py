@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.verifying.asking import Answers, Ask, asked
-from gpuinfer.verifying.rig import Rig
+from gpuinfer.generation import Sampling
+from gpuinfer.verifying.asking import Answers, Ask, asked, redrawn
+from gpuinfer.verifying.rig import Rig, Tolerance
 from gpuinfer.verifying.witness import History, history
 
 Row = NDArray[np.float32]
 MOST_KEPT = 256 << 20  # bytes of rows of logits that are looked at
-SHARE_OF_TIES = 0.1  # of the drawn answers may part on a border; more is no accident
 
 Status = Literal["holds", "fails", "skipped"]
 
@@ -28,7 +28,7 @@ class Divergence:
     prompt: str
     number: int  # of the prompt, from 0
     sample: int
-    position: int  # in the answer, from 0; in prompt and answer where `whole`
+    position: int  # in the answer, from 0; in prompt and answer where positions are compared
     tokens: tuple[int, int]
     logits: Mapping[str, tuple[float, float]]  # by side
     tie: bool
@@ -67,7 +67,7 @@ class Parting(NamedTuple):
 class Judge:
     """Compares routes with the answers to each prompt alone. `sides` are the two sides' names."""
 
-    def __init__(self, rig: Rig, tolerance: float) -> None:
+    def __init__(self, rig: Rig, tolerance: Tolerance) -> None:
         self._rig, self.tolerance = rig, tolerance
         self._bitwise = rig.setup.deterministic
 
@@ -83,11 +83,9 @@ class Judge:
                 partings.append(parting)
         finding.difference = self._differences(reference, other, finding, sides)
         finding.divergences += self._judged(_distinct(partings), reference, other, sides)
-        drawn = reference.route.sampling.temperature > 0
-        many = drawn and finding.ties > max(1, SHARE_OF_TIES * finding.compared)
-        if many or not all(one.tie for one in finding.divergences):
-            finding.status = "fails"
-            finding.why = next((one.why for one in finding.divergences if not one.tie), "too many ties to be chance")
+        faults = [one for one in finding.divergences if not one.tie]
+        if faults:
+            finding.status, finding.why = "fails", faults[0].why
         return finding
 
     def _differences(self, reference: Answers, other: Answers, finding: Finding, sides: tuple[str, str]) -> float:
@@ -105,8 +103,9 @@ class Judge:
                         worst, place = off, (past, known.largest, sight.largest)
                     if known.bits != sight.bits:
                         unequal = unequal or (past, known.largest, sight.largest)
-        if worst > self.tolerance and place is not None:
-            why = f"the logits differ by {worst:.2g}, and {self.tolerance:g} is allowed"
+        allowed = float(self.tolerance.allowed(np.array(place[1:2] if place else [0.0], np.float32))[0])
+        if worst > allowed and place is not None:
+            why = f"the logits differ by {worst:.2g}, and {allowed:.2g} is allowed"
             finding.divergences.append(_of_logits(reference, *place, sides, why))
         elif self._bitwise and unequal is not None:
             finding.divergences.append(_of_logits(reference, *unequal, sides, "the logits are not the same bits"))
@@ -126,10 +125,15 @@ class Judge:
         drawn = reference.route.sampling.temperature > 0
         for parting in partings:
             first, second = ours.get(parting.past, []), theirs.get(parting.past, [])
-            yield self._divergence(parting, first, second, sides, drawn)
+            yield self._divergence(parting, first, second, sides, reference.route.sampling if drawn else None)
 
     def _divergence(
-        self, parting: Parting, ours: Sequence[Row], theirs: Sequence[Row], sides: tuple[str, str], drawn: bool
+        self,
+        parting: Parting,
+        ours: Sequence[Row],
+        theirs: Sequence[Row],
+        sides: tuple[str, str],
+        drawn: Sampling | None,
     ) -> Divergence:
         tokens = (parting.first, parting.second)
         logits: dict[str, tuple[float, float]] = {}
@@ -138,9 +142,11 @@ class Judge:
         else:
             mine = ours[0]
             # Of several rows with that past, the one that parted.
-            other = next((row for row in theirs if drawn or int(row.argmax()) == parting.second), theirs[0])
+            other = next((row for row in theirs if self._chosen(parting, row, drawn) == parting.second), theirs[0])
             logits = {side: _of(row, tokens) for side, row in zip(sides, (mine, other), strict=True)}
-            tie, why = self._drawn(mine, theirs) if drawn else self._likeliest(mine, other, tokens)
+            tie, why = self._likeliest(mine, other, tokens)
+            if drawn is not None:
+                tie, why = self._border(parting, mine, other, drawn)
         if self._bitwise and tie:
             tie, why = False, f"{why}, but with --deterministic there is none"
         prompt = parting.ask.item.text
@@ -148,18 +154,28 @@ class Judge:
 
     def _likeliest(self, mine: Row, other: Row, tokens: tuple[int, int]) -> tuple[bool, str]:
         gaps = [float(mine[tokens[0]] - mine[tokens[1]]), float(other[tokens[1]] - other[tokens[0]])]
-        if all(abs(gap) <= self.tolerance for gap in gaps):
+        if all(abs(gap) <= self.tolerance.least for gap in gaps):
             return True, f"a tie: the two logits are {max(map(abs, gaps)):.2g} apart"
         return False, f"the two logits are {gaps[0]:.2g} and {gaps[1]:.2g} apart: no tie"
 
-    def _drawn(self, mine: Row, theirs: Sequence[Row]) -> tuple[bool, str]:
-        """Drawn tokens may differ when the logits do, by as much as is allowed: the draw fell on a border."""
-        apart = max(float(np.abs(mine - other).max()) for other in theirs)
-        if not apart <= self.tolerance:
-            return False, f"the logits are up to {apart:.2g} apart"
-        if apart == 0.0:
-            return False, "other tokens were drawn from the same logits"
-        return True, f"a draw on the border: the logits are {apart:.2g} apart"
+    def _border(self, parting: Parting, mine: Row, other: Row, sampling: Sampling) -> tuple[bool, str]:
+        """Drawn tokens may differ when the logits do, by as much as is allowed: the draw fell on a border. Drawn once
+        more, all alone, each side's logits must give that side's token.
+        """
+        apart = np.abs(mine - other)
+        worst = float(np.nan_to_num(apart, nan=math.inf).max())
+        if not (apart <= self.tolerance.allowed(mine)).all():
+            return False, f"the logits are up to {worst:.2g} apart"
+        for row, token in ((mine, parting.first), (other, parting.second)):
+            if self._chosen(parting, row, sampling) != token:
+                return False, f"alone, token {token} is not what these logits and this seed give"
+        return True, f"a draw on the border: the logits are up to {worst:.2g} apart"
+
+    def _chosen(self, parting: Parting, row: Row, sampling: Sampling | None) -> int:
+        """The token that a row of logits gives at this place: the likeliest, or the one that is drawn."""
+        if sampling is None:
+            return int(row.argmax())
+        return redrawn(self._rig, sampling, parting.ask, parting.sample, parting.position, row)
 
 
 def document(divergence: Divergence) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gpuinfer.verifying import peer_child
 from gpuinfer.verifying.positions import Pieces, Tokens, piece
 from gpuinfer.verifying.rig import Rig
 
-LOAD_S, ANSWER_S, LEAVE_S = 900.0, 600.0, 5.0
+LOAD_S, ANSWER_S, LEAVE_S = 900.0, 600.0, 3.0
 
 
 class Peer:
@@ -99,6 +99,8 @@ def _written(rig: Rig, folder: Path) -> Path:
 
 
 def _ended(process: Any) -> None:
+    """Left to itself it ends when nobody listens any more, unless it is in the midst of something."""
+    process.join(LEAVE_S)
     process.kill()
     process.join(LEAVE_S)
 

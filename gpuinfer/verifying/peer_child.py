@@ -32,8 +32,7 @@ def _model(folder: str, dtype: str, device: str, threads: int) -> Any:
     import transformers
 
     torch.set_num_threads(threads)
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",

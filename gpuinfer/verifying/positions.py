@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpuinfer.models.text.step import Step
 from gpuinfer.verifying.asking import Answers
 from gpuinfer.verifying.judging import Divergence, Finding, Row
-from gpuinfer.verifying.rig import Rig
+from gpuinfer.verifying.rig import Rig, Tolerance
 
 if TYPE_CHECKING:
     from gpuinfer.models.text.step import Decoder
@@ -24,13 +24,18 @@ Pieces = Iterator[NDArray[np.float32]]  # [positions, vocabulary], one after ano
 
 
 def against(
-    rig: Rig, name: str, reference: Answers, other: Callable[[Tokens], Pieces], sides: tuple[str, str], tolerance: float
+    rig: Rig,
+    name: str,
+    reference: Answers,
+    other: Callable[[Tokens], Pieces],
+    sides: tuple[str, str],
+    tolerance: Tolerance,
 ) -> Finding:
     """Every prompt with its answer goes through both decoders. Greedy tokens are the same at every position, or
     their logits tie; all logits are within the tolerance.
     """
     finding = Finding(name, unit="positions")
-    for ask, (answer,) in zip(reference.route.asks, reference.tokens, strict=True):
+    for ask, (answer,) in zip(reference.route.asks[: len(rig.items)], reference.tokens, strict=False):
         tokens = np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
         start = 0
         for ours, theirs in _paired(logits(rig.decoder, tokens), other(tokens)):
@@ -67,18 +72,19 @@ def _paired(ours: Pieces, theirs: Pieces) -> Iterator[tuple[NDArray[np.float32],
 
 
 def _compared(
-    ours: Row, theirs: Row, start: int, sides: tuple[str, str], tolerance: float, finding: Finding
+    ours: Row, theirs: Row, start: int, sides: tuple[str, str], tolerance: Tolerance, finding: Finding
 ) -> Iterator[tuple[int, tuple[int, int], dict[str, tuple[float, float]], bool, str]]:
     """The positions that differ: faults, and ties."""
     apart = np.abs(ours - theirs)
     worst = np.where(np.isnan(apart).any(axis=1), math.inf, apart.max(axis=1))
+    bad = ~(apart <= tolerance.allowed(ours))
     finding.difference = max(finding.difference, float(worst.max()))
     first, second = ours.argmax(axis=1), theirs.argmax(axis=1)
-    for at in np.flatnonzero((worst > tolerance) | (first != second)).tolist():
+    for at in np.flatnonzero(bad.any(axis=1) | (first != second)).tolist():
         pair = (int(first[at]), int(second[at]))
-        tie = bool(worst[at] <= tolerance)
+        tie = not bad[at].any()
         if not tie and pair[0] == pair[1]:
-            pair = (pair[0], int(np.nan_to_num(apart[at], nan=math.inf).argmax()))
+            pair = (pair[0], int(np.where(bad[at], np.nan_to_num(apart[at], nan=math.inf), 0).argmax()))
         values = {
             side: (float(rows[at, pair[0]]), float(rows[at, pair[1]]))
             for side, rows in zip(sides, (ours, theirs), strict=True)
@@ -87,6 +93,6 @@ def _compared(
         why = (
             f"a tie: the two logits are {gap:.2g} apart"
             if tie
-            else f"the logits differ by {worst[at]:.2g}, and {tolerance:g} is allowed"
+            else f"the logits differ by {worst[at]:.2g}, and {tolerance.allowed(ours[at, pair[1:]])[0]:.2g} is allowed"
         )
         yield start + at, pair, values, tie, why

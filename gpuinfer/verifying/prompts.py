@@ -62,7 +62,7 @@ def built_in(language: Language, vocabulary: int, room: int, seed: int) -> list[
 
 
 def from_file(path: Path, limit: int, language: Language, room: int) -> list[Item]:
-    """The first `limit` prompts of a file as `generate` reads it. Raises `UsageError` that names a row that is wrong."""
+    """The first `limit` prompts of a file as `generate` reads it. Raises `UsageError`, naming a row that is wrong."""
     items = []
     for number, piece in enumerate(_pieces(path), 1):
         if number > limit:

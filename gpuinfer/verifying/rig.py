@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.verifying import prompts
@@ -17,9 +20,33 @@ if TYPE_CHECKING:
     from gpuinfer.models.text.generator.parts import Language
     from gpuinfer.models.text.step import Decoder
 
-# How far two logits may lie apart, and still count as one: two ways to add up the same numbers. Of the number formats
-# with fewer digits it is a share of the largest logit, since every layer rounds.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
+# The share of a logit by which two sides may differ, since sums can be added up in several orders: about 32 times the
+# last digit in float32, and more in formats whose rounding every layer adds to.
+SHARE = {"float32": 4e-6, "bfloat16": 0.05, "float16": 0.01}
+LEAST = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two logits may lie apart and still count as one: `least`, or `share` of the logit where that is more.
+
+    `least` also tells a tie: two logits of one row that are no further apart.
+    """
+
+    least: float
+    share: float = 0.0
+
+    def allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """For each of these logits."""
+        found: NDArray[np.float32] = np.maximum(np.float32(self.least), np.float32(self.share) * np.abs(logits))
+        return found
+
+
+def tolerance(dtype: str, largest: float, wanted: float | None) -> Tolerance:
+    """What was wanted, or what is usual for a number format and a model whose likeliest tokens reach `largest`."""
+    if wanted is not None:
+        return Tolerance(wanted)
+    return Tolerance(max(LEAST, SHARE[dtype] * largest) if dtype != "float32" else LEAST, SHARE[dtype])
 
 
 @dataclass
@@ -101,7 +128,7 @@ def _items(options: Options, checkpoint: Checkpoint, language: Language, seed: i
     room = checkpoint.shape.positions - options.new_tokens
     if room < 1:
         raise UsageError(
-            f"--new-tokens {options.new_tokens}: the model has {checkpoint.shape.positions} positions in all. Use fewer."
+            f"--new-tokens {options.new_tokens}: the model has {checkpoint.shape.positions} positions. Use fewer."
         )
     if options.prompts is not None:
         return prompts.from_file(options.prompts, options.limit, language, room)

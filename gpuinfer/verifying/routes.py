@@ -87,7 +87,7 @@ def shared_beginnings(items: list[Item]) -> list[Item]:
 
 
 def lent(items: list[Item], shared: list[Item]) -> list[Ask]:
-    """Each prompt twice, and after each the one that begins like it: from a row under way, and from one that is done."""
+    """Each prompt and the one that begins like it, twice: to take over from rows under way, and from those done."""
     own, others = asks(items), iter(asks(shared, first=len(items)))
     found = []
     for ask in own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from gpuinfer.verifying import peer, positions, routes
 from gpuinfer.verifying.asking import Answers, asked
 from gpuinfer.verifying.judging import Finding, Judge, document
 from gpuinfer.verifying.options import Options
-from gpuinfer.verifying.rig import TOLERANCE, Rig, open_rig
+from gpuinfer.verifying.rig import Rig, Tolerance, open_rig, tolerance
 
 SCHEMA = "gpuinfer.verify/1"
 
@@ -42,12 +42,8 @@ class Verification:
         return all(finding.status != "fails" for finding in self.findings)
 
     @property
-    def tolerance(self) -> float:
-        """Between two logits."""
-        if self.options.tolerance is not None:
-            return self.options.tolerance
-        allowed = TOLERANCE[self.setup.dtype]
-        return allowed if self.setup.dtype == "float32" else allowed * max(1.0, self.largest)
+    def tolerance(self) -> Tolerance:
+        return tolerance(self.setup.dtype, self.largest, self.options.tolerance)
 
     def run(self) -> None:
         """Open the model and make all checks. Raises `UsageError` before, `WorkError` when the work fails."""
@@ -78,7 +74,7 @@ class Verification:
             "wall_s": time.perf_counter() - self._from,
             "status": "partial" if not self.finished else "done",
             "holds": self.holds and self.finished,
-            "tolerance": self.tolerance,
+            "tolerance": asdict(self.tolerance),
             "settings": self.options.model_dump(mode="json"),
             "environment": environment(self.setup, {}),
             "checks": [_described(finding) for finding in self.findings],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-COLUMNS = ("check", "result", "compared", "logits differ by", "took")
-MOST_SHOWN = 3  # divergences of a check
+COLUMNS = ("check", "result", "compared", "differ by", "took")
+MOST_SHOWN = 3  # faults of a check
 
 
 def heading(document: dict[str, Any]) -> str:
@@ -23,11 +23,11 @@ def notes(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for check in document["checks"]:
         if check["status"] == "skipped":
             yield "skipped", f"{check['name']}: {check['why']}"
-        chosen = [one for one in check["divergences"] if not one["tie"]] or check["divergences"]
-        for one in chosen[:MOST_SHOWN]:
+        faults = [one for one in check["divergences"] if not one["tie"]]
+        for one in faults[:MOST_SHOWN] or check["divergences"][:1]:
             yield ("tie" if one["tie"] else "failed"), _said(check, one)
-        if len(chosen) > MOST_SHOWN:
-            yield "", f"and {len(chosen) - MOST_SHOWN} more: see --json"
+        if len(faults) > MOST_SHOWN:
+            yield "", f"and {len(faults) - MOST_SHOWN} more: see --json"
     yield "verdict", _verdict(document)
 
 
@@ -41,13 +41,14 @@ def _row(check: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _said(check: dict[str, Any], one: dict[str, Any]) -> str:
-    where = f"position {one['position']}"
+    where = f"position {one['position']}" + (" of prompt and answer" if check["unit"] == "positions" else "")
     sample = f", sample {one['sample']}" if one["sample"] else ""
     sides = "; ".join(
         f"{side} has {values[0]:.6g} for token {one['tokens'][0]} and {values[1]:.6g} for token {one['tokens'][1]}"
         for side, values in one["logits"].items()
     )
-    return f"{check['name']}: prompt {one['number']} “{one['prompt']}”{sample}, {where}: {sides or 'no logits'}. {one['why']}"
+    which = f"{check['name']}: prompt {one['number']} “{one['prompt']}”{sample}"
+    return f"{which}, {where}: {sides or 'no logits'}. {one['why']}"
 
 
 def _verdict(document: dict[str, Any]) -> str:
