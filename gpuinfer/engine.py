@@ -71,6 +71,7 @@ class Engine:
         self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
         self._draining = False
         self._backend_open = False
+        self._admits = False  # rows take free slots, and the backend tells its own steps: its lane is one, never taken
         self._warned: set[str] = set()
 
     async def start(self) -> None:
@@ -90,7 +91,8 @@ class Engine:
     def _take_limits(self, limits: Limits) -> None:
         self.limits = limits
         self._admission = Admission(limits, self._max_queue_rows)
-        forwards = limits.in_flight if limits.slots is None else 1
+        self._admits = limits.slots is not None and self.backend.streams
+        forwards = 1 if self._admits else limits.in_flight
         self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
 
@@ -166,7 +168,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        slots = self.limits.slots if self.lanes else None
+        slots = self.limits.slots if self._admits else None
         return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy), slots or 0)
 
     # Cutting
@@ -215,12 +217,12 @@ class Engine:
             wanted = tuple(request for request in cut.requests if request in self._unsettled)
             cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
         if cut.requests:
-            if self.limits.slots is None:
-                self._tally.cut(cut, now)
-                lane = self._free.pop()
-            else:  # slots are what is taken; the lane is the forward's, whatever it computes
+            if self._admits:
                 self._tally.admitted(cut, now)
                 lane = self._free[0]
+            else:
+                self._tally.cut(cut, now)
+                lane = self._free.pop()
             number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
             task = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
             self._running.add(task)
@@ -233,13 +235,12 @@ class Engine:
         `number`.
         """
         forward_lane.set(lane)
-        admits = self.limits.slots is not None
-        if not admits:
+        if not self._admits:
             lane.enter("forward")
         started = self._clock()
         try:
             seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
-            if not admits:
+            if not self._admits:
                 self._tally.ran(cut.rows, seconds)
             if self._recorder is not None:
                 self._recorder.ran(number, seconds, self._clock())
@@ -251,14 +252,14 @@ class Engine:
             if not isinstance(error, Exception | asyncio.CancelledError):  # an interrupt is not ours to keep
                 raise
         finally:
-            if not admits:
+            if not self._admits:
                 lane.enter("idle")
 
     def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
             self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
         self._running.discard(task)
-        if self.limits.slots is None:
+        if not self._admits:
             self._free.append(lane)
         self._wake()
 

@@ -42,6 +42,7 @@ class TextModel:
         self._asked: dict[int, tuple[Request, _Answers]] = {}
         self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
         self._told_at = time.monotonic()  # likewise
+        driver.deliver, driver.on_step = self._deliver, self._count
 
     @classmethod
     async def open(
@@ -52,9 +53,7 @@ class TextModel:
         Raises `UsageError` when the model cannot be had on this device.
         """
         driver, gauge = await asyncio.to_thread(_drive, spec, setup, options)
-        model = cls(driver, stepped, gauge)
-        model._driver.deliver, model._driver.on_step = model._deliver, model._count
-        return model
+        return cls(driver, stepped, gauge)
 
     @property
     def limits(self) -> Limits:

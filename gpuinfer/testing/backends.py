@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 
-from gpuinfer.api import Backend, Limits, Request, Result
+from gpuinfer.api import Backend, Event, Limits, Request, Result
 from gpuinfer.batching.checks import find_fault
 from gpuinfer.engine import Engine
+from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.layouts import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
@@ -30,7 +32,8 @@ def check_backend(
 ) -> list[Finding]:
     """Every promise of `api.Backend`; each step may take `timeout_s`.
 
-    Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8.
+    Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8; of a
+    model of text, a prompt that wants `rows` short answers.
     """
 
     def check(findings: list[Finding]) -> None:
@@ -57,7 +60,9 @@ class _Examination:
         self.backend = backend
         self.timeout_s = timeout_s
         self.findings = findings
-        self._make_payload = make_payload or self._features
+        text = backend.setup.model is not None and backend.setup.model.kind == "text"
+        self._make_payload = make_payload or (_prompt if text else self._features)
+        self._steps: list[tuple[int, float, bool]] = []  # rows, seconds, told on the event loop
 
     async def run(self) -> None:
         self.findings += check_options(self.backend)
@@ -74,8 +79,16 @@ class _Examination:
             "takes a batch as wide as its limits say": self._takes_the_widest,
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
+            **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
             "tells its measurements": self._measures,
         }
+
+    @property
+    def _has_slots(self) -> bool:
+        return self.backend.streams and self.backend.limits.slots is not None
+
+    def _stepped(self, rows: int, seconds: float) -> None:
+        self._steps.append((rows, seconds, threading.current_thread() is self._thread))
 
     async def _try(self, name: str, check: Callable[[], Awaitable[str | None]]) -> bool:
         finding = await examine_async(name, check, self.timeout_s)
@@ -100,6 +113,8 @@ class _Examination:
         return None if isinstance(other, Backend) else f"connect().open() gave {other!r}. Return a Backend."
 
     async def _starts(self) -> str | None:
+        self._thread = threading.current_thread()
+        self.backend.stepped = self._stepped
         await self.backend.start()
         limits = getattr(self.backend, "limits", None)
         if not isinstance(limits, Limits):
@@ -114,7 +129,7 @@ class _Examination:
             if event.last and event.error is not None:
                 raise event.error
             if event.last:
-                answered[event.request].append(event.value)
+                answered[event.request].append(_said(event.value))
         for request, results in answered.items():
             if len(results) != 1:
                 raise ValueError(f"a request got {len(results)} results. Return one for each request")
@@ -165,6 +180,18 @@ class _Examination:
         self.backend.cancel(self._request(1, 0))  # it may have been answered a moment ago
         return None
 
+    async def _tells_steps(self) -> str | None:
+        """After all that was asked before."""
+        if not self._steps:
+            return "it has answered, and told no step. Call self.stepped(rows, seconds) after each forward step."
+        slots = self.backend.limits.slots
+        for rows, seconds, on_the_loop in self._steps:
+            if not on_the_loop:
+                return "a step was told in another thread. Use loop.call_soon_threadsafe(self.stepped, rows, seconds)."
+            if not (0 < rows <= (slots or 0) and seconds >= 0):
+                return f"a step had {rows} rows and took {seconds} s, with {slots} slots. Tell what it had and took."
+        return None
+
     async def _measures(self) -> str | None:
         self.backend.device()
         wire = await self.backend.stats()
@@ -181,6 +208,26 @@ class _Borrowed(Backend):
         self.limits = backend.limits
         self._backend = backend
 
+    @property
+    def streams(self) -> bool:
+        return self._backend.streams
+
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
-        answers = {event.request: event async for event in self._backend.stream(batch) if event.last}
-        return [answers[request].value for request in batch]
+        return await self._backend.infer(batch)
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        async for event in self._backend.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        self._backend.cancel(request)
+
+
+def _prompt(rows: int, seed: int) -> Prompt:
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    return Prompt(text=f"prompt {seed}", key=str(seed), samples=rows, sampling=sampling)
+
+
+def _said(result: Result) -> Result:
+    """What must be the same for the same request: of an answer in text, not how long it took."""
+    return [answer.text for answer in result.completions] if isinstance(result, Generation) else result

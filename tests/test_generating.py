@@ -1,0 +1,295 @@
+"""A text model behind the engine: whatever becomes of one prompt, the others are answered, and steps are counted."""
+
+import asyncio
+import itertools
+import threading
+from contextlib import asynccontextmanager
+
+import jsonschema
+import numpy as np
+import pytest
+from text.toy import alone, toy_generator
+
+from gpuinfer.api import Backend, ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.engine import Engine
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired
+from gpuinfer.generating import FEW, TextModel
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.models.text.generator import Driver
+from gpuinfer.report import schema
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.testing import assert_ok, check_backend
+
+WAIT_S = 30.0
+SLOTS = 4
+
+
+def prompt(text="abc", max_tokens=5, samples=1, **more):
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, **more)
+    return Prompt(text=text, key=text, samples=samples, sampling=sampling)
+
+
+PROMPTS = [prompt(text, 2 + number) for number, text in enumerate(("a", "bc", "def", "ghij", "klm", "no", "p"))]
+
+
+class Gate:
+    """Holds the generator before its next step until it is opened."""
+
+    def __init__(self, generator):
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._forward = generator.decoder.forward
+        generator.decoder.forward = self._held
+
+    def _held(self, step):
+        self.reached.set()
+        assert self.open.wait(WAIT_S)
+        return self._forward(step)
+
+    async def closed_on_a_step(self):
+        assert await asyncio.to_thread(self.reached.wait, WAIT_S)
+
+
+class Toy(Backend):
+    """A backend around one toy generator."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    async def start(self):
+        self.driver = Driver(self.generator)
+        self.text = TextModel(self.driver, self.stepped)
+        self.limits = self.text.limits
+
+    async def infer(self, batch):
+        raise NotImplementedError
+
+    def stream(self, batch):
+        return self.text.stream(batch)
+
+    def cancel(self, request):
+        self.text.cancel(request)
+
+    async def close(self):
+        await self.text.close()
+
+
+@asynccontextmanager
+async def serving(generator=None, **more):
+    """An engine over a toy generator with four slots."""
+    engine = Engine(Toy(generator or toy_generator(SLOTS)), Dynamic(), **more)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain=False)
+
+
+def asked(engine, *prompts, **more):
+    return [asyncio.ensure_future(engine.submit(one, rows=one.samples, **more)) for one in prompts]
+
+
+async def outcomes(tasks):
+    """A result's completions, or the type of an error."""
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
+    return [type(one) if isinstance(one, BaseException) else one.completions for one in found]
+
+
+def answers(prompts):
+    return [alone(one) for one in prompts]
+
+
+def run(main):
+    """The test as a coroutine on a real loop, as the generator's thread needs one."""
+
+    def test(*arguments, **more):
+        asyncio.run(main(*arguments, **more))
+
+    test.__name__, test.__doc__ = main.__name__, main.__doc__
+    return test
+
+
+@run
+async def test_more_prompts_than_slots_get_the_answers_they_get_alone():
+    async with serving() as engine:
+        wanted = [*PROMPTS, prompt("xyz", samples=3)]
+        assert await outcomes(asked(engine, *wanted)) == answers(wanted)
+
+
+@run
+async def test_a_prompt_that_cannot_be_served_fails_alone():
+    async with serving() as engine:
+        bad = prompt("what the alphabet lacks: ¿")
+        found = await outcomes(asked(engine, PROMPTS[0], bad, PROMPTS[1]))
+        assert found == [alone(PROMPTS[0]), BadPrompt, alone(PROMPTS[1])]
+        assert engine.snapshot().errors["failed"] == 1
+
+
+@run
+async def test_what_is_no_prompt_fails_alone():
+    async with serving() as engine:
+        stranger = asyncio.ensure_future(engine.submit(np.zeros((1, 8), np.float32)))
+        found = await outcomes([stranger, *asked(engine, PROMPTS[0])])
+        assert found == [BackendError, alone(PROMPTS[0])]
+        assert "Submit gpuinfer.generation.Prompt" in str(stranger.exception())
+
+
+@run
+async def test_the_steps_are_the_batches_and_the_slots_are_told():
+    async with serving() as engine:
+        await outcomes(asked(engine, *PROMPTS))
+        snapshot, counters = engine.snapshot(), engine.backend.driver.counters()
+        assert snapshot.slots == SLOTS
+        assert sum(snapshot.batches.values()) == counters["steps"]
+        assert sum(rows * count for rows, count in snapshot.batches.items()) == counters["rows"]
+        assert {rows: count for rows, (count, _) in snapshot.batch_s.items()} == snapshot.batches
+        assert max(snapshot.batches) <= SLOTS
+        assert 1 <= sum(snapshot.reasons.values()) <= len(PROMPTS)
+
+
+@run
+async def test_a_cancelled_answer_frees_its_slots_for_others():
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator)
+    async with serving(generator) as engine:
+        [endless] = asked(engine, prompt("a", 60, samples=SLOTS))
+        await gate.closed_on_a_step()
+        waiting = asked(engine, *PROMPTS)
+        endless.cancel()
+        await asyncio.wait({endless})
+        gate.open.set()
+        assert await outcomes(waiting) == answers(PROMPTS)
+        assert engine.snapshot().errors["cancelled"] == 1
+        assert engine.backend.driver.counters()["output_tokens"] <= SLOTS + sum(
+            each.sampling.max_tokens for each in PROMPTS
+        )
+
+
+@run
+async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_slot():
+    generator = toy_generator(16)
+    begun, go_on, prepare = threading.Event(), threading.Event(), generator.prepare
+
+    def slowly(prompts):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return prepare(prompts)
+
+    generator.prepare = slowly
+    async with serving(generator) as engine:
+        tasks = asked(engine, *(prompt("abc", 3) for _ in range(FEW + 1)))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        tasks[0].cancel()
+        await asyncio.wait({tasks[0]})
+        go_on.set()
+        assert await outcomes(tasks[1:]) == FEW * [alone(prompt("abc", 3))]
+        assert engine.backend.driver.counters()["output_tokens"] == 3 * FEW
+
+
+@run
+async def test_a_prompt_expires_while_others_have_the_slots():
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator)
+    async with serving(generator) as engine:
+        first = asked(engine, *PROMPTS[:SLOTS])
+        await gate.closed_on_a_step()
+        assert await outcomes(asked(engine, prompt(), timeout=0.01)) == [Expired]
+        gate.open.set()
+        assert await outcomes(first) == answers(PROMPTS[:SLOTS])
+
+
+@run
+async def test_a_generator_that_dies_fails_all_there_are_and_all_that_come():
+    generator = toy_generator(SLOTS)
+
+    def lost(step):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    generator.decoder.forward = lost
+    async with serving(generator) as engine:
+        assert set(await outcomes(asked(engine, *PROMPTS))) == {BackendDied}
+        assert await outcomes(asked(engine, prompt())) == [BackendDied]
+
+
+@run
+async def test_the_stations_of_the_lane_sum_to_the_time_it_is_open():
+    ticks = itertools.count()
+    async with serving(clock=lambda: float(next(ticks))) as engine:
+        [lane] = engine.lanes
+        before = sum(lane.stations().values()) - next(ticks)
+        await outcomes(asked(engine, *PROMPTS))
+        stations = lane.stations()
+        # two looks at one clock: what passed between them is in the stations, all of it and nothing twice
+        assert 0 <= next(ticks) - (sum(stations.values()) - before) <= 3
+        assert stations.keys() == {"prefill", "forward", "sample", "reply", "idle"}
+
+
+@run
+async def test_closing_answers_what_is_under_way_and_fails_what_waits():
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator)
+    async with serving(generator) as engine:
+        tasks = asked(engine, *PROMPTS)
+        await gate.closed_on_a_step()
+        closing = asyncio.ensure_future(engine.close(drain=False))
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.wait_for(closing, WAIT_S)
+        found = await outcomes(tasks)
+        assert found == [*answers(PROMPTS[:SLOTS]), *(Closed for _ in PROMPTS[SLOTS:])]
+    assert generator.decoder.closed
+
+
+@run
+async def test_closing_waits_only_so_long_for_a_step():
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator)
+    async with serving(generator, patience_s=0.05) as engine:
+        tasks = asked(engine, *PROMPTS)
+        await gate.closed_on_a_step()
+        await engine.close(drain=False)
+        assert await outcomes(tasks) == [Closed for _ in PROMPTS]
+        gate.open.set()
+
+
+@run
+async def test_a_stream_that_nobody_follows_gives_its_slots_back():
+    async with serving() as engine:
+        text = engine.backend.text
+        stream = text.stream([Request(prompt("a", 1)), Request(prompt("b", 60)), Request(prompt("c", 60))])
+        assert (await anext(stream)).value.completions == alone(prompt("a", 1))
+        await stream.aclose()
+        assert await outcomes(asked(engine, *PROMPTS)) == answers(PROMPTS)
+        assert engine.backend.driver.counters()["finished"] == 1 + len(PROMPTS)
+
+
+def text_backend(name, **options):
+    return InProcess(Setup(device="cpu", model=ModelSpec(name, kind="text")), context=64, **options)
+
+
+def test_the_backend_in_this_process_keeps_all_promises_of_one_with_slots():
+    assert_ok(check_backend(lambda: text_backend("null", slots=8)))
+
+
+@run
+async def test_a_real_model_answers_in_company_as_alone_and_tells_what_it_takes():
+    greedy = [greedy_prompt(number) for number in range(6)]
+    engine = Engine(text_backend("tiny", slots=SLOTS), Dynamic())
+    await engine.start()
+    try:
+        together = await outcomes(asked(engine, *greedy))
+        assert together == [(await outcomes(asked(engine, one)))[0] for one in greedy]
+        device = engine.backend.device()
+        jsonschema.validate(device["model"], schema()["properties"]["model"])
+        assert (device["model"]["slots"], device["model"]["context"]) == (SLOTS, 64)
+        assert device["model"]["estimated_bytes"] > device["model"]["cache_bytes"] > 0
+        assert device["tokens"]["output"] == 2 * sum(len(found[0].tokens) for found in together)
+    finally:
+        await engine.close()
+    with pytest.raises(Closed):
+        await engine.submit(greedy[0])
+
+
+def greedy_prompt(number):
+    return prompt("The tide " * (1 + number), 8, temperature=0.0)
