@@ -17,6 +17,7 @@ SMALL = {"--games": "4"}  # counts that only cost time
 BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
+    "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring

@@ -34,7 +34,7 @@ def likeliest(rig: Rig) -> Plan:
     some = min(SOME, rig.decoder.slots)
     draw = np.random.default_rng(rig.setup.seed)
     mixed = [items[i] for i in draw.permutation(len(items))]
-    places = np.roll(np.arange(rig.decoder.slots)[::-1], 1).astype(np.int32)
+    places = np.arange(rig.decoder.slots, dtype=np.int32)[::-1]
     alone = Route("alone", asks(items) + asks(shared, first=len(items)), sampling, alone=True)
     return Plan(
         alone,

@@ -1,0 +1,156 @@
+"""What `gpuinfer verify` is made of: ends to every wait, and comparisons that miss nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+from text.tiny import tiny_checkpoint
+
+from gpuinfer.api import Setup
+from gpuinfer.errors import WorkError
+from gpuinfer.verifying import peer, positions, prompts, routes
+from gpuinfer.verifying.asking import asked
+from gpuinfer.verifying.judging import Judge
+from gpuinfer.verifying.options import Options
+from gpuinfer.verifying.peer import Peer
+from gpuinfer.verifying.rig import Tolerance, open_rig, tolerance
+from gpuinfer.verifying.verification import Verification
+from gpuinfer.verifying.witness import history
+
+
+@pytest.fixture
+def rig():
+    options = Options(model=str(tiny_checkpoint("llama")), batch_sizes=[3], new_tokens=4, limit=9)
+    opened = open_rig(options, Setup(device="cpu"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reference(rig):
+    return asked(rig, routes.likeliest(rig).reference)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        pytest.param(1e-2, id="too much"),
+        pytest.param(np.nan, id="not a number"),
+        pytest.param(np.inf, id="infinite"),
+    ],
+)
+def test_one_logit_of_one_position_that_is_off_is_found(rig, reference, off):
+    def other(tokens):
+        for rows in positions.logits(rig.decoder, tokens):
+            if len(tokens) == len(rig.items[2].tokens) + 3:
+                rows[5, 11] += off
+            yield rows
+
+    finding = positions.against(rig, "one", reference, other, ("ours", "theirs"), Tolerance(1e-4))
+    assert finding.status == "fails"
+    (fault,) = [one for one in finding.divergences if one.number == 2]
+    assert (fault.position, 11 in fault.tokens) == (5, True)
+
+
+def test_graphs_are_compared_with_a_decoder_that_is_opened_without(rig, reference):
+    verification = Verification(rig.options, rig.setup)
+    rig.facts = {**rig.facts, "device": "cuda:0"}  # where there are graphs
+    finding = verification._eager(rig, Judge(rig, Tolerance(1e-4)), reference)
+    assert (finding.status, finding.compared) == ("holds", 9)
+
+
+def test_a_decoder_equals_itself(rig, reference):
+    def other(tokens):
+        return positions.logits(rig.decoder, tokens)
+
+    finding = positions.against(rig, "one", reference, other, ("ours", "theirs"), Tolerance(0.0))
+    assert (finding.status, finding.difference) == ("holds", 0.0)
+    assert finding.compared == sum(len(item.tokens) + 3 for item in rig.items)
+
+
+def test_other_slots_are_the_last_ones_first(rig):
+    plan = routes.likeliest(rig)
+    (places,) = [route.order for _, route in plan.routes if route.order is not None]
+    assert places.tolist() == [2, 1, 0]
+
+
+def test_chunks_cut_every_prompt_that_is_long_enough(rig):
+    assert all(routes.chunk(longest) < longest for longest in (8, 24, 300, 4000))
+
+
+def test_shared_beginnings_are_taken_over_and_not_computed(rig):
+    (route,) = [route for _, route in routes.likeliest(rig).routes if route.name == "shared"]
+    assert asked(rig, route).cached > 0
+
+
+def test_prompts_alone_share_nothing(rig, reference):
+    assert reference.cached == 0
+
+
+def test_the_built_in_prompts_differ_in_length_and_some_begin_alike(rig):
+    lengths = {len(item.tokens) for item in rig.items}
+    assert len(lengths) > 5
+    first, second = (rig.items[number].tokens[:30] for number in (7, 8))
+    assert first.tolist() == second.tolist()
+
+
+def test_a_tokenizer_that_knows_no_text_gets_tokens(rig):
+    class Deaf:
+        def encode(self, texts):
+            return [ValueError("unknown sign") for _ in texts]
+
+    items = prompts.built_in(Deaf(), vocabulary=10, room=20, seed=1)
+    assert len(items) >= 6
+    assert all(0 < len(item.tokens) <= 20 and item.tokens.max() < 10 for item in items)
+
+
+def test_what_is_allowed_goes_with_the_size_of_a_logit():
+    allowed = tolerance("float32", 20.0, None).allowed(np.array([0.0, -20.0, 100.0], np.float32))
+    assert allowed == pytest.approx([1e-4, 1e-4, 4e-4])
+    assert tolerance("bfloat16", 20.0, None).least == pytest.approx(1.0)
+    assert tolerance("bfloat16", 20.0, 0.25) == Tolerance(0.25)
+
+
+def test_a_history_depends_on_order_and_grows_by_parts():
+    assert history([1, 2]) != history([2, 1])
+    assert history([1, 2, 3]) == history([3], history([1, 2]))
+
+
+def test_a_generator_that_does_nothing_is_given_up(rig, monkeypatch):
+    from gpuinfer.models.text.generator import Generator, Stepped
+
+    monkeypatch.setattr(Generator, "step", lambda self: Stepped(()))
+    with pytest.raises(WorkError, match="without doing anything"):
+        asked(rig, routes.likeliest(rig).reference)
+
+
+class Ended:
+    exitcode = -9
+
+    def join(self, seconds):
+        pass
+
+
+def test_a_peer_that_dies_is_told_with_the_cure():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(WorkError, match=r"code -9.*--no-transformers"):
+        Peer(ours, Ended(), 8).told(1.0)
+
+
+def test_a_peer_that_fails_says_why():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send_bytes(json.dumps({"error": "ValueError: no such model"}).encode())
+    with pytest.raises(WorkError, match="no such model"):
+        Peer(ours, Ended(), 8).told(1.0)
+
+
+def test_a_peer_that_is_silent_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(peer, "ANSWER_S", 0.0)
+    ours, theirs = multiprocessing.Pipe()
+    with pytest.raises(WorkError, match="took over"):
+        next(Peer(ours, Ended(), 8).logits(np.zeros(1, np.int32)))
+    theirs.close()
