@@ -61,6 +61,18 @@ FULL = Snapshot(
 )
 
 
+MODEL = {"model": "tiny", "slots": 4, "context": 64, "estimated_bytes": 1000, "measured_bytes": None}
+GENERATED = Snapshot(
+    requests=8,
+    rows=8,
+    batches={1: 10, 4: 30},
+    batch_s={1: [10, 0.5], 4: [30, 3.0]},
+    slots=4,
+    lanes=({"name": "forward 0", "stations": {"prefill": 1.0, "forward": 2.5, "idle": 6.5}},),
+    device={"name": "a CPU", "model": MODEL, "tokens": {"input": 80, "output": 130}},
+)
+
+
 @given(ledgers, st.floats(0, 1e6))
 def test_the_stations_sum_to_the_wall_clock_times_the_lanes(ledger, wall_s):
     total = time_s(lanes_of(ledger), wall_s)
@@ -85,6 +97,7 @@ def test_a_ledger_that_fits_the_clock_keeps_every_station_as_it_was(ledger):
         pytest.param(
             {"snapshot": FULL, "roofline": Roofline(1000.0, 512, "1 forward × 2 threads")}, id="with a roofline"
         ),
+        pytest.param({"snapshot": GENERATED, "workload": "generate"}, id="a model with slots"),
         pytest.param({"settings": {"out": None, "path": sys}}, id="settings that are not plain"),
     ],
 )
@@ -139,9 +152,31 @@ def test_stations_are_told_with_their_visits_busy_time_and_servers():
 
 
 def test_the_verdicts_commands_name_options_of_the_plugins_in_force():
-    settings = {"backends": {"inprocess": {"threads": None}, "other": {}}, "strategies": {"dynamic": {"max_wait": 0}}}
-    assert evidence(a_run(settings=settings)).options == {"-B": ["threads"], "-S": ["max_wait"]}
-    assert evidence(a_run()).options == {"-B": [], "-S": []}
+    plugins = {"backends": {"inprocess": {"threads": None}, "other": {}}, "strategies": {"dynamic": {"max_wait": 0}}}
+    settings = {**plugins, "selfplay": {"games": 3}}
+    assert evidence(a_run(settings=settings)).options == {"-B": ["threads"], "-S": ["max_wait"], "--": ["games"]}
+    assert evidence(a_run()).options == {"-B": [], "-S": [], "--": []}
+
+
+def test_what_generates_tells_tokens_slots_and_its_model_and_evaluates_nothing():
+    counts = {"input_tokens": 80, "output_tokens": 130}
+    report = build(a_run(snapshot=GENERATED, progress=Progress(8, 8, counts=counts)))
+    assert report["throughput"] == {
+        "input_tokens_per_s": 8.0,
+        "output_tokens_per_s": 13.0,
+        "rows_per_s": 0.8,
+        "requests_per_s": 0.8,
+    }
+    assert (report["batches"]["slots"], report["batches"]["occupancy"]) == (4, pytest.approx(130 / 40 / 4))
+    assert report["model"] == MODEL
+
+
+def test_replicas_have_slots_of_their_own():
+    both = merge([GENERATED, GENERATED])
+    assert both.slots == 8
+    assert batches(both)["occupancy"] == batches(GENERATED)["occupancy"]
+    assert evidence(a_run(snapshot=both)).slots == 4
+    assert since(both, GENERATED).slots == 8
 
 
 def test_batches_are_told_by_their_size():

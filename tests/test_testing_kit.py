@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import threading
 import time
 
 import numpy as np
@@ -123,7 +124,45 @@ class OddStats(Double):
         return {"requets": 1}
 
 
-@pytest.mark.parametrize("backend", [pytest.param(Double, id="plain"), pytest.param(Streaming, id="streaming")])
+class Generating(Streaming):
+    """In order, with slots: one forward step answers whatever was admitted."""
+
+    limits = Limits(max_rows=16, in_flight=16, slots=16)
+
+    async def stream(self, batch):
+        self.tell(sum(request.rows for request in batch))
+        async for event in super().stream(batch):
+            yield event
+
+    def tell(self, rows):
+        self.stepped(rows, 0.001)
+
+
+class SilentSteps(Generating):
+    def tell(self, rows):
+        pass
+
+
+class TooManyRows(Generating):
+    def tell(self, rows):
+        self.stepped(17, 0.001)
+
+
+class ElsewhereTold(Generating):
+    def tell(self, rows):
+        thread = threading.Thread(target=self.stepped, args=(rows, 0.001))
+        thread.start()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(Double, id="plain"),
+        pytest.param(Streaming, id="streaming"),
+        pytest.param(Generating, id="with slots"),
+    ],
+)
 def test_a_backend_in_order_passes(backend):
     assert_ok(check_backend(backend))
 
@@ -144,6 +183,9 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(CannotCancel, "lets a request be cancelled", id="cancel raises"),
         pytest.param(SilentOptions, "refuses unknown options", id="options dropped in silence"),
         pytest.param(StreamStops, "answers each request with its own rows", id="stream ends early"),
+        pytest.param(SilentSteps, "tells its forward steps", id="steps that are not told"),
+        pytest.param(TooManyRows, "tells its forward steps", id="a step of more rows than slots"),
+        pytest.param(ElsewhereTold, "tells its forward steps", id="a step told in another thread"),
         pytest.param(OddStats, "tells its measurements", id="stats that are no snapshot"),
         pytest.param(lambda: object(), "builds", id="no backend at all"),
     ],

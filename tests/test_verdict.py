@@ -248,7 +248,8 @@ def test_the_verdict_names(run, kind, why, command):
 
 
 def test_every_class_of_the_schema_has_a_case():
-    assert {case.values[1] for case in CASES} == set(CLASSES)
+    of_generation = {"sampling-bound", "host-bound"}  # see test_verdict_generation.py
+    assert {case.values[1] for case in CASES} | of_generation == set(CLASSES)
 
 
 def test_threads_of_others_are_not_laid_at_this_runs_door():

@@ -60,8 +60,7 @@ class _Examination:
         self.backend = backend
         self.timeout_s = timeout_s
         self.findings = findings
-        text = backend.setup.model is not None and backend.setup.model.kind == "text"
-        self._make_payload = make_payload or (_prompt if text else self._features)
+        self._make_payload = make_payload or self._payload
         self._steps: list[tuple[int, float, bool]] = []  # rows, seconds, told on the event loop
 
     async def run(self) -> None:
@@ -94,6 +93,10 @@ class _Examination:
         finding = await examine_async(name, check, self.timeout_s)
         self.findings.append(finding)
         return finding.ok
+
+    def _payload(self, rows: int, seed: int) -> Any:
+        model = self.backend.setup.model
+        return _prompt(rows, seed) if model and model.kind == "text" else self._features(rows, seed)
 
     def _features(self, rows: int, seed: int) -> Any:
         model = self.backend.setup.model

@@ -11,11 +11,12 @@ from gpuinfer.verdict.forecast import DOUBT, Gain
 
 LEAST_STEPS = 16  # fewer say nothing
 LARGE = 0.3  # of the time: worth a verdict of its own
+ALL = 0.9  # of the cores
 FULL = 0.75  # of the slots, on average over the time in steps
 QUEUED = 0.1  # of a row's time: waited so long for a slot, so there was no lack of rows but at the end
 MORE = 2  # times the slots: what is advised
 WORTH = 1.15  # what that must promise
-FEW_SLOTS = 16  # a step reads all weights, whatever rows it has: this few rows leave any device waiting for memory
+ENOUGH = 16  # slots: with fewer rows a step is mostly reading weights, on any device
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 
 
@@ -35,14 +36,15 @@ def host(case: Case) -> Verdict | None:
         return None
     gain = Gain.up_to(1 / max(1 - idle - reply, 0.01))
     if reply >= idle:
-        why = f"Between steps {reply:.0%} of the time went into text, stop strings, constraints and log-probabilities."
-        return Verdict("host-bound", "reply", why, "Ask for less of each row: fewer of these.", None, gain)
+        why = f"{reply:.0%} of the time went into what is done with tokens between steps, {1 - idle - reply:.0%} into them."
+        advice = "Stop strings, constraints and log-probabilities cost most here: ask for fewer of them."
+        return Verdict("host-bound", "reply", why, advice, None, gain)
     why = f"The model had nothing to do {idle:.0%} of the time: rows are read and answers written more slowly."
     return Verdict("host-bound", "idle", why, _for_the_host(run), None, gain)
 
 
 def _for_the_host(run: Evidence) -> str:
-    if run.cores_busy >= LARGE * run.cores and run.cores_busy >= run.cores - 0.5:
+    if run.cores_busy >= ALL * run.cores:
         return "All cores are at work: only more cores, or less to write for each row, make this faster."
     return "Ask for less of each row, or share the input between several runs."
 
@@ -77,19 +79,19 @@ def too_few_rows(case: Case) -> Verdict | None:
 
 def more_slots(case: Case) -> Verdict | None:
     """The slots are full and steps with more rows would be worth it, by what smaller ones took in this very run."""
-    run, wanted = case.run, MORE * case.run.slots
+    run, wanted = case.run, max(MORE * case.run.slots, ENOUGH)
     if run.rows_per_s * run.wall_s < 2 * wanted:  # it would hardly fill them
         return None
-    gain = _gain(run, case.curve)
-    if gain is None:
-        if run.slots >= FEW_SLOTS:
-            return None
-        gain = Gain()
-    elif (gain.expected or 1.0) < WORTH:
+    gain = _gain(run, case.curve) if wanted == MORE * run.slots else None
+    if gain is None and run.slots < ENOUGH:
+        gain, because = Gain(), "a step reads all weights, however few rows it has"
+    elif gain is not None and (gain.expected or 1.0) >= WORTH:
+        because = "a step of more rows takes hardly longer"
+    else:
         return None
-    why = f"{_used(run):.0%} of the {run.slots:,} slots were in use, and a step of more rows takes hardly longer."
+    why = f"{_in_use(run)}, and {because}."
     command = run.with_flag("batch_size", wanted) or run.with_option("-B", wanted, "slots")
-    advice = "Generate more rows at once; if memory has no room for that, with a shorter --context."
+    advice = "Generate more rows at once; where memory has no room for them, with a shorter context."
     return Verdict("batch cap too small", "forward", why, advice, command, gain)
 
 
@@ -112,8 +114,8 @@ def model(case: Case) -> Verdict | None:
     run = case.run
     prompts, answers = _share(run, "prefill"), _share(run, "forward")
     why = (
-        f"{_used(run):.0%} of the {run.slots:,} slots were in use, and the model computed {prompts + answers:.0%} of "
-        f"the time: {prompts:.0%} on prompts, {answers:.0%} on answers."
+        f"{_in_use(run)}, and the model computed {prompts + answers:.0%} of the time: {prompts:.0%} on prompts, "
+        f"{answers:.0%} on answers."
     )
     station = "prefill" if prompts > answers else "forward"
     if run.dtype == "float32":
@@ -128,6 +130,10 @@ def _share(run: Evidence, *stations: str) -> float:
     """Of the forward lanes' time."""
     lanes = run.forwards
     return math.fsum(station_s(lanes, name) for name in stations) / (run.wall_s * len(lanes)) if lanes else 0.0
+
+
+def _in_use(run: Evidence) -> str:
+    return "The only slot was in use" if run.slots == 1 else f"{_used(run):.0%} of the {run.slots:,} slots were in use"
 
 
 def _used(run: Evidence) -> float:
