@@ -1,0 +1,125 @@
+"""`gpuinfer generate --backend central` as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+from servers import until
+
+SCHEMA = json.loads(files("gpuinfer").joinpath("report.schema.json").read_text())
+SECONDS = 120
+
+ROWS = [
+    *({"id": number, "prompt": f"prompt {number}", "max_tokens": 3 + number % 5} for number in range(40)),
+    {"id": "greedy", "prompt": "ab", "temperature": 0, "ignore_eos": True, "max_tokens": 12},
+    {"id": "tokens", "prompt_token_ids": [65, 66, 67], "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1},
+    {"id": "many", "prompt": "ab", "n": 6, "max_tokens": 4},
+    {"id": "seeded", "prompt": "ab", "seed": 7, "top_p": 0.9, "top_k": 20, "max_tokens": 6},
+    {"id": "choice", "prompt": "ab", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 8},
+    {"id": "schema", "prompt": "ab", "guided_json": {"enum": [1, None, "a"]}, "max_tokens": 8},
+    {"id": "biased", "prompt": "ab", "logit_bias": {"65": 50}, "stop": ["AAA"], "max_tokens": 8},
+    {"id": "bad", "prompt": "ab", "guided_regex": "(", "max_tokens": 8},
+    {"id": "strange", "prompt_token_ids": [100_000], "max_tokens": 8},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def started(*words, cwd):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    fixed = ["--model", "tiny", "-B", "slots=8", "-B", "threads=1", "--device", "cpu", "--input", "prompts.jsonl"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpuinfer", "generate", *fixed, *words],
+        cwd=cwd,
+        env=inherited,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def ended(process):
+    """Its report and last words; fails when it leaves a process behind."""
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert "Traceback" not in err, err
+    until(lambda: not left_of(process.pid), "the end of all its processes")
+    return out, err
+
+
+def left_of(session):
+    """The processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, theirs = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended in the meantime
+            continue
+        if int(theirs) == session and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def generated(*words, cwd):
+    process = started("--quiet", "--json", "-", "--ordered", "--token-ids", "--deterministic", *words, cwd=cwd)
+    out, err = ended(process)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def answers_in(path):
+    """The answers, without what depends on who came when: how many tokens of a prompt had been computed before."""
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    for answer in answers:
+        answer.get("usage", {}).pop("cached_tokens", None)
+    return answers
+
+
+def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(prompts):
+    reports = {
+        name: generated("--backend", name, "--output", f"{name}.jsonl", cwd=prompts)
+        for name in ("central", "inprocess")
+    }
+    answers = {name: answers_in(prompts / f"{name}.jsonl") for name in reports}
+    assert answers["central"] == answers["inprocess"]
+    assert len(answers["central"]) == len(ROWS)
+    for report in reports.values():
+        jsonschema.validate(report, SCHEMA)
+    central = reports["central"]
+    assert (central["status"], central["backend"]) == ("done", "central")
+    assert 1 < central["batches"]["rows_max"] <= central["batches"]["slots"] == 8
+    assert central["time_s"]["forward"] > 0
+    assert central["queue_wait_s"]["p50"] > 0
+    assert central["errors"]["failed"] == reports["inprocess"]["errors"]["failed"] == 2
+    for part in ("throughput", "model", "device"):
+        assert set(central[part]) == set(reports["inprocess"][part])
+
+
+def test_asked_to_stop_it_keeps_what_is_answered_and_leaves_no_process_behind(prompts):
+    rows = ({"id": number, "prompt": "ab", "ignore_eos": True, "max_tokens": 100} for number in range(10_000))
+    (prompts / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = started("--backend", "central", "--output", "out.jsonl", cwd=prompts)
+    out = prompts / "out.jsonl"
+    until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 0), "the first answers")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = ended(process)
+    assert process.returncode == 3, err
+    assert "--resume" in err
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 0 < len(kept) < 10_000

@@ -1,0 +1,55 @@
+"""Central servers with a small model of text, and engines that ask them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from gpuinfer import registry
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.central import Remote
+from gpuinfer.central.child import Tuning
+from gpuinfer.central.server import CentralServer
+from gpuinfer.engine import Engine
+from gpuinfer.generation import Prompt, Sampling
+
+SETUP = Setup(ModelSpec("tiny", kind="text"), device="cpu", deterministic=True)
+SLOTS, CONTEXT = 4, 2048
+
+
+def server_of_text(**options: Any) -> CentralServer:
+    tuning = Tuning(slots=SLOTS, context=CONTEXT, threads=1)
+    return CentralServer.of(SETUP, tuning, registry.load("strategies", "dynamic")(SETUP), **options)
+
+
+@contextlib.contextmanager
+def serving_text(**options: Any) -> Iterator[CentralServer]:
+    server = server_of_text(**options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close(quiet=True)
+
+
+@contextlib.asynccontextmanager
+async def asking(server: CentralServer) -> AsyncIterator[Engine]:
+    """An engine that passes on to the server, as a run's or a worker's does."""
+    remote = Remote(SETUP, address=server.address, restarts_within_s=server.restarts_within_s)
+    engine = Engine(remote, registry.load("strategies", "dynamic")(SETUP))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain=False)
+
+
+def short(key: str, tokens: int = 4) -> Prompt:
+    """It ends after so many tokens, which are its own in any company."""
+    return Prompt(text=f"prompt {key}", key=key, sampling=Sampling(max_tokens=tokens, ignore_eos=True))
+
+
+def long(key: str) -> Prompt:
+    """It goes on for thousands of steps."""
+    return short(key, CONTEXT - 100)
