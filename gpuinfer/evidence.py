@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +89,12 @@ class Evidence:
         return f"{self.command} {flag} {name}={value}" if name else None
 
     def with_flag(self, name: str, value: object) -> str | None:
-        """The command with this option of the workload; None where it has no such option."""
-        flag = name.replace("_", "-")
-        return f"{self.command} --{flag} {value}" if name in self.options.get("--", ()) else None
+        """The command with this option of the workload, which it may have had before; None where there is none such."""
+        if name not in self.options.get("--", ()):
+            return None
+        flag = f"--{name.replace('_', '-')}"
+        without = re.sub(rf" {flag}[ =]\S+", "", self.command)
+        return f"{without} {flag} {value}"
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""

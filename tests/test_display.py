@@ -104,6 +104,11 @@ def test_rates_forget_what_was_before_the_clock_started_anew():
         ),
         pytest.param({"rows": 50.0}, ["50 rows/s"], id="only rows"),
         pytest.param({"games": 1.0, "rows": 0.0}, ["60 games/min"], id="no model was asked"),
+        pytest.param(
+            {"output_tokens": 1e3, "input_tokens": 200.0, "cached_tokens": 0.0, "rows": 8.0},
+            ["1.00 k output tokens/s", "200 input tokens/s", "8 rows/s"],
+            id="text",
+        ),
         pytest.param({}, [], id="nothing yet"),
     ],
 )
@@ -250,6 +255,66 @@ REPORT: Mapping[str, Any] = {
 )
 def test_the_final_panel_says(words):
     assert words in drawn(result_panel(REPORT), 100)
+
+
+def test_a_rate_is_a_number_and_a_unit():
+    assert view.value_and_unit("1.00 k output tokens/s") == ("1.00 k", "output tokens/s")
+    assert view.value_and_unit("200 input tokens/s") == ("200", "input tokens/s")
+    assert view.value_and_unit("60 games/min") == ("60", "games/min")
+
+
+GENERATED: Mapping[str, Any] = {
+    "workload": "generate",
+    "status": "partial",
+    "wall_s": 250.0,
+    "progress": {"done": 150, "total": 200, "unit": "rows"},
+    "throughput": {"rows_per_s": 5.0, "requests_per_s": 5.0, "input_tokens_per_s": 90.0, "output_tokens_per_s": 640.0},
+    "batches": {
+        "count": 1300,
+        "rows_mean": 60.0,
+        "rows_p50": 64,
+        "rows_max": 64,
+        "slots": 64,
+        "occupancy": 60 / 64,
+        "reasons": {"full": 3, "free": 1},
+    },
+    "model": {
+        "model": "tiny",
+        "slots": 64,
+        "context": 2048,
+        "estimated_bytes": 870e6,
+        "estimated_weights_bytes": 21e6,
+        "measured_bytes": 850e6,
+    },
+    "memory": {"rss_peak_mb": 812.0, "device_peak_mb": None},
+    "settings": {"generate": {"output": "out.jsonl"}},
+}
+
+
+def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
+    said = [(row.name, row.text) for row in summary.rows(GENERATED)]
+    assert said == [
+        ("finished", "150 of 200 rows"),
+        ("throughput", "640 output tokens/s\n90 input tokens/s\n5 rows/s"),
+        ("steps", "1,300, rows: mean 60, median 64, most 64, 94% of 64 slots in use"),
+        ("model", "tiny, 64 slots of 2,048 tokens"),
+        ("memory", "851 MB at most; the model: 870 MB estimated (21.0 MB of weights), 850 MB measured"),
+        ("answers", "out.jsonl"),
+        ("", "Stopped with work left. The same command with --resume goes on."),
+    ]
+
+
+def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
+    pace = view.Pace()
+    for second in range(6):
+        tokens = {"input": 100.0, "output": 300.0 * second}
+        shown = Snapshot(batches={60: 100}, slots=64, device={"tokens": tokens})
+        progress = Progress(0, 200, "rows", {"input_tokens": 0, "output_tokens": 0})
+        pace.add(last := update(second + 1, snapshot=shown, progress=progress))
+    assert pace.rates()["output_tokens"] == pytest.approx(300.0)
+    chart = view.batch_chart(last.snapshot, 5)
+    assert (chart.title, chart.remark) == ("rows in a step", "mean 60 of 64 slots")
+    assert "60 of 64 slots in use" in view.Lines().due(last, {})
 
 
 def test_the_final_panel_says_how_to_go_on():

@@ -175,6 +175,11 @@ def test_more_slots_are_promised_by_what_smaller_steps_took_and_by_nothing_else(
     assert judge(a_run(slots=1, batch_s=steps((1, 2000, 0.005))))["gain"]["expected"] is None
 
 
+def test_the_command_names_an_option_once():
+    run = a_run(slots=2, batch_s=steps((2, 900, 0.01)), command="gpuinfer generate --batch-size 2 --input p.jsonl")
+    assert judge(run)["command"] == f"{COMMAND} --batch-size 16"
+
+
 def test_prompts_are_named_where_they_take_most():
     assert judge(a_run({**BUSY, "prefill": 8.0, "forward": 1.5}))["station"] == "prefill"
 

@@ -163,11 +163,13 @@ def _bytes(count: float) -> str:
 
 def _records(report: Mapping[str, Any]) -> Iterator[Row]:
     options = (report.get("settings") or {}).get(report.get("workload"))
-    out = options.get("out") if isinstance(options, Mapping) else None
-    if out:
-        yield Row("records", str(out), "command")
+    names = options if isinstance(options, Mapping) else {}
+    out, answers = names.get("out"), names.get("output") if names.get("output") != "-" else None
+    for name, place in (("records", out), ("answers", answers)):
+        if place:
+            yield Row(name, str(place), "command")
     if report.get("status") == "partial":
-        cure = " The same command with --resume goes on." if out else ""
+        cure = " The same command with --resume goes on." if out or answers else ""
         yield Row("", f"Stopped with work left.{cure}", "warning")
 
 

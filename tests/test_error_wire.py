@@ -1,0 +1,33 @@
+"""Errors between processes: of our own types, each comes back as what it was; a special one as the nearest of ours."""
+
+import pytest
+
+from gpuinfer import errors
+from gpuinfer.error_wire import nearest, rebuilt
+from gpuinfer.errors import BadPrompt, GpuinferError
+
+
+class Own(BadPrompt):
+    """One that another process does not know."""
+
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, GpuinferError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_of_ours_comes_back_as_it_was(kind):
+    name = nearest(kind.__new__(kind))
+    assert name == kind.__name__
+    error = rebuilt(name, "too long. Cut it.")
+    assert type(error) is kind
+    assert str(error) == "too long. Cut it."
+
+
+def test_a_special_one_comes_back_as_the_nearest_of_ours():
+    assert nearest(Own("too long. Cut it.")) == "BadPrompt"
+
+
+def test_what_is_none_of_ours_has_no_name():
+    assert nearest(ValueError("odd")) is None
+    assert rebuilt("ValueError", "odd") is None
+    assert rebuilt("unwrap", "odd") is None
