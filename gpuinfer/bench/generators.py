@@ -129,19 +129,23 @@ class Generators:
             return
         self._say(f"{name}: loading the model")
         try:
-            child = Child(name, program.command(python_of(name, self._work.pythons)), self._logs / f"{name}.log")
+            child = Child(
+                program.package, program.command(python_of(name, self._work.pythons)), self._logs / f"{name}.log"
+            )
             ends.callback(child.close)
             self.versions[name] = child.load(self._work.order(name))
             self._children[name] = child
         except WorkError as error:
-            self.outcome.skipped[name] = f"{reason(error).removeprefix(f'{name}: ')}{cure(name)}"
+            why = reason(error).removeprefix(f"{program.package}: ").rstrip(".")
+            self.outcome.skipped[name] = f"{why}. {cure(name)}".strip()
 
     def _warm_up(self, cells: Sequence[Cell]) -> None:
         """What compiles at the first call does it now."""
         self._say("warming up")
+        tokens = min(WARM_UP_TOKENS, self._work.new_tokens)
         for cell in cells:
             try:
-                self._ask(cell, self._work.prompts.of(self._course.repeats, cell.prompts), WARM_UP_TOKENS)
+                self._ask(cell, self._work.prompts.of(self._course.repeats, cell.prompts), tokens)
             except WorkError as error:
                 self.outcome.failed[cell.name] = f"warming up: {reason(error)}"
 
@@ -169,7 +173,7 @@ def cure(name: str) -> str:
     """What a user can do about a generator that is not to be had."""
     if PROGRAMS[name].ours:
         return ""
-    return f". Install it (pip install {PROGRAMS[name].package}), or name a Python that has it: --python {name}=PATH."
+    return f"Install it (pip install {PROGRAMS[name].package}), or name a Python that has it: --python {name}=PATH."
 
 
 def variant(cell: Cell, work: Work) -> Variant:

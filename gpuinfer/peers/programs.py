@@ -50,7 +50,7 @@ def pythons(words: Sequence[str]) -> dict[str, str]:
         program = shutil.which(Path(path).expanduser())
         if program is None:
             raise UsageError(f"--python {name}: {path} is no program. Give the path of a Python that has {name}.")
-        found[name] = program
+        found[name] = str(program)
     return found
 
 
