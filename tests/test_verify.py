@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, tiny_checkpoint
 
-from gpuinfer.verifying import asking, verification
+from gpuinfer.verifying import asking, peer, verification
 from gpuinfer.verifying.rig import open_rig
 from gpuinfer.verifying.witness import Witness
 
@@ -216,6 +217,24 @@ def test_a_damaged_checkpoint_is_refused(verify, tmp_path):
     code, _, told = verify(model=folder)
     assert code == 2
     assert "model.safetensors" in told
+
+
+def test_a_nanogpt_checkpoint_is_verified_without_transformers_that_has_no_such_model(gpuinfer, tmp_path):
+    model = saved(tmp_path)
+    words = ("--checkpoint", str(model), "--batch-sizes", "3", "--new-tokens", "4", "--json", "-", "--device", "cpu")
+    code, out, _ = gpuinfer("verify", *words)
+    assert code == 0
+    found = checks(json.loads(out))
+    assert found["compiled = plain torch"]["status"] in ("holds", "skipped")
+    assert "no nanogpt models" in found["gpuinfer = transformers"]["why"]
+
+
+def test_transformers_that_fails_is_no_fault_of_ours_and_is_said(verify, monkeypatch):
+    monkeypatch.setattr(peer, "LOAD_S", 0.0)
+    code, document, said = verify(*BRIEF, "--limit", "1")
+    assert code == 0
+    assert checks(document)["gpuinfer = transformers"]["status"] == "skipped"
+    assert "transformers took over 0 s" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("words", [[], ["--model", "a", "--checkpoint", "b"]])

@@ -24,6 +24,13 @@ from gpuinfer.verifying.rig import Rig
 LOAD_S, ANSWER_S, LEAVE_S = 900.0, 600.0, 3.0
 
 
+OWN = ("nanogpt", "null")  # families that transformers has not
+
+
+class PeerFailed(WorkError):
+    """transformers did not do what was asked: that says nothing about us."""
+
+
 class Peer:
     """A model in transformers. `logits` are float32 [positions, vocabulary], in pieces."""
 
@@ -31,7 +38,7 @@ class Peer:
         self._channel, self._process, self._size = channel, process, size
 
     def logits(self, tokens: Tokens) -> Pieces:
-        """Raises `WorkError` when transformers fails, ends, or takes too long."""
+        """Raises `PeerFailed` when transformers fails, ends, or takes too long."""
         self._channel.send_bytes(json.dumps(tokens.tolist()).encode())
         width = int(self.told(ANSWER_S)["vocabulary"])
         for _ in range(0, len(tokens), self._size):
@@ -40,17 +47,19 @@ class Peer:
     def told(self, seconds: float) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(self._taken(seconds))
         if "error" in said:
-            raise WorkError(f"transformers failed: {said['error']}. Use --no-transformers to go without it.")
+            raise PeerFailed(
+                f"transformers failed: {said['error'].rstrip('.')}. Use --no-transformers to go without it."
+            )
         return said
 
     def _taken(self, seconds: float) -> bytes:
         try:
             if not self._channel.poll(seconds):
-                raise WorkError(f"transformers took over {seconds:g} s. Use --no-transformers, or --limit 4.")
+                raise PeerFailed(f"transformers took over {seconds:g} s. Use --no-transformers, or --limit 4.")
             return self._channel.recv_bytes()
         except (EOFError, ConnectionError) as error:
             self._process.join(LEAVE_S)
-            raise WorkError(
+            raise PeerFailed(
                 f"the process with transformers ended with code {self._process.exitcode}; there may be too little "
                 "memory for a second model. Use --no-transformers to go without it."
             ) from error
@@ -62,7 +71,7 @@ def missing(rig: Rig) -> str | None:
         return "--no-transformers"
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if rig.checkpoint.folder is None and rig.checkpoint.shape.family != "qwen2":
+    if rig.checkpoint.shape.family in OWN:
         return f"transformers has no {rig.checkpoint.shape.family} models"
     return None
 
@@ -85,9 +94,12 @@ def opened(rig: Rig) -> Iterator[Peer]:
         try:
             peer.told(LOAD_S)
             yield peer
+            ours.close()
+            process.join(LEAVE_S)  # left to itself it ends when nobody listens any more
         finally:
             ours.close()
-            _ended(process)
+            process.kill()
+            process.join(LEAVE_S)
 
 
 def _written(rig: Rig, folder: Path) -> Path:
@@ -96,13 +108,6 @@ def _written(rig: Rig, folder: Path) -> Path:
 
     save_folder(rig.checkpoint, folder)
     return folder
-
-
-def _ended(process: Any) -> None:
-    """Left to itself it ends when nobody listens any more, unless it is in the midst of something."""
-    process.join(LEAVE_S)
-    process.kill()
-    process.join(LEAVE_S)
 
 
 def _rows(raw: bytes, width: int) -> NDArray[np.float32]:

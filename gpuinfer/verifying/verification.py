@@ -147,8 +147,12 @@ class Verification:
         name = "gpuinfer = transformers"
         if why := peer.missing(rig):
             return skipped(name, why)
-        with peer.opened(rig) as other:
-            return positions.against(rig, name, reference, other.logits, ("gpuinfer", "transformers"), self.tolerance)
+        try:
+            with peer.opened(rig) as other:
+                sides = ("gpuinfer", "transformers")
+                return positions.against(rig, name, reference, other.logits, sides, self.tolerance)
+        except peer.PeerFailed as error:
+            return skipped(name, str(error))
 
 
 def skipped(name: str, why: str) -> Finding:
