@@ -128,6 +128,13 @@ CASES = [
         id="a long end",
     ),
     pytest.param(
+        a_run({**BUSY, "prefill": 8.0, "forward": 1.5}, batch_s=steps((3, 900, 0.011))),
+        "device-saturated",
+        "5% of the 64 slots were in use, and the model computed 95% of the time: 80% on prompts, 15% on answers.",
+        None,
+        id="long prompts, a few to a step",
+    ),
+    pytest.param(
         a_run(batch_s=steps((16, 900, 0.01)), queue_wait_s=0.01),
         "too few rows outstanding",
         "Rows hardly waited for a slot: 16.0 of 64 slots",

@@ -36,7 +36,8 @@ def host(case: Case) -> Verdict | None:
         return None
     gain = Gain.up_to(1 / max(1 - idle - reply, 0.01))
     if reply >= idle:
-        why = f"{reply:.0%} of the time went into what is done with tokens between steps, {1 - idle - reply:.0%} into them."
+        steps = 1 - idle - reply
+        why = f"{reply:.0%} of the time went into what is done with tokens between steps, {steps:.0%} into them."
         advice = "Stop strings, constraints and log-probabilities cost most here: ask for fewer of them."
         return Verdict("host-bound", "reply", why, advice, None, gain)
     why = f"The model had nothing to do {idle:.0%} of the time: rows are read and answers written more slowly."
@@ -72,6 +73,8 @@ def too_few_rows(case: Case) -> Verdict | None:
         return Verdict(kind, station, why, advice, healthy=True)
     if run.queue_wait_s < QUEUED * run.latency_s:
         return Verdict(kind, station, f"Rows hardly waited for a slot: {slots}.", "Ask for more rows at once.")
+    if _mostly_prompts(run):  # a step is full of one prompt's tokens while the other slots wait for theirs
+        return None
     why = f"The last answers went on when no rows were left to begin: {slots}."
     advice = "More rows in one run make the end matter less; so does a smaller --max-new-tokens."
     return Verdict(kind, station, why, advice, None, Gain.up_to(1 / used))
@@ -80,7 +83,7 @@ def too_few_rows(case: Case) -> Verdict | None:
 def more_slots(case: Case) -> Verdict | None:
     """The slots are full and steps with more rows would be worth it, by what smaller ones took in this very run."""
     run, wanted = case.run, max(MORE * case.run.slots, ENOUGH)
-    if run.rows_per_s * run.wall_s < 2 * wanted:  # it would hardly fill them
+    if run.rows_per_s * run.wall_s < 2 * wanted or _mostly_prompts(run):  # it would hardly fill them, or gain by them
         return None
     gain = _gain(run, case.curve) if wanted == MORE * run.slots else None
     if gain is None and run.slots < ENOUGH:
@@ -117,13 +120,17 @@ def model(case: Case) -> Verdict | None:
         f"{_in_use(run)}, and the model computed {prompts + answers:.0%} of the time: {prompts:.0%} on prompts, "
         f"{answers:.0%} on answers."
     )
-    station = "prefill" if prompts > answers else "forward"
+    station = "prefill" if _mostly_prompts(run) else "forward"
     if run.dtype == "float32":
         command = f"{run.command} --dtype bfloat16"
         gain = Gain(1.0, FASTER_DTYPE)
         return Verdict("device-saturated", station, why, "Compute in bfloat16.", command, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."
     return Verdict("device-saturated", station, why, advice, healthy=True)
+
+
+def _mostly_prompts(run: Evidence) -> bool:
+    return _share(run, "prefill") > _share(run, "forward")
 
 
 def _share(run: Evidence, *stations: str) -> float:
