@@ -47,6 +47,7 @@ class Child:
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name, self._log = name, log
         self._heard = b""
+        self._busy = False  # with an order that it has not answered
         environment = {key: value for key, value in os.environ.items() if key not in NO_PATHS_OF_OURS}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
         try:
@@ -90,9 +91,9 @@ class Child:
                 return
 
     def close(self) -> None:
-        """End it, and all that it has started."""
+        """End it, and all that it has started. One that is at work, since nobody waited, is ended at once."""
         with contextlib.suppress(OSError, PeerFailed):
-            self._tell({"do": "quit"}, time.monotonic() + 1.0)
+            self._kill() if self._busy else self._tell({"do": "quit"}, time.monotonic() + 1.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(QUIT_S)
         self._kill()
@@ -115,8 +116,10 @@ class Child:
 
     def _ask(self, order: Mapping[str, Any], wanted: str, limit_s: float) -> dict[str, Any]:
         until = time.monotonic() + limit_s
+        self._busy = True
         self._tell(order, until)
         answer = self._answer(until, limit_s)
+        self._busy = False
         if answer.get("is") == "error":
             raise PeerFailed(f"{self.name}: {answer.get('message')}")
         if answer.get("is") != wanted:
