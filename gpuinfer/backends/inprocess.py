@@ -97,10 +97,8 @@ class InProcess(Backend):
         return self._text is not None
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Of a text model: payloads are `generation.Prompt`, values `generation.Generation`."""
-        if self._text is None:
-            raise BackendDied("the backend 'inprocess' serves no text. Await start() with a model of kind text.")
-        async for event in self._text.stream(batch):
+        """Of a text model: payloads are `generation.Prompt`, values `generation.Generation`. Rows as in `infer`."""
+        async for event in super().stream(batch) if self._text is None else self._text.stream(batch):
             yield event
 
     def cancel(self, request: Request) -> None:
