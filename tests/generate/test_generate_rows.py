@@ -8,6 +8,7 @@ import pytest
 from asking import infer_of, lines, run
 
 from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
@@ -137,6 +138,27 @@ def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path):
     }
     assert rows["y"]["error"]["type"] == "bad_prompt"
     assert len(rows) == 4
+
+
+def test_numbers_beyond_64_bits_come_back_as_they_were(tmp_path):
+    huge = 10**30
+    first, second = run(tmp_path, lines({"id": huge, "prompt": "a", "metadata": {"n": huge}}, "other"), ordered=True)
+    assert (first["id"], first["metadata"]) == (huge, {"n": huge})
+    assert second["text"]
+
+
+def test_an_answer_that_cannot_be_written_is_its_rows_trouble_alone(tmp_path, monkeypatch):
+    answer = Writer.answer
+
+    def choosy(self, job, *more):
+        if job.id == "odd":
+            raise OverflowError("too big")
+        return answer(self, job, *more)
+
+    monkeypatch.setattr(Writer, "answer", choosy)
+    first, second = run(tmp_path, lines({"id": "odd", "prompt": "a"}, "other"), ordered=True)
+    assert "too big" in first["error"]["message"]
+    assert second["text"]
 
 
 def test_a_long_row_is_an_error_and_no_other_is(tmp_path, monkeypatch):

@@ -98,7 +98,14 @@ class Writer:
         return self._encode(line) + b"\n"
 
     def error(self, job: Job, error: GpuinferError) -> bytes:
-        """The line of a row that has no answer."""
+        """The line of a row that has no answer. When the row's own words cannot be written it goes without them."""
+        try:
+            return self._error(job, error)
+        except Exception:  # noqa: BLE001 - an error must always get out
+            plain = str(job.id).encode(errors="backslashreplace").decode()
+            return self._error(msgspec.structs.replace(job, id=plain, metadata=None), error)
+
+    def _error(self, job: Job, error: GpuinferError) -> bytes:
         kind, message = kind_of(error), " ".join(str(error).split())
         if job.openai is None:
             failure = Failure(type=kind, message=message, row=job.number)

@@ -62,6 +62,13 @@ class Reader:
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
     def read(self, piece: Piece) -> Asked:
+        try:
+            return self._read(piece)
+        except Exception as error:  # noqa: BLE001 - whatever is odd about one row must not end all others
+            why = BadRow(f"the row cannot be used ({type(error).__name__}: {error}). Write it with plain values.")
+            return Asked(error=why, content=b"unusable" + (piece if isinstance(piece, bytes) else piece.content))
+
+    def _read(self, piece: Piece) -> Asked:
         if isinstance(piece, Unusable):
             return Asked(error=BadRow(piece.why), content=b"unusable" + piece.content)
         try:
@@ -119,8 +126,14 @@ class Reader:
         if "logit_bias" in own:
             own["logit_bias"] = sorted(own["logit_bias"].items())
         wishes = (own, drawing.n, truncate, special) if own or drawing.n or truncate or not special else None
-        asked.content = self._encode((text, tokens, row.messages, wishes, asked.openai, asked.metadata))
+        asked.content = self._content((text, tokens, row.messages, wishes, asked.openai, asked.metadata))
         return asked
+
+    def _content(self, whole: tuple[Any, ...]) -> bytes:
+        try:
+            return self._encode(whole)
+        except OverflowError:  # msgpack ends at 64 bits, JSON does not
+            return b"json" + msgspec.json.encode(whole, order="deterministic")
 
 
 def _one_of(

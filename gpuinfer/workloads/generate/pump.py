@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import BackendDied, BackendError, GpuinferError, RequestError
+from gpuinfer.errors import BackendDied, BackendError, BadResult, GpuinferError, RequestError
 from gpuinfer.generation import Generation
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Reader
@@ -180,7 +180,7 @@ class Pump:
             asked = self._time()
             try:
                 generation = await self._asker.ask(job.prompt)
-                line = self._writer.answer(job, generation, self._time() - asked)
+                line = self._line(job, generation, self._time() - asked)
             except BackendDied:
                 raise
             except (RequestError, BackendError) as error:
@@ -190,6 +190,14 @@ class Pump:
                 self._order.add(job.place, line)
             if self._outlet.full:
                 await self._outlet.room()
+
+    def _line(self, job: Job, generation: Generation, seconds: float) -> bytes:
+        """Raises `BadResult` for an answer that cannot be written: it is its row's trouble alone."""
+        try:
+            return self._writer.answer(job, generation, seconds)
+        except Exception as error:
+            why = f"the answer cannot be written ({type(error).__name__}: {error})"
+            raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
 
     def _fail(self, job: Job, error: GpuinferError) -> None:
         self.tally.fail(error)
