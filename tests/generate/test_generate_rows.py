@@ -217,7 +217,7 @@ def test_what_was_asked_for_is_written(tmp_path):
     assert row["metadata"] == {"label": 3}
     assert len(row["token_ids"]) == len(row["logprobs"]) == row["usage"]["completion_tokens"] == 4
     assert row["logprobs"][0]["likeliest"] == [{"token_id": row["token_ids"][0], "logprob": -1.5, "rank": 1}]
-    assert set(row["timing"]) == {"first_token_s", "seconds", "total_s"}
+    assert set(row["timing"]) == {"first_token_s", "seconds", "total_s", "cached_tokens"}
 
 
 def test_batch_requests_are_answered_in_their_own_form(tmp_path):
@@ -238,12 +238,21 @@ def test_batch_requests_are_answered_in_their_own_form(tmp_path):
     assert (body["object"], body["model"]) == ("text_completion", "m")
     assert body["choices"][0]["text"].startswith("olleh")
     assert body["choices"][0]["logprobs"]["token_logprobs"] == [-1.5] * 4
+    assert body["choices"][0]["logprobs"]["text_offset"] is None
     assert body["usage"]["total_tokens"] == 9
     chat = rows["b"]["response"]["body"]
     assert [choice["index"] for choice in chat["choices"]] == [0, 1]
     assert chat["choices"][0]["message"]["role"] == "assistant"
     assert [rows[one]["response"]["status_code"] for one in "cd"] == [400, 400]
     assert rows["c"]["error"]["code"] == "bad_prompt"
+
+
+@pytest.mark.parametrize("row", [{"prompt": "p"}, {**BATCH, "body": {"prompt": "p"}}], ids=["row", "batch"])
+def test_what_depends_on_who_came_first_is_written_with_timing_only(tmp_path, row):
+    assert "cached" not in json.dumps(run(tmp_path, lines(row)))
+    (tmp_path / "out.jsonl").unlink()
+    (tmp_path / "out.jsonl.run.json").unlink()
+    assert "cached_tokens" in json.dumps(run(tmp_path, lines(row), timing=True))
 
 
 def test_ordered_answers_come_in_the_order_of_their_prompts(tmp_path):

@@ -21,7 +21,6 @@ class Usage(Struct, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
 
 
 class Sample(Struct, kw_only=True, omit_defaults=True):
@@ -35,11 +34,12 @@ class Sample(Struct, kw_only=True, omit_defaults=True):
 
 
 class Timing(Struct, kw_only=True):
-    """In seconds."""
+    """How the answer came about: what differs from run to run. In seconds, but for the tokens."""
 
     first_token_s: float  # from the admission to a slot
     seconds: float  # from the admission to the last token
     total_s: float  # from when the row was asked to its answer
+    cached_tokens: int  # of the prompt's, those that had been computed for another: who came first decides
 
 
 class Failure(Struct, kw_only=True):
@@ -127,7 +127,12 @@ class Writer:
     def _times(self, generation: Generation, seconds: float) -> Timing | None:
         if not self._timing:
             return None
-        return Timing(first_token_s=generation.first_token_s, seconds=generation.seconds, total_s=seconds)
+        return Timing(
+            first_token_s=generation.first_token_s,
+            seconds=generation.seconds,
+            total_s=seconds,
+            cached_tokens=generation.cached_tokens,
+        )
 
     def _response(self, job: Job, generation: Generation) -> dict[str, Any]:
         chat = job.openai == "chat"
@@ -142,9 +147,10 @@ class Writer:
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             },
         }
+        if self._timing:
+            body["usage"]["prompt_tokens_details"] = {"cached_tokens": generation.cached_tokens}
         if generation.prompt_logprobs is not None:
             body["prompt_logprobs"] = [_shown(one) for one in generation.prompt_logprobs]
         return _batch_line(job, 200, body, None)
@@ -185,7 +191,6 @@ def _usage(generation: Generation) -> Usage:
     return Usage(
         prompt_tokens=generation.prompt_tokens,
         completion_tokens=sum([len(one.tokens) for one in generation.completions]),
-        cached_tokens=generation.cached_tokens,
     )
 
 
@@ -225,5 +230,5 @@ def _of_completion(found: Sequence[Logprob]) -> dict[str, Any]:
         "tokens": [_named(one.chosen.token) for one in found],
         "token_logprobs": [one.chosen.logprob for one in found],
         "top_logprobs": [{_named(each.token): each.logprob for each in one.likeliest} for one in found],
-        "text_offset": [],
+        "text_offset": None,  # tokens are not always whole characters
     }
