@@ -133,3 +133,24 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
 def test_a_file_of_others_is_refused(tmp_path):
     prompts(tmp_path / "in.jsonl", 2).chmod(0)
     assert "permission denied" in complaint(generate("--input", "in.jsonl", cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "why"),
+    [
+        ("--regex", None, "unclosed group"),
+        ("--json-schema", '{"type": "strang"}', "strang"),
+        ("--json-schema", "false", "Give an object"),
+        ("--grammar", "start: nowhere", "nowhere"),
+    ],
+)
+def test_a_form_that_no_answer_can_have_is_refused_before_anything_is_asked(tmp_path, flag, text, why):
+    prompts(tmp_path / "in.jsonl", 2)
+    if text is not None:
+        (tmp_path / "form").write_text(text)
+    value = "(" if text is None else "form"
+    done = generate("--input", "in.jsonl", "--output", "out.jsonl", flag, value, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert flag in complaint(done)
+    assert why in complaint(done)
+    assert not (tmp_path / "out.jsonl").exists()

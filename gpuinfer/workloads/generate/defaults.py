@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.errors import UsageError
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Sampling
 from gpuinfer.workloads.generate.options import GenerateOptions
 
 TEST_TOKENS = 16
+FLAGS = ("json_schema", "regex", "choice", "grammar")
 MOST_FILE = 1 << 20  # bytes of a schema or a grammar
+
+log = logging.getLogger(__name__)
 
 
 def sampling(own: GenerateOptions) -> Sampling:
@@ -32,7 +37,7 @@ def sampling(own: GenerateOptions) -> Sampling:
 
 def constraint(own: GenerateOptions) -> Constraint | None:
     """The form that the flags demand of every answer. Raises `UsageError`."""
-    given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(own, name)]
+    given = [name for name in FLAGS if getattr(own, name) not in (None, [])]
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
@@ -42,7 +47,31 @@ def constraint(own: GenerateOptions) -> Constraint | None:
         return Constraint(grammar=_text(own.grammar, "--grammar"))
     if own.choice:
         return Constraint(choice=tuple(own.choice))
-    return Constraint(regex=own.regex) if own.regex else None
+    return None if own.regex is None else Constraint(regex=own.regex)
+
+
+def check_constraint(spec: ModelSpec, wanted: Constraint | None) -> None:
+    """Compiles what the flags demand of every answer, so that a mistake in it is told once and not for each row.
+
+    Takes seconds at most. Raises `UsageError` for one that cannot be used. With a model that only its backend can read
+    nothing is known yet.
+    """
+    if wanted is None:
+        return
+    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.models.text.language import open_language
+
+    try:
+        checkpoint = open_checkpoint(spec)
+        language = open_language(checkpoint.language_files(), checkpoint.shape)
+    except UsageError as error:
+        log.info("the form of answers is not checked for %s: %s", spec.name, error)
+        return
+    try:
+        language.matcher(wanted)
+    except BadPrompt as error:
+        (name,) = [one for one in FLAGS if getattr(wanted, one) is not None]
+        raise UsageError(f"--{name.replace('_', '-')}: {error}") from error
 
 
 def _schema(path: Path) -> dict[str, Any] | bool:
@@ -50,8 +79,10 @@ def _schema(path: Path) -> dict[str, Any] | bool:
         schema: Any = json.loads(_text(path, "--json-schema"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}. Correct it.") from error
-    if not isinstance(schema, dict | bool):
-        raise UsageError(f"--json-schema {path} is no JSON schema: it is a {type(schema).__name__}. Give an object.")
+    if not isinstance(schema, dict) and schema is not True:
+        raise UsageError(
+            f"--json-schema {path} is no JSON schema that an answer can fit: {json.dumps(schema)[:40]}. Give an object."
+        )
     return schema
 
 
