@@ -23,6 +23,8 @@ def sampling(own: GenerateOptions) -> Sampling:
     """What the flags say on how an answer is drawn. Raises `UsageError`."""
     if own.min_tokens > own.max_new_tokens:
         raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
+    if "" in own.stop:
+        raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
     same = ("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "logprobs", "prompt_logprobs")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return Sampling(

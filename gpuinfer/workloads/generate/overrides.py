@@ -45,6 +45,8 @@ def changes(row: Drawing) -> dict[str, Any]:
         found["top_k"] = max(0, row.top_k)  # -1: all, as vLLM has it
     if row.stop is not None:
         found["stop"] = (row.stop,) if isinstance(row.stop, str) else tuple(row.stop)
+        if "" in found["stop"]:
+            raise BadPrompt("`stop` holds an empty text, which would end every answer. Take it out.")
     if row.stop_token_ids is not None:
         found["stop_token_ids"] = tuple(row.stop_token_ids)
     if row.logprobs is not None or row.top_logprobs is not None:
@@ -87,11 +89,11 @@ def _form(form: Format) -> Constraint | None:
         return Constraint(json_schema=True)
     if form.json_schema is None:
         raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
-    return Constraint(json_schema=form.json_schema.schema)
+    return Constraint(json_schema=_schema(form.json_schema.schema))
 
 
 def structured(wanted: Structured) -> Iterator[Constraint]:
-    if wanted.json is not None and wanted.json is not False:
+    if wanted.json is not None:
         yield Constraint(json_schema=_schema(wanted.json))
     if wanted.regex is not None:
         yield Constraint(regex=wanted.regex)
@@ -102,9 +104,11 @@ def structured(wanted: Structured) -> Iterator[Constraint]:
 
 
 def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
-    if not isinstance(given, str):
-        return given
+    """Raises `BadPrompt` for what is no schema, and for the one that nothing fits."""
     try:
-        return msgspec.json.decode(given, type=dict[str, Any] | bool)
+        schema = msgspec.json.decode(given, type=dict[str, Any] | bool) if isinstance(given, str) else given
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadPrompt(f"the row's JSON schema is none: {error}. Give a schema as JSON.") from error
+    if schema is False:
+        raise BadPrompt("the row's JSON schema is false, which no answer fits. Give an object, or leave it out.")
+    return schema
