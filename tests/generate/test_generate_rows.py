@@ -53,6 +53,7 @@ SCHEMA = {"type": "object"}
         ({"max_new_tokens": 7}, {"max_tokens": 7}),
         ({"temperature": 0, "top_k": -1, "top_p": 0.5}, {"temperature": 0.0, "top_k": 0, "top_p": 0.5}),
         ({"temperature": None, "n": None}, {}),
+        ({"stream": False, "echo": False, "suffix": "", "tools": []}, {}),
         ({"stop": "x"}, {"stop": ("x",)}),
         ({"stop": ["x", "y"], "stop_token_ids": [3]}, {"stop": ("x", "y"), "stop_token_ids": (3,)}),
         ({"seed": 4, "ignore_eos": True}, {"seed": 4, "ignore_eos": True}),
@@ -115,6 +116,14 @@ def test_a_row_may_say_how_its_answer_is_drawn(row, changed, form):
             "no answer fits",
             id="a format that is false",
         ),
+        *(
+            pytest.param({"prompt": "a", name: value}, f"`{name}` is not to be had here", id=f"{name} in a row")
+            for name, value in (("stream", True), ("echo", True), ("suffix", "z"), ("tools", [{}]))
+        ),
+        pytest.param(b"\xff\xfe" + '{"prompt": "a"}'.encode("utf-16-le"), "as UTF-8", id="UTF-16"),
+        pytest.param('{"prompt": "a"}'.encode("utf-16-be"), "as UTF-8", id="UTF-16 without a mark"),
+        pytest.param(rb'{"prompt": "a", "metadata": {"b": "\ud800"}}', "half of a character", id="half a character"),
+        pytest.param(rb'{"prompt": "a", "metadata": {"b": "\udc00"}}', "half of a character", id="its other half"),
         pytest.param({"prompt": "a", "stop": [""]}, "empty text", id="an empty stop"),
         pytest.param({**BATCH, "body": {"prompt": "a", "stream": True}}, "`stream`", id="a stream"),
         pytest.param({**BATCH, "body": {"messages": CHAT}}, "has no `prompt`", id="a chat at the wrong url"),

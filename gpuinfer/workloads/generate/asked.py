@@ -14,13 +14,16 @@ from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, GpuinferError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.workloads.generate.asking import Body, Drawing, LooseBody, LooseRow, Row, Texts
+from gpuinfer.workloads.generate.asking import WISHES, Body, Drawing, LooseBody, LooseRow, Row, Texts, Wishes
 from gpuinfer.workloads.generate.overrides import changes, says_nothing
 from gpuinfer.workloads.generate.splitting import Piece, Unusable
 
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 KINDS = {"prompt": "completion", "messages": "chat"}
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
+HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+HALF = re.compile(b"%s(?!%s)|(?<!%s)%s" % (HIGH, LOW, HIGH, LOW))  # a lone surrogate
 MOST_SHOWN = 60  # characters of a name that is not known
 
 
@@ -74,12 +77,13 @@ class Reader:
         try:
             row = self._row.decode(piece)
         except (ValueError, RecursionError) as error:
-            return Asked(error=_unreadable(error, Row), content=b"unreadable" + piece, id=_id_of(piece))
+            return Asked(error=_unreadable(error, Row, piece), content=b"unreadable" + piece, id=_id_of(piece))
         if isinstance(row, str):
             row = Row(prompt=row)
         if row.body or row.custom_id is not None or row.url is not None:
             return self._request(row, piece)
         try:
+            _refuse_wishes(row)
             return self._asked(row, row, row.prompt_token_ids, Asked(id=row.id, metadata=row.metadata))
         except BadPrompt as error:
             return Asked(error=error, content=b"refused" + piece, id=row.id)
@@ -88,14 +92,15 @@ class Reader:
         """A request of the batch format."""
         asked = Asked(id=row.custom_id if row.custom_id is not None else row.id, openai="completion")
         try:
+            _refuse_wishes(row)
             field = _field_of(row)
             asked.openai = KINDS[field]
             body = self._body.decode(row.body)
             asked.model = body.model
-            _refuse_unknown_wishes(body, field)
+            _refuse_body(body, field)
             return self._asked(body, body, None, asked)
         except (ValueError, RecursionError) as error:
-            failure: BadPrompt = _unreadable(error, Body)
+            failure: BadPrompt = _unreadable(error, Body, piece)
         except BadPrompt as error:
             failure = error
         asked.error, asked.content = failure, b"refused" + piece
@@ -179,32 +184,42 @@ def _field_of(row: Row) -> str:
     return URLS[row.url]
 
 
-def _refuse_unknown_wishes(body: Body, field: str) -> None:
-    """Raises `BadRow` for what would change the answer and is not to be had."""
+def _refuse_body(body: Body, field: str) -> None:
+    """Raises `BadRow` for a request without its prompt, and for what is not to be had."""
     if getattr(body, field) is None:
         raise BadRow(f"the request's body has no `{field}`. Give it, or another url.")
-    wishes = {
-        "stream": body.stream,
-        "echo": body.echo,
-        "suffix": body.suffix,
-        "tools": body.tools,
-        "best_of": body.best_of is not None and body.best_of != (body.n or 1),
-    }
-    for name, wanted in wishes.items():
-        if wanted:
-            raise BadRow(f"`{name}` is not to be had here. Take it out.")
+    _refuse_wishes(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise _not_to_be_had("best_of")
 
 
-def _unreadable(error: BaseException, row: type[Struct]) -> BadRow:
+def _refuse_wishes(row: Wishes) -> None:
+    """Raises `BadRow` for what would change the answer and is not to be had."""
+    for name in WISHES:
+        if getattr(row, name):
+            raise _not_to_be_had(name)
+
+
+def _not_to_be_had(name: str) -> BadRow:
+    return BadRow(f"`{name}` is not to be had here. Take it out.")
+
+
+def _unreadable(error: BaseException, row: type[Struct], piece: bytes) -> BadRow:
     """What is wrong with a row, in a sentence with the cure."""
     if isinstance(error, RecursionError):
         return BadRow("the row is nested too deeply. Make it flatter.")
+    if b"\0" in piece or piece.startswith(UTF_16):
+        return BadRow("the row is not UTF-8; it looks like UTF-16. Save the file as UTF-8.")
     if isinstance(error, UnicodeDecodeError):
         return BadRow(f"the row is not UTF-8 ({error.reason}). Save the file as UTF-8.")
     if unknown := UNKNOWN.search(str(error)):
         return BadRow(_unknown(unknown.group(1)[:MOST_SHOWN], row))
     if isinstance(error, msgspec.ValidationError):
         return BadRow(f"{error}. Correct it.")
+    if HALF.search(piece):
+        return BadRow(
+            "an escape \\ud800 to \\udfff stands alone, which is half of a character. Write whole characters."
+        )
     return BadRow(f"the row is not JSON: {error}. Write one JSON object a line.")
 
 

@@ -75,7 +75,16 @@ class Drawing(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class Row(Drawing, kw_only=True, forbid_unknown_fields=True):
+class Wishes(Drawing, kw_only=True):
+    """And what OpenAI's API knows and is not to be had here. Null, false or empty asks for nothing."""
+
+    stream: bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class Row(Wishes, kw_only=True, forbid_unknown_fields=True):
     """A row as it stands in the input: one of `prompt`, `prompt_token_ids`, `messages`; or a request of OpenAI's batch
     format, `custom_id`, `method`, `url` and `body`.
     """
@@ -91,7 +100,7 @@ class Row(Drawing, kw_only=True, forbid_unknown_fields=True):
     body: Raw = Raw()
 
 
-class Body(Drawing, kw_only=True, forbid_unknown_fields=True):
+class Body(Wishes, kw_only=True, forbid_unknown_fields=True):
     """The body of an OpenAI request. What only concerns OpenAI's service is passed over; what would change the answer
     and is not to be had is refused.
     """
@@ -103,13 +112,9 @@ class Body(Drawing, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     store: bool | None = None
     service_tier: str | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 
 
@@ -122,3 +127,4 @@ class LooseBody(Body, kw_only=True, forbid_unknown_fields=False):
 
 
 DRAWING = Drawing.__struct_fields__
+WISHES = ("stream", "echo", "suffix", "tools")

@@ -151,7 +151,9 @@ class Generate(Workload):
             if not running.cancelled():
                 target.finish()
             elif not output.is_stream(self.target):
-                log.warning("stopped; what was answered is in %s. Run again with --resume to go on.", self.target)
+                log.warning(
+                    "stopped; what was answered is in %s. Run the same command with --resume to go on.", self.target
+                )
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         finally:
@@ -184,9 +186,8 @@ class Generate(Workload):
         said = f"The first says: {tally.first_failure}"
         if not tally.answered and tally.failed == tally.done and tally.ended:
             raise WorkError(f"not one of {tally.failed} rows was answered. {said}")
-        again = "" if output.is_stream(self.target) else " and run again with --resume --retry-errors"
-        cure = f"Correct them{again}."
-        log.warning("%d of %d rows ended with an error. %s %s", tally.failed, tally.done, said, cure)
+        cure = "" if output.is_stream(self.target) else " With that mended, run again with --resume --retry-errors."
+        log.warning("%d of %d rows ended with an error. %s%s", tally.failed, tally.done, said, cure)
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what an answer is: what a row's digest covers beside the row."""
