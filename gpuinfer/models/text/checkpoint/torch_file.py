@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,10 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.text.checkpoint.store import Stored
 
 SAMPLE_VALUES = 1024
+CODE = ("Unsupported global", "Unsupported class", "Trying to ")  # torch's words for what is not allowed
+SAVE_AGAIN = (
+    "Save it again with plain values: torch.save({'model': model.state_dict(), 'model_args': dict(…)}, 'model.pt')."
+)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,11 +31,14 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"there is no checkpoint file {path}. Check --checkpoint.")
     try:
         content = _load(path)
+    except pickle.UnpicklingError as error:  # what torch says here advises to open it all the same: not passed on
+        code = any(sign in str(error) for sign in CODE)
+        why = "would run code when opened: it holds" if code else "cannot be read: it is damaged, or holds"
+        raise UsageError(f"{path} {why} more than tensors and plain values. {SAVE_AGAIN}") from None
     except Exception as error:  # noqa: BLE001 - each kind of damage raises a kind of its own
         reason = str(error).strip().partition("\n")[0][:200]
         raise UsageError(
-            f"cannot read {path} as plain tensors ({type(error).__name__}: {reason}). Save it again with plain values: "
-            "torch.save({'model': model.state_dict(), 'model_args': dict(…)}, 'model.pt')."
+            f"cannot read {path} as plain tensors ({type(error).__name__}: {reason}). {SAVE_AGAIN}"
         ) from None
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds no mapping with 'model' and 'model_args'. Save it as nanoGPT's train.py does.")
