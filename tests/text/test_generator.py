@@ -184,6 +184,15 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(text):
     assert "--truncate" in str(outcome)
 
 
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(32, "longer context (--context N, up to the model's 64)"), (64, "The model was made for no more")],
+)
+def test_a_longer_context_is_advised_where_the_model_has_one(length, said):
+    [outcome] = run(toy_generator(length=length), [prompt("a" * 64)])
+    assert said in str(outcome)
+
+
 @pytest.mark.parametrize(("side", "kept"), [("left", slice(-58, None)), ("right", slice(58))])
 def test_a_prompt_that_may_be_truncated_leaves_room_for_its_answer(side, kept):
     text = "".join(LETTERS[number * 7 % 31] for number in range(100))

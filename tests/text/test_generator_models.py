@@ -133,7 +133,7 @@ def test_what_the_tuning_says_comes_before_what_the_model_s_arguments_say():
 @pytest.mark.parametrize(
     ("tuning", "message"),
     [
-        pytest.param(Tuning(context=10**6), "-B context=N", id="a context that the model was not made for"),
+        pytest.param(Tuning(context=10**6), "--context N", id="a context that the model was not made for"),
         pytest.param(Tuning(slots=0), "slots is 0", id="no slots"),
         pytest.param(Tuning(slots=10**9), "does not fit", id="slots that fit nowhere"),
     ],

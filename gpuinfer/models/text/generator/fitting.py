@@ -43,6 +43,6 @@ def checked_context(shape: Shape, context: int | None) -> int:
     if not 1 <= context <= shape.positions:
         raise UsageError(
             f"a context of {context} positions, and the model was made for {shape.positions}. "
-            f"Use -B context=N with N from 1 to {shape.positions}."
+            f"Use --context N with N from 1 to {shape.positions}."
         )
     return context

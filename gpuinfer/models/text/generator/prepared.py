@@ -43,7 +43,7 @@ def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, decoder: Deco
     try:
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
-            tokens = _truncated(prompt, tokens, length)
+            tokens = _truncated(prompt, tokens, decoder)
         matcher = None if sampling.constraint is None else language.matcher(sampling.constraint)
     except BadPrompt as problem:
         return problem
@@ -64,14 +64,17 @@ def _check(prompt: Prompt, decoder: Decoder) -> None:
         )
 
 
-def _truncated(prompt: Prompt, tokens: Ints, length: int) -> Ints:
+def _truncated(prompt: Prompt, tokens: Ints, decoder: Decoder) -> Ints:
     """What is kept of a prompt that does not fit: it leaves room for `max_tokens`, but never takes less than half of
     the context for that.
     """
+    length, most = decoder.length, decoder.shape.positions
     if prompt.truncate is None:
+        short = "Shorten it, or use --truncate left or right"
+        cure = f"{short}, or a longer context (--context N, up to the model's {most})."
         raise BadPrompt(
             f"the prompt has {len(tokens)} tokens and the context {length}, one of them at least for the answer. "
-            "Shorten it, use --truncate left or right, or set a longer context (-B context=N)."
+            + (cure if length < most else f"The model was made for no more. {short}.")
         )
     keep = max(length - prompt.sampling.max_tokens, length // 2, 1)
     return tokens[len(tokens) - keep :].copy() if prompt.truncate == "left" else tokens[:keep].copy()

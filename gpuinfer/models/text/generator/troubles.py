@@ -89,7 +89,7 @@ def alone(error: Exception) -> BackendError:
     if is_out_of_memory(error):
         return BackendError(
             f"out of memory on a single token: {first_line(error)}. Use fewer slots (-B slots=N), a shorter context "
-            "(-B context=N), or --dtype bfloat16."
+            "(--context N), or --dtype bfloat16."
         )
     return BackendError(
         f"the model failed on this prompt alone ({type(error).__name__}: {first_line(error)}). "
