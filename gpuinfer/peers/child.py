@@ -156,10 +156,11 @@ class Child:
             raise self._lost(f"said what is no answer: {line[:LAST_WORDS]!r}.")
         return found
 
-    def _wait(self, readable: list[Any], writable: list[Any], until: float, limit_s: float = 1.0) -> None:
+    def _wait(self, readable: list[Any], writable: list[Any], until: float, limit_s: float = 0.0) -> None:
         left = until - time.monotonic()
         if left <= 0 or not any(select.select(readable, writable, [], left)):
-            raise self._lost(f"gave no answer within {limit_s:.0f} s.{self._last_words()}")
+            waited = f" within {limit_s:.0f} s" if limit_s else " in time"
+            raise self._lost(f"gave no answer{waited}.{self._last_words()}")
 
     def _lost(self, why: str) -> PeerFailed:
         """What it says from now on may belong to an order of before, so it is ended."""
