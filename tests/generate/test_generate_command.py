@@ -7,7 +7,7 @@ import os
 import subprocess
 
 import pytest
-from command import complaint, generate, prompts, rows_of, started
+from run_generate import complaint, generate, prompts, rows_of, started
 
 
 def test_it_reads_standard_input_and_writes_standard_output(tmp_path):

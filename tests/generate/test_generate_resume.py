@@ -9,7 +9,7 @@ import resource
 import signal
 
 import pytest
-from command import complaint, generate, prompts, rows_of, started, until
+from run_generate import complaint, generate, prompts, rows_of, started, until
 
 COUNT = 5000
 WORK = ["--input", "in.jsonl", "--output", "out.jsonl", "--quiet"]
