@@ -41,8 +41,9 @@ class Decoder(Protocol):
     def forward(self, step: Step) -> Tensor:
         """Logits [len(step.wanted), vocabulary], float32, on the decoder's device; the cache is filled.
 
-        They may lie in the decoder's own memory: they are only read, and the next step overwrites them. Raises `torch.OutOfMemoryError` (CUDA)
-        when the device has no room, with nothing changed that the same step tried again would not change alike.
+        They may lie in the decoder's own memory: they are only read, and the next step overwrites them. Raises
+        `torch.OutOfMemoryError` (CUDA) when the device has no room, with nothing changed that the same step tried again
+        would not change alike.
         """
         ...
 
