@@ -23,7 +23,7 @@ class Lanes:
         self._arguments = arguments
         self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (len(arguments) + 1), np.int64)
         self._awake = [threading.Semaphore(0) for _ in arguments]
-        blas.one_thread_here()
+        self._one_thread_here = blas.one_thread_here
         self._threads = [
             threading.Thread(target=self._serve, args=(lane, blas.one_thread_here), name=f"lane {lane}", daemon=True)
             for lane in range(1, len(arguments))
@@ -33,6 +33,7 @@ class Lanes:
 
     def step(self) -> None:
         """Run one step, whose sizes and tokens are where the arguments point."""
+        self._one_thread_here()  # whoever sets torch's threads, or is another thread than before, undoes it
         if self._threads:
             self._begin()
         cpu_step.lead(self._control, *self._arguments[0])
