@@ -38,6 +38,7 @@ class Evidence:
     on_cpu: bool = True
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller
+    bfloat16_pays: bool = True  # the device multiplies bfloat16 itself: elsewhere it is no faster, and often slower
     options: Mapping[str, Collection[str]] = field(
         default_factory=dict
     )  # of backend, strategy, workload: "-B", "-S", "--"

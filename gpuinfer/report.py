@@ -14,6 +14,7 @@ from typing import Any
 from gpuinfer import machine
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.evidence import Evidence, is_forward
+from gpuinfer.models.processor import has_bfloat16
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.verdict import judge
 
@@ -226,6 +227,7 @@ def memory(snapshot: Snapshot) -> dict[str, float | None]:
 def evidence(run: Run) -> Evidence:
     """The run as the verdict looks at it."""
     snapshot = run.snapshot
+    on_cpu = "reserved_mb" not in snapshot.device
     return Evidence(
         wall_s=run.wall_s,
         lanes=[{**lane, "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
@@ -245,9 +247,10 @@ def evidence(run: Run) -> Evidence:
         cores=machine.cores(),
         cpu_s=snapshot.cpu_s,
         cpu_wait_s=snapshot.cpu_wait_s,
-        on_cpu="reserved_mb" not in snapshot.device,
+        on_cpu=on_cpu,
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,
+        bfloat16_pays=not on_cpu or has_bfloat16(),
         options={
             "-B": _options(run, "backends", run.backend),
             "-S": _options(run, "strategies", run.strategy),

@@ -61,6 +61,13 @@ CASES = [
         id="at the roofline in bfloat16 already",
     ),
     pytest.param(
+        a_run(*HALF_BUSY, rows_per_s=9500.0, roofline=ROOFLINE, bfloat16_pays=False),
+        "device-saturated",
+        "95% of what the bare model does",
+        None,
+        id="at the roofline of a processor without bfloat16",
+    ),
+    pytest.param(
         a_run(lane("search", search=1.0), lane("forward 0", forward=9.5), on_cpu=False, dtype="bfloat16"),
         "device-saturated",
         "busy 95% of the time",

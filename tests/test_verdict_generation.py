@@ -58,6 +58,13 @@ CASES = [
     ),
     pytest.param(a_run(), "device-saturated", "100% of the 64 slots", None, id="in bfloat16 already"),
     pytest.param(
+        a_run(dtype="float32", bfloat16_pays=False),
+        "device-saturated",
+        "100% of the 64 slots",
+        None,
+        id="on a processor without bfloat16",
+    ),
+    pytest.param(
         a_run(batch_s=SUBLINEAR),
         "device-saturated",
         "of the 64 slots were in use",

@@ -203,7 +203,7 @@ def all_cores(case: Case) -> Verdict | None:
 
 def _saturated(run: Evidence, why: str) -> Verdict:
     kind, station = "device-saturated", "forward"
-    if run.dtype == "float32" and run.computes:
+    if run.dtype == "float32" and run.computes and run.bfloat16_pays:
         command, gain = f"{run.command} --dtype bfloat16", Gain(1.0, FASTER_DTYPE)
         return Verdict(kind, station, why, "Compute in bfloat16.", command, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."

@@ -121,7 +121,7 @@ def model(case: Case) -> Verdict | None:
         f"{answers:.0%} on answers."
     )
     station = "prefill" if _mostly_prompts(run) else "forward"
-    if run.dtype == "float32":
+    if run.dtype == "float32" and run.bfloat16_pays:
         command = f"{run.command} --dtype bfloat16"
         gain = Gain(1.0, FASTER_DTYPE)
         return Verdict("device-saturated", station, why, "Compute in bfloat16.", command, gain, healthy=True)

@@ -1,0 +1,60 @@
+"""Which narrow number formats the processor multiplies by itself. Those that it does not are computed in a detour.
+
+Asked of what the system says of the processor, never of a stopwatch: the answer, and so a run's numbers, do not depend
+on what else the machine is doing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+FLAG_LINES = ("flags", "Features")  # x86's name for it, then Arm's
+
+# Any one of these flags will do: x86's words, then Arm's.
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+FLOAT16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+
+# The libraries below us can be told to leave instructions unused, so that one processor stands in for an older one.
+# Settings under which no products of bfloat16 are left, and those under which none of float16 are either.
+WITHOUT_BFLOAT16: Mapping[str, frozenset[str]] = {
+    "ATEN_CPU_CAPABILITY": frozenset({"default", "avx2"}),
+    "ONEDNN_MAX_CPU_ISA": frozenset(
+        {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
+    ),
+    "MKL_ENABLE_INSTRUCTIONS": frozenset({"sse4_2", "avx", "avx2", "avx2_e1", "avx512", "avx512_e1", "avx512_e2"}),
+}
+WITHOUT_FLOAT16: Mapping[str, frozenset[str]] = {
+    **WITHOUT_BFLOAT16,
+    "ONEDNN_MAX_CPU_ISA": WITHOUT_BFLOAT16["ONEDNN_MAX_CPU_ISA"] | {"avx512_core_bf16"},
+    "MKL_ENABLE_INSTRUCTIONS": WITHOUT_BFLOAT16["MKL_ENABLE_INSTRUCTIONS"] | {"avx512_e3"},
+}
+
+
+def has_bfloat16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether products of bfloat16 are one instruction here; no where the system does not tell."""
+    return bool(BFLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_BFLOAT16, environment)
+
+
+def has_float16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether products of float16 are one instruction here; no where the system does not tell."""
+    return bool(FLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_FLOAT16, environment)
+
+
+def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """What every core has: on a processor with cores of two kinds, what both kinds have. Empty where nobody tells."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    split = (line.partition(":") for line in lines)
+    found = [frozenset(words.split()) for name, _, words in split if name.strip() in FLAG_LINES]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def _emulated(without: Mapping[str, frozenset[str]], environment: Mapping[str, str] | None) -> bool:
+    """Whether a library has been told to compute as an older processor would, one of those without."""
+    given = os.environ if environment is None else environment
+    return any(given.get(name, "").lower() in values for name, values in without.items())
