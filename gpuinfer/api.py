@@ -250,7 +250,9 @@ class Backend(Plugin, ABC):
         """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.
 
         A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
-        measured_bytes, …), and `tokens`, how many it has taken in and drawn until now: {input, output}.
+        measured_bytes, …), `tokens`, how many it has taken in and drawn until now: {input, output}; and `steps`, what
+        they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),
+        echoing_s (without room for the logits of their log-probabilities)}.
         """
         return {}
 
@@ -335,6 +337,11 @@ class Lane(Protocol):
 
 forward_lane: ContextVar[Lane | None] = ContextVar("forward_lane", default=None)
 """The lane of the batch being served. The engine sets it around `infer` and `stream`."""
+
+
+prompts_lane: ContextVar[Lane | None] = ContextVar("prompts_lane", default=None)
+"""With `Limits.slots`: the lane in which prompts are made ready, stations understand and constrain. The engine sets it
+around `stream`."""
 
 
 def enter_station(station: str) -> None:

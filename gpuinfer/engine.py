@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane
+from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane, prompts_lane
 from gpuinfer.batching.admission import Admission, class_of
 from gpuinfer.batching.alarm import Alarm
 from gpuinfer.batching.answering import answer, as_failure
@@ -57,7 +57,9 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.strategy = PassThrough() if backend.remote else strategy
-        self.lanes: list[Lane] = []  # "forward 0", …: one for each batch that may be in flight; with slots one
+        self.lanes: list[
+            Lane
+        ] = []  # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
         self._max_queue_rows = max_queue_rows
         self._recorder = recorder
         self._clock = clock
@@ -95,6 +97,8 @@ class Engine:
         forwards = 1 if self._admits else limits.in_flight
         self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
+        if self._admits:
+            self.lanes.append(Lane("prompts 0", clock=self._clock))
 
     # Requests
 
@@ -235,6 +239,8 @@ class Engine:
         `number`.
         """
         forward_lane.set(lane)
+        if self._admits:
+            prompts_lane.set(self.lanes[-1])
         if not self._admits:
             lane.enter("forward")
         started = self._clock()

@@ -115,9 +115,12 @@ def is_forward(name: str) -> bool:
     return name.rpartition(": ")[2].startswith("forward")
 
 
+ASIDE = ("records", "input", "output", "prompts")
+
+
 def is_aside(name: str) -> bool:
-    """Whether a lane of this name only writes down what the work brings, and holds nothing up by being idle."""
-    return name.rpartition(": ")[2].startswith("records")
+    """Whether a lane of this name only brings rows, or writes down what becomes of them: idle, it holds nothing up."""
+    return name.rpartition(": ")[2].startswith(ASIDE)
 
 
 def place(name: str) -> str:

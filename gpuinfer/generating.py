@@ -6,12 +6,13 @@ What a backend that generates is made of, whichever process it serves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane
+from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError
 from gpuinfer.generation import Generation, Prompt
 
@@ -38,6 +39,7 @@ class TextModel:
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
         self._early: set[Request] = set()  # whose prompts are being understood
+        self._understood = 0  # batches of them
         self._tickets: dict[Request, int] = {}
         self._asked: dict[int, tuple[Request, _Answers]] = {}
         self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
@@ -69,7 +71,8 @@ class TextModel:
         """What `Backend.device` tells."""
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
-        return {**self._gauge(), "model": dict(self.facts), "tokens": drawn}
+        steps = {name: counted[name] for name in ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")}
+        return {**self._gauge(), "model": dict(self.facts), "tokens": drawn, "steps": steps}
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes. A prompt that cannot be served gets its own error."""
@@ -123,12 +126,29 @@ class TextModel:
     async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
         """The prompts' tokens: beside the loop when there are many, or when one takes long."""
         prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
-        prepare = self._driver.generator.prepare
-        if len(prompts) <= FEW and not any(prompt.sampling.constraint for prompt in prompts):
-            found = iter(prepare(prompts))
-        else:
-            found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts))
+        constrained = any(prompt.sampling.constraint for prompt in prompts)
+        with self._understanding() as enter:
+            prepare = self._driver.generator.prepare
+            if len(prompts) <= FEW and not constrained:
+                found = iter(prepare(prompts))
+            else:
+                found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts, enter))
         return [next(found) if isinstance(payload, Prompt) else _stranger(payload) for payload in payloads]
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[Callable[[str], None]]:
+        """Books it in the lane of prompts; yields what tells that lane more. Several batches at once are one visit."""
+        lane = prompts_lane.get()
+        enter: Callable[[str], None] = (lambda station: None) if lane is None else lane.enter
+        if not self._understood:
+            enter("understand")
+        self._understood += 1
+        try:
+            yield enter
+        finally:
+            self._understood -= 1
+            if not self._understood:
+                enter("idle")
 
     # In the driver's thread
 

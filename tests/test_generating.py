@@ -15,7 +15,7 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired
 from gpuinfer.generating import FEW, TextModel
-from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.models.text.generator import Driver
 from gpuinfer.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
@@ -171,7 +171,7 @@ async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_sl
     generator = toy_generator(16)
     begun, go_on, prepare = threading.Event(), threading.Event(), generator.prepare
 
-    def slowly(prompts):
+    def slowly(prompts, enter):
         begun.set()
         assert go_on.wait(WAIT_S)
         return prepare(prompts)
@@ -213,16 +213,37 @@ async def test_a_generator_that_dies_fails_all_there_are_and_all_that_come():
 
 
 @run
-async def test_the_stations_of_the_lane_sum_to_the_time_it_is_open():
+async def test_the_stations_of_a_lane_sum_to_the_time_it_is_open():
     ticks = itertools.count()
     async with serving(clock=lambda: float(next(ticks))) as engine:
-        [lane] = engine.lanes
+        lane, prompts = engine.lanes
         before = sum(lane.stations().values()) - next(ticks)
         await outcomes(asked(engine, *PROMPTS))
         stations = lane.stations()
         # two looks at one clock: what passed between them is in the stations, all of it and nothing twice
         assert 0 <= next(ticks) - (sum(stations.values()) - before) <= 3
         assert stations.keys() == {"prefill", "forward", "sample", "reply", "idle"}
+        assert prompts.stations().keys() == {"understand", "idle"}
+
+
+@run
+async def test_what_a_constraint_costs_is_booked_as_such_before_the_first_step_and_after():
+    async with serving() as engine:
+        await outcomes(asked(engine, prompt("a", 4, constraint=Constraint(regex="[abc]{8}"))))
+        assert all(lane.visits().get("constrain") for lane in engine.lanes)
+
+
+@run
+async def test_steps_that_had_no_room_for_all_of_a_prompt_are_counted_as_such():
+    async def held(**more):
+        generator = toy_generator(**more)
+        async with serving(generator) as engine:
+            await outcomes(asked(engine, *(prompt("long" * 5 + text, 2) for text in "abc")))
+            return engine.backend.text.device()["steps"]
+
+    narrow, wide = await held(step_tokens=4), await held(step_tokens=1000)
+    assert narrow["prompt_tokens"] == wide["prompt_tokens"]
+    assert 0.0 == wide["held_s"] < narrow["held_s"] <= narrow["seconds"]
 
 
 @run

@@ -81,7 +81,8 @@ class Pump:
         self.under_way = under_way(limits)
         widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
         self._asker = Asker(infer, self.under_way, widest)
-        self._outlet = Outlet(output.descriptor, output.name)
+        self._enter = infer.lane("input").enter
+        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"))
         add = self._outlet.add
         self._order: InOrder | AsDone = InOrder(add, 4 * self.under_way) if ordered else AsDone(add)
         self._most = most
@@ -111,11 +112,16 @@ class Pump:
     # Reading
 
     async def _read(self) -> None:
+        self._enter("read")
         async for chunk in self._source.chunks():
+            self._enter("understand")
             if not await self._take_all(self.splitter.feed(chunk)):
                 break
+            self._enter("read")
         else:
+            self._enter("understand")
             await self._take_all(self.splitter.end())
+        self._enter("idle")
         self.tally.ended = True
         self._wake(len(self._idle))
 
@@ -130,6 +136,7 @@ class Pump:
 
     async def _take(self, pieces: list[Piece]) -> None:
         """Understand some rows; those that are not done yet wait to be asked. Returns when few do."""
+        self._enter("understand")
         jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
         self.tally.read += len(jobs)
         for job in self._not_done(jobs):
@@ -139,6 +146,7 @@ class Pump:
             else:
                 self._jobs.append(job)
         self._wake(len(self._jobs))
+        self._enter("idle")
         await asyncio.sleep(0)
         await self._outlet.room()
         await self._order.near(self._places)

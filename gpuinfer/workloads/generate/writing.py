@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 
+from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
 
 SYNC_S, SYNC_BYTES = 1.0, 8 << 20  # whichever comes first: a line is on the disk no later
@@ -22,11 +23,12 @@ class Outlet:
     """Writes to a descriptor, which stays the caller's. `name` is what people call it.
 
     `add` belongs to the event loop. After a failure nothing more is written, and everything raises it; of a regular
-    file the line that was half written is taken back.
+    file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
     """
 
-    def __init__(self, descriptor: int, name: str) -> None:
+    def __init__(self, descriptor: int, name: str, lane: Lane | None = None) -> None:
         self._descriptor, self._name = descriptor, name
+        self._enter = (lambda station: None) if lane is None else lane.enter
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         self._waiting: list[bytes] = []
         self._bytes = 0
@@ -97,7 +99,9 @@ class Outlet:
             if lines:
                 self._say_room()
                 since = since if unsynced else time.monotonic()
+                self._enter("write")
                 unsynced += self._write(b"".join(lines))
+                self._enter("idle")
             if unsynced and (over or unsynced > SYNC_BYTES or time.monotonic() > since + SYNC_S):
                 self._sync()
                 unsynced = 0
@@ -131,7 +135,9 @@ class Outlet:
 
     def _sync(self) -> None:
         if self._regular:
+            self._enter("sync")
             os.fsync(self._descriptor)
+            self._enter("idle")
 
 
 def unwritable(name: str, error: OSError) -> WorkError:

@@ -59,7 +59,8 @@ class Composer:
 
     def __init__(self, table: Table, step_tokens: int, gather_steps: int) -> None:
         self._table = table
-        self._step_tokens, self._gather_steps = step_tokens, gather_steps
+        self.step_tokens, self._gather_steps = step_tokens, gather_steps
+        self.left = False  # prompts, or parts of them, that the last step had no room for
         self._gathered = 0  # steps that the prompts have waited
         self._begun = False  # they have waited enough, and go until all are through
         self._tokens, self._starts = np.zeros(table.slots, np.int32), np.zeros(table.slots, np.int32)
@@ -82,7 +83,7 @@ class Composer:
         if self._steady is None or prefilling or most is not None or only is not None:
             decoding = self._decoding(most, only)
             chunks = self._chunks(prefilling, len(decoding), most, only)
-            self._begun = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
+            self._begun = self.left = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
             if chunks:
                 self._steady = None
                 return self._mixed(decoding, chunks)
@@ -91,7 +92,7 @@ class Composer:
             plan = self._plain(decoding)
             self._steady = plan if most is None and only is None else None
         else:
-            plan = self._steady
+            plan, self.left = self._steady, False
         self._refresh(plan.step)
         return plan
 
@@ -122,7 +123,7 @@ class Composer:
         self, prefilling: Sequence[Row], decoding: int, most: int | None, only: Collection[Row] | None
     ) -> list[Chunk]:
         """In order of arrival, as much of each prompt as there is room for."""
-        room = max(1, self._step_tokens - decoding)
+        room = max(1, self.step_tokens - decoding)
         if most is not None:
             room = min(room, most - decoding)
         echo_room, logits, chunks = self._echo_tokens, decoding, []

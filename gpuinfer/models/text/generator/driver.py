@@ -37,6 +37,8 @@ class Counters:
     output_tokens: int = 0
     finished: int = 0
     failed: int = 0
+    held_s: float = 0.0  # in steps that had no room for all tokens of the prompts that were there
+    echoing_s: float = 0.0  # in steps that had none for the logits that prompts' log-probabilities need
 
     def add(self, stepped: Stepped, seconds: float) -> None:
         self.steps += 1
@@ -46,6 +48,8 @@ class Counters:
         self.prompt_tokens += stepped.prompt_tokens
         self.cached_tokens += stepped.cached
         self.output_tokens += stepped.output_tokens
+        self.held_s += seconds * stepped.held
+        self.echoing_s += seconds * stepped.echoing
 
 
 class Driver:

@@ -38,13 +38,15 @@ class Stepped:
     prompt_tokens: int = 0  # of them, those of prompts
     cached: int = 0  # prompt tokens that did not have to, as another prompt's were taken over
     output_tokens: int = 0  # drawn
+    held: bool = False  # prompts were cut, or waited, since no more tokens may go in
+    echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
 
 
 class Generator:
     """Answers prompts. Single-threaded but for `prepare`; give it to a `Driver`, or step it yourself.
 
-    `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "sample", "reply". On CUDA
-    sampling is queued behind the forward, and both count as the forward.
+    `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "constrain", "sample",
+    "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Generator:
         self._table = Table(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language)
-        self._settling = Settling(self._table, self._admission, self._composer, language)
+        self._settling = Settling(
+            self._table, self._admission, self._composer, language, lambda station: self.enter(station)
+        )
         self._troubles = Troubles(self._table)
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._queued = decoder.device.type == "cuda"
@@ -88,9 +92,13 @@ class Generator:
         """Whether a step would bring anything."""
         return bool(self._settling.works) or bool(self._settling.finished)
 
-    def prepare(self, prompts: Sequence[Prompt]) -> list[Prepared | Exception]:
-        """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread."""
-        return list(prepare(self.language, prompts, self.decoder))
+    def prepare(
+        self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Prepared | Exception]:
+        """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread, which `enter` is
+        told of: "understand" or "constrain".
+        """
+        return list(prepare(self.language, prompts, self.decoder, enter))
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
         """Take one of `free_slots` for each sample. Its answer is among what a later step has finished.
@@ -141,6 +149,8 @@ class Generator:
             prompt_tokens=plan.prompt_tokens,
             cached=self._admission.cached - cached,
             output_tokens=len(plan.draws),
+            held=self._composer.left and len(plan.step.tokens) >= self._composer.step_tokens,
+            echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
         )
 
     def close(self) -> None:
@@ -181,6 +191,8 @@ class Generator:
         constrained = np.flatnonzero(table.constrained[slots])
         if not len(constrained):
             return None
+        if not self._queued:
+            self.enter("constrain")
         masks = self._masks[: len(slots)]
         masks.fill(-1)
         for i in constrained.tolist():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -27,25 +27,38 @@ class Prepared:
     matcher: Matcher | None  # each sample works on a copy
 
 
-def prepare(language: Language, prompts: Sequence[Prompt], decoder: Decoder) -> list[Prepared | BadPrompt]:
+Enter = Callable[[str], None]
+
+
+def prepare(
+    language: Language, prompts: Sequence[Prompt], decoder: Decoder, enter: Enter = lambda station: None
+) -> list[Prepared | BadPrompt]:
     """Each prompt made ready for this decoder, or why that cannot be. The sampler checks the rest as it is admitted.
 
-    Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop.
+    Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop. `enter` is told
+    which it is: "understand" or "constrain".
     """
     return [
-        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, decoder)
+        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, decoder, enter)
         for prompt, tokens in zip(prompts, language.encode(prompts), strict=True)
     ]
 
 
-def _prepare_one(language: Language, prompt: Prompt, tokens: Ints, decoder: Decoder) -> Prepared | BadPrompt:
+def _prepare_one(
+    language: Language, prompt: Prompt, tokens: Ints, decoder: Decoder, enter: Enter
+) -> Prepared | BadPrompt:
     sampling, length = prompt.sampling, decoder.length
     try:
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)
-        matcher = None if sampling.constraint is None else language.matcher(sampling.constraint)
+        matcher = None
+        if sampling.constraint is not None:
+            enter("constrain")
+            matcher = language.matcher(sampling.constraint)
+            enter("understand")
     except BadPrompt as problem:
+        enter("understand")
         return problem
     limit = min(sampling.max_tokens, length - len(tokens))
     return Prepared(tokens, sampling, limit, prompt.samples, prompt.first_sample, prompt.key, matcher)

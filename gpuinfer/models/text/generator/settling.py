@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 import numpy as np
@@ -26,8 +26,16 @@ class Settling:
     `finished` gathers answers and failures until someone takes them.
     """
 
-    def __init__(self, table: Table, admission: Admission, composer: Composer, language: Language) -> None:
+    def __init__(
+        self,
+        table: Table,
+        admission: Admission,
+        composer: Composer,
+        language: Language,
+        enter: Callable[[str], None] = lambda station: None,
+    ) -> None:
         self._table, self._admission, self._composer, self._language = table, admission, composer, language
+        self._enter = enter
         self.works: dict[Hashable, Work] = {}
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
 
@@ -108,7 +116,11 @@ class Settling:
                 row.logprobs.append(logprob)
             prompt = len(row.work.prepared.tokens)
             tokens = self._table.tokens[row.slot]
+            if row.matcher is not None:
+                self._enter("constrain")
             end = END_TOKEN if ended else ending(row, int(tokens[at]), at + 1 - prompt, full=full)
+            if row.matcher is not None:
+                self._enter("reply")
             if end is not None:
                 self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
