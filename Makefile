@@ -1,22 +1,31 @@
 # make demo   a real search plays a real card game on this machine, with a live view
 # make test   the tests with small counts: minutes
-# make soak   the same with the full counts: hours
+# make thorough    what takes long, and properties with more examples: CI runs it too
+# make processors  what depends on the processor, again as on older ones
+# make soak   the full counts: hours
 # make lint   formatting, lint, types
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test thorough processors soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak and not gpu" tests plugins
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu" tests plugins
+
+thorough: $(READY)
+	GPUINFER_TESTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
+		-m "(thorough or property) and not soak and not gpu" tests plugins
+
+processors: $(READY)
+	$(BIN)/python tests/processors.py
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
+	GPUINFER_TESTS=thorough $(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

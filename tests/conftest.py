@@ -1,18 +1,35 @@
-"""For all tests: one numeric thread in each process, `helpers` importable everywhere, and `async def` tests."""
+"""For all tests: one numeric thread in each process, `helpers` importable everywhere, how many examples properties try,
+Ctrl-C as at a terminal, and `async def` tests.
+"""
 
 import asyncio
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)  # multiprocessing hands sys.path down
+
+from counts import examples  # noqa: E402 (found by the line above)
+
+hypothesis.settings.register_profile("counted", max_examples=examples(100), deadline=None)
+hypothesis.settings.load_profile("counted")
+# A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Properties run again in `make thorough`, with more examples."""
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.add_marker("property")
 
 
 @pytest.fixture

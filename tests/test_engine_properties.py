@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from counts import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -334,8 +335,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert not one.served
 
 
+@pytest.mark.property
 def test_any_history_keeps_every_promise():
-    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+    )
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -228,7 +229,7 @@ def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, 
     forward, everything = CpuForward(module, dtype, 64, fixed_shape=True), positions(150)
     reference = flat(forward([everything]))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     @given(rows=st.lists(st.integers(0, 149), min_size=1, max_size=150), cuts=st.lists(st.integers(0, 150), max_size=4))
     def check(rows, cuts):
         blocks = [part for part in np.split(everything[rows], sorted(min(cut, len(rows)) for cut in cuts)) if len(part)]

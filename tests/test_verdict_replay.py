@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +165,7 @@ systems = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(systems)
 def test_no_replay_beats_the_laws(system):
     done = [max(1, round(share)) for share in system.shares]

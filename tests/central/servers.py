@@ -12,7 +12,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 from models import FEATURES
 
 from gpuinfer.central.server import CentralServer
@@ -122,9 +121,3 @@ def until(condition: Callable[[], object], what: str = "that") -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come about")
         time.sleep(0.01)
-
-
-def counts(small: int, full: int) -> list[object]:
-    """Values for `parametrize`: the ordinary count, and the full one marked `soak`."""
-    soak = [pytest.mark.soak, pytest.mark.timeout(14_400)]
-    return [pytest.param(small, id=f"{small}"), pytest.param(full, id=f"{full}", marks=soak)]

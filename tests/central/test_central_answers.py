@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from counts import counts, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import FEATURES, tags
 from programs import ask_ahead, named
-from servers import Program, counts, programs, served, serving
+from servers import Program, programs, served, serving
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.models.load import build
@@ -130,7 +131,7 @@ def deterministic():
         yield client
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(0, 2**32 - 1))
 def test_a_deterministic_server_answers_the_same_bits_whatever_the_company(deterministic, sizes, seed):
     rows = np.random.default_rng(7).standard_normal((40, FEATURES)).astype(np.float32)

@@ -9,10 +9,11 @@ import threading
 import time
 
 import pytest
+from counts import counts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import ask_ahead, ask_forever, ask_in_loop, named, stop, wrong
-from servers import Program, counts, mapped, pid_of, programs, serving, until
+from servers import Program, mapped, pid_of, programs, serving, until
 
 from gpuinfer.api import Priority
 from gpuinfer.backends.central import Way

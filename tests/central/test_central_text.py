@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import is_alive
@@ -199,7 +200,7 @@ def test_a_server_of_ones_own_says_that_it_takes_rows():
         CentralServer(ModelSpec("tiny", kind="text"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=8), st.data())
 def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
     sent = [Record(Kind.PROMPT, number=number, body=body or None) for number, body in enumerate(bodies)]

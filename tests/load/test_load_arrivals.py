@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -97,7 +98,7 @@ def test_how_long_a_load_lasts(options, seconds, total):
     pieces=st.lists(st.tuples(st.sampled_from([0.0, 1.0, 50.0, 333.0]), st.floats(0.01, 2.0)), min_size=1, max_size=5),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_pieces_of_a_schedule_keep_their_order_and_their_time(pieces, seed):
     if not any(rate for rate, _ in pieces):
         with pytest.raises(UsageError, match="rate of 0"):

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from counts import counts
+from counts import counts, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -129,7 +129,7 @@ def test_guesses_drawn_one_by_one_are_as_uniform_as_those_of_one_call():
     assert chance_of(alternating, knowledge, 40) > 1e-4
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     size=st.sampled_from(SIZES),
     trump=st.sampled_from(["turned", "hearts", "none"]),
@@ -158,7 +158,7 @@ def test_every_guess_fits_what_was_seen_at_every_move_of_a_game(size, trump, num
             shown[mover].add(int(led))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(size=st.sampled_from(SIZES), number=st.integers(0, 1 << 40), moves=st.randoms(use_true_random=False))
 def test_what_a_player_sees_is_the_same_whatever_the_others_hold(size, number, moves):
     players, dealt = size

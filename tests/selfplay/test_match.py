@@ -7,6 +7,7 @@ import random
 from collections import Counter
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,7 @@ def play(crew, total, finished=frozenset()):
     return match, follow
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(0, 5),

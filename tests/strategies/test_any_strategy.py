@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from watched import Watched
@@ -70,7 +71,7 @@ def identified(batches):
 
 
 @pytest.mark.parametrize("build", ALL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(asks, st.sampled_from(SERVICES), st.integers(1, 3), st.sampled_from([None, 8, 20]))
 def test_every_request_is_served_once_or_expires_and_the_same_load_is_cut_the_same_way(
     build, drawn, service, in_flight, slots
@@ -86,7 +87,7 @@ def test_every_request_is_served_once_or_expires_and_the_same_load_is_cut_the_sa
 
 
 @pytest.mark.parametrize("build", ALL)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(asks, st.sampled_from(SERVICES))
 def test_a_full_queue_turns_away_and_loses_nobody(build, drawn, service):
     outcome, batches = play(build, drawn, service, 1, max_queue_rows=12)

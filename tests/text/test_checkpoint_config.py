@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -286,7 +287,7 @@ FIELDS = [
     family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "gpt2"]),
     changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_a_config_holds_it_is_read_or_refused(family: str, changes: dict[str, Any]) -> None:
     try:
         shape = shape_of({**written(family), **changes})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -271,7 +272,7 @@ def read_or_refuse(path: Path) -> None:
 
 
 @given(header=st.dictionaries(st.text(max_size=3), json_values, max_size=4), data=st.binary(max_size=64))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_header_says_it_is_read_or_refused(header: dict, data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(headed(header, data))

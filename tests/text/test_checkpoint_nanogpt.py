@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text.tiny import tiny_checkpoint
@@ -262,7 +263,7 @@ plain = st.recursive(
 
 
 @given(value=plain, protocol=st.integers(0, pickle.HIGHEST_PROTOCOL))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_plain_values_come_back_whatever_the_protocol(value: Any, protocol: int) -> None:
     assert plain_value(pickle.dumps(value, protocol)) == value
 
@@ -273,7 +274,7 @@ def test_plain_values_come_back_whatever_the_protocol(value: Any, protocol: int)
     replaced=st.binary(min_size=1, max_size=4),
     protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_a_pickle_holds_it_is_read_or_refused(value: Any, at: int, replaced: bytes, protocol: int) -> None:
     data = bytearray(pickle.dumps(value, protocol))
     data[at : at + len(replaced)] = replaced

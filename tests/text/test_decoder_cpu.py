@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -58,7 +59,7 @@ def test_lanes_divide_the_same_work(shape):
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(cuts=st.lists(st.integers(1, 89), max_size=6, unique=True), slot=st.integers(0, 3), company=st.integers(0, 30))
 def test_any_chunks_any_slot_and_any_company_give_the_same_bits(cuts, slot, company):
     several = decoder()

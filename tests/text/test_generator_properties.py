@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text.toy import LETTERS, alone, toy_generator
@@ -89,7 +90,7 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gath
     assert generator.free_slots == slots
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**mixes)
 def test_an_answer_is_its_own_in_any_company(coming, slots, step_tokens, length, gather_steps):
     check(coming, slots, step_tokens, length, gather_steps)
@@ -102,7 +103,7 @@ def test_an_answer_is_its_own_in_any_company_many_times(coming, slots, step_toke
     check(coming, slots, step_tokens, length, gather_steps)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(coming=st.lists(arrivals, min_size=2, max_size=8), room=st.integers(1, 12), poison=st.booleans())
 def test_trouble_leaves_the_others_answers_as_they_are(coming, room, poison):
     """Steps of more than `room` tokens find no memory, and a "?" fails every step that it is part of."""

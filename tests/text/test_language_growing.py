@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from language_samples import KINDS, Files, shape
@@ -57,7 +58,7 @@ def check_growth(kind: str, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", LANGUAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_text_grows_to_what_all_its_tokens_decode_to(kind, data):
     check_growth(kind, data.draw(tokens_of(LANGUAGES[kind])))
@@ -108,7 +109,7 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte level", "byte fallback", "metaspace", "characters"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_stop_strings_are_found_wherever_the_tokens_end(kind, data):
     language = LANGUAGES[kind]

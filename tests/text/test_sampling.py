@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
@@ -41,7 +42,7 @@ def many_threads(monkeypatch):
 
 @pytest.mark.usefixtures("many_threads")
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(asked=st.lists(SETTINGS, min_size=1, max_size=12), seed=st.integers(0, 1 << 20), data=st.data())
 def test_a_row_draws_the_same_in_any_company(path, asked, seed, data):
     vocabulary, rows, steps = 90, len(asked), 4
@@ -60,7 +61,7 @@ def test_a_row_draws_the_same_in_any_company(path, asked, seed, data):
         assert found == [tokens[row] for tokens in expected]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(asked=st.lists(SETTINGS, min_size=1, max_size=12), seed=st.integers(0, 1 << 20), masked=st.booleans())
 def test_both_ways_draw_the_same(asked, seed, masked):
     vocabulary, rows = 130, len(asked)
@@ -162,7 +163,7 @@ def test_a_long_answer_keeps_count_of_its_tokens(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 1 << 20), vocabulary=st.integers(1, 400), wanted=st.integers(0, 20), ties=st.booleans())
 def test_log_probabilities_are_those_of_the_raw_logits(path, seed, vocabulary, wanted, ties):
     found = sampler(path, 2, vocabulary)

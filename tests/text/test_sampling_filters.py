@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import PATHS, draw, edited, filtered, probabilities, sampler
@@ -61,7 +62,7 @@ PARTS = st.floats(0.01, 1.0)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(logits=LOGITS, top_k=st.integers(1, 400), temperature=TEMPERATURES)
 def test_top_k_keeps_the_likeliest_and_the_lowest_among_equals(path, logits, top_k, temperature):
     kept = kept_by(path, logits, Sampling(top_k=top_k, temperature=temperature))
@@ -73,7 +74,7 @@ def test_top_k_keeps_the_likeliest_and_the_lowest_among_equals(path, logits, top
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS.filter(lambda p: p < 1), temperature=TEMPERATURES)
 def test_top_p_keeps_the_fewest_that_reach_its_share_of_what_top_k_left(path, logits, top_k, top_p, temperature):
     kept = np.flatnonzero(kept_by(path, logits, Sampling(top_k=top_k, top_p=top_p, temperature=temperature)))
@@ -85,7 +86,7 @@ def test_top_p_keeps_the_fewest_that_reach_its_share_of_what_top_k_left(path, lo
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(logits=LOGITS, min_p=PARTS, temperature=TEMPERATURES)
 def test_min_p_keeps_what_is_a_part_of_the_best(path, logits, min_p, temperature):
     kept = kept_by(path, logits, Sampling(min_p=min_p, temperature=temperature))
@@ -94,7 +95,7 @@ def test_min_p_keeps_what_is_a_part_of_the_best(path, logits, min_p, temperature
     assert (chances[~kept] <= min_p * chances.max() * (1 + EDGE)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS, min_p=st.one_of(st.just(0.0), PARTS), at=TEMPERATURES)
 def test_both_ways_keep_the_same(logits, top_k, top_p, min_p, at):
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=at)
@@ -116,7 +117,7 @@ def test_equal_logits_are_filtered_in_the_order_of_the_tokens(path, vocabulary):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     repetition=st.floats(0.5, 2.0),

@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+from counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from playing import record_little
@@ -225,7 +226,7 @@ LITTLE = [HEADER, arrival(0.0), ["c", 0.1, 0, 1, 1, "full", [1]], ["s", 0.2, 0, 
 
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=3))
 @example(0, b"\x1f\x8b")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_garbled_bytes_are_refused_or_are_a_trace(tmp_path_factory, place, garbage):
     path = tmp_path_factory.mktemp("garbled") / "trace.jsonl"
     lines = [*LITTLE, ["end", 0.2, {"a": 1, "c": 1, "b": 1, "s": 1}]]

@@ -9,6 +9,7 @@ import os
 import stat
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from playing import START, check_trace, record_little, recorder, request
@@ -197,7 +198,7 @@ def in_turn(events):
 
 
 @given(STEPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_whatever_engines_do_is_read_again(tmp_path_factory, steps):
     check_round_trip(tmp_path_factory.mktemp("trip"), steps)
 

@@ -1,0 +1,107 @@
+"""Runs the tests whose results depend on the processor again, each time as on an older one.
+
+    python tests/processors.py            the two newest that are older than what this machine can do
+    python tests/processors.py avx2       those that are named
+
+Libraries choose their kernels by what the processor can do, and round otherwise in each. Their own switches make them
+take those of an older one. What a processor lacks cannot be emulated: on one without AVX-512 the first is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SELECTED = "not thorough and not soak and not gpu"
+AT_ONCE = 2  # processes
+AT_MOST = 2  # processors, when none is named
+LIMIT_S = 1500
+DEPENDENT = (
+    "tests/text/test_decoder.py",
+    "tests/text/test_decoder_cpu.py",
+    "tests/text/test_decoder_torch.py",
+    "tests/text/test_generator.py",
+    "tests/text/test_generator_models.py",
+    "tests/text/test_generator_properties.py",
+    "tests/test_forward.py",
+    "tests/test_inprocess.py",
+    "tests/test_verify.py",
+    "tests/test_verify_parts.py",
+    "tests/selfplay",
+)
+"""Files and folders of tests that compare bits, or numbers, of models and compiled kernels."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A kind of processor, by the flags of /proc/cpuinfo that it takes, and the switches that make libraries see it."""
+
+    flags: frozenset[str]
+    switches: Mapping[str, str]
+
+
+def switches(aten: str, onednn: str, mkl: str, numba: str) -> dict[str, str]:
+    return {
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "NUMBA_CPU_NAME": numba,
+    }
+
+
+PROCESSORS = {
+    "avx512": Processor(
+        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
+        switches("avx512", "AVX512_CORE", "AVX512", "skylake-avx512"),
+    ),
+    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "haswell")),
+    "sse4": Processor(frozenset({"sse4_2"}), switches("default", "SSE41", "SSE4_2", "nehalem")),
+}
+"""Newest first. None of them multiplies bfloat16 itself."""
+
+
+def possible(flags: frozenset[str]) -> list[str]:
+    return [name for name, processor in PROCESSORS.items() if processor.flags <= flags]
+
+
+def flags_here() -> frozenset[str]:
+    """Of the first core, as Linux tells them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def run(name: str) -> int:
+    """Run the tests as on this processor; pytest's exit code."""
+    print(f"\n== tests that depend on the processor, as on one with {name}", flush=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        str(AT_ONCE),
+        "--dist",
+        "loadfile",
+        "-m",
+        "not soak and not gpu",
+    ]
+    environment = {**os.environ, **PROCESSORS[name].switches}
+    return subprocess.run([*command, *DEPENDENT], cwd=ROOT, env=environment, timeout=LIMIT_S).returncode
+
+
+def main(names: list[str]) -> int:
+    can = possible(flags_here())
+    unknown = [name for name in names if name not in can]
+    if unknown:
+        print(f"cannot be emulated here: {', '.join(unknown)}. Possible: {', '.join(can) or 'none'}.", file=sys.stderr)
+        return 2
+    return max([run(name) for name in names or can[:AT_MOST]], default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
