@@ -26,6 +26,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+GPT2_SIZES = {name: SIZES[name] for name in SIZES if name not in ("intermediate_size", "num_key_value_heads")}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
     "plain": {},
@@ -59,7 +60,7 @@ SCALINGS = {
 
 
 def written(family: str, **changes: Any) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **changes}
+    return {"model_type": family, **(GPT2_SIZES if family == "gpt2" else SIZES), **changes}
 
 
 def theirs(config: dict[str, Any], folder: Path) -> Any:
@@ -136,7 +137,24 @@ WINDOWS = [
     pytest.param("mistral", {"sliding_window": 100}, (100,) * 4, id="mistral: all layers"),
     pytest.param("mistral", {"sliding_window": None}, (), id="mistral without"),
     pytest.param("mistral", {}, (4096,) * 4, id="mistral that does not say"),
-    pytest.param("llama", {"sliding_window": 100}, (), id="llama has none"),
+    pytest.param("llama", {"sliding_window": None}, (), id="llama has none"),
+    pytest.param(
+        "mistral",
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+        (None, 9, None, 9),
+        id="mistral: as listed",
+    ),
+    pytest.param("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 4}, (), id="mistral: all full"),
+    pytest.param("mistral", {"sliding_window": 9, "layer_types": None}, (9,) * 4, id="mistral: types named null"),
+    pytest.param(
+        "ministral",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        (9, None, 9, None),
+        id="ministral",
+    ),
     pytest.param("qwen2", {"sliding_window": 100, "use_sliding_window": False}, (), id="qwen2: switched off"),
     pytest.param(
         "qwen2",
@@ -169,10 +187,10 @@ def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None
     config = written(family, **changes)
     assert shape_of(config).windows == windows
     them = theirs(config, tmp_path)
-    if family.startswith("qwen"):
+    if family.startswith("qwen") or "layer_types" in changes:
         sliding = [kind == "sliding_attention" for kind in them.layer_types]
         assert sliding == [window is not None for window in windows or (None,) * 4]
-    if family == "mistral":
+    elif family == "mistral":
         assert (them.sliding_window or None) == (windows[0] if windows else None)
 
 
@@ -240,6 +258,11 @@ BROKEN = [
     pytest.param({"model_type": 7}, id="a type that is a number"),
     pytest.param({"model_type": "qwen3", "layer_types": ["full_attention"]}, id="too few layer types"),
     pytest.param({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, id="sliding layers, no window"),
+    pytest.param(
+        {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+        id="mistral's sliding layers, no window",
+    ),
+    pytest.param({"model_type": "gpt2", "n_embd": 32}, id="gpt2 of two sizes"),
 ]
 
 
@@ -280,6 +303,7 @@ FIELDS = [
     "original_max_position_embeddings",
     "n_embd",
     "n_inner",
+    "logit_scale",
 ]
 
 

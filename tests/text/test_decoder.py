@@ -35,6 +35,10 @@ MODELS = {
     "qwen2, yarn": ("qwen2", {"rope_scaling": YARN}),
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 24}),
+    "mistral, a window in one layer": (
+        "mistral",
+        {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2, untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2, a window in one layer": (

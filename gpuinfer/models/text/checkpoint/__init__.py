@@ -4,7 +4,7 @@
 opening.py       what a name means
 folder.py        a Hugging Face folder                 nanogpt.py  meta.py  pickled.py   model.pt and its alphabet
 family.py        config.json → Shape                   builtin.py                        "tiny" and "null"
-rope.py  windows.py  fields.py  refusals.py            its parts
+rope.py  windows.py  fields.py  refusals.py  keys.py   its parts; keys.py: no key of a config is passed over unknown
 layout.py        which stored tensors make which weights
 safetensors.py   torch_file.py   drawn.py              stores: where the tensors come from
 assembly.py      checks a store against a layout, and reads it

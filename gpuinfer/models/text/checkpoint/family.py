@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.text.checkpoint.fields import Fields
-from gpuinfer.models.text.checkpoint.refusals import elsewhere, refuse_unknown
+from gpuinfer.models.text.checkpoint.keys import refuse_unknown_keys
+from gpuinfer.models.text.checkpoint.refusals import elsewhere, family_of, refuse_unknown
 from gpuinfer.models.text.checkpoint.rope import rope_of
 from gpuinfer.models.text.checkpoint.windows import windows_of
 from gpuinfer.models.text.shape import Shape
@@ -25,6 +26,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "relu": "relu",
+}
+GPT2_NAMES = {  # how other families call them: transformers takes either
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
 }
 MOST_LAYERS = 4096
 MOST_HEAD_DIM = 4096
@@ -70,12 +77,16 @@ def shape_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = N
     """
     fields = Fields(config)
     family = refuse_unknown(fields)
+    if family == "gpt2":
+        fields = _renamed(fields)
     ends = Fields(generation or {}, "generation_config.json")
-    return _gpt2(fields, ends) if family == "gpt2" else _rotary(family, fields, ends)
+    shape = _gpt2(fields, ends) if family == "gpt2" else _rotary(family, fields, ends)
+    refuse_unknown_keys(family, fields)
+    return shape
 
 
 def biases_of(config: Mapping[str, Any]) -> Biases:
-    fields, family = Fields(config), config["model_type"]
+    fields, family = Fields(config), family_of(config["model_type"])
     if family == "gpt2":
         return Biases(True, True, True, True)
     if family == "qwen2":
@@ -111,6 +122,16 @@ def _rotary(family: str, config: Fields, generation: Fields) -> Shape:
         end_tokens=_end_tokens(config, generation, known.end, vocabulary),
         beginning_token=_beginning(config, known.beginning, vocabulary),
     )
+
+
+def _renamed(config: Fields) -> Fields:
+    """With GPT-2's own names alone. Raises `UsageError` where both names are there and differ."""
+    values = dict(config.values)
+    for other, own in GPT2_NAMES.items():
+        given = values.pop(other, None)
+        if given is not None and values.setdefault(own, given) != given:
+            raise config.wrong(other, f"{values[own]!r}, as '{own}' says"[:90])
+    return Fields(values, config.where)
 
 
 def _gpt2(config: Fields, generation: Fields) -> Shape:

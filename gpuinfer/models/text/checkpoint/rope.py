@@ -1,7 +1,9 @@
 """Rotary angles with a checkpoint's scaling folded in, computed in float32 as transformers computes them, bit for bit.
 
 Linear: Chen et al. 2023, "Extending context window … via positional interpolation". Dynamic: NTK-aware scaling, which
-leaves the angles as they are up to the original length, and further we do not go. YaRN: Peng et al. 2023. Llama 3: Meta
+leaves the angles as they are up to `max_position_embeddings`, and further we do not go: beyond it they change with the
+length of the sequence, while the keys that are cached keep the angles of when they came, so that an answer would depend
+on how its prompt was cut and cached. YaRN: Peng et al. 2023. Llama 3: Meta
 2024, "The Llama 3 herd of models", and its published code.
 """
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.models.text.checkpoint.fields import Fields
+from gpuinfer.models.text.checkpoint.keys import refuse_unknown_rope_keys
 from gpuinfer.models.text.checkpoint.refusals import elsewhere
 from gpuinfer.models.text.shape import Rope
 
@@ -24,6 +27,7 @@ BASE = 10_000.0
 def rope_of(config: Fields, head_dim: int, positions: int) -> tuple[Rope, int]:
     """The angles, and the longest context that they were made for."""
     scaling = rope_fields(config, positions)
+    refuse_unknown_rope_keys(scaling)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise elsewhere("only a part of each head turns (partial_rotary_factor)")
