@@ -268,7 +268,7 @@ def read_or_refuse(path: Path) -> None:
     store = SafetensorsStore("a file", tensors)
     for name, place in tensors.items():
         store.read(name, torch.empty(place.shape, dtype=torch.float32))
-        assert len(store.sample(name)) <= 4096
+    assert store.digests(tensors).keys() == tensors.keys()
 
 
 @given(header=st.dictionaries(st.text(max_size=3), json_values, max_size=4), data=st.binary(max_size=64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from text.tiny import FAMILIES, copy_of, tiny_checkpoint
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.models.text.checkpoint import Checkpoint, open_checkpoint
+from gpuinfer.models.text.checkpoint import Checkpoint, digests, open_checkpoint, safetensors
 
 CASES = [
     *(pytest.param(family, {}, id=family) for family in FAMILIES),
@@ -207,14 +208,90 @@ def test_the_fingerprint_tells_models_apart_by(file: str, changed: bool, tmp_pat
     assert (opened(folder).fingerprint != before) == changed
 
 
-def test_the_fingerprint_knows_each_tensor(tmp_path: Path) -> None:
+def test_the_fingerprint_knows_each_byte_of_each_tensor(tmp_path: Path) -> None:
     folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
-    original = load_file(folder / "model.safetensors")
-    seen = {opened(folder).fingerprint}
-    for name in original:
-        save_file(original | {name: original[name] * 1.001}, folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    content, seen = file.read_bytes(), {opened(folder).fingerprint}
+    places = open_checkpoint(ModelSpec(str(folder), kind="text")).store.tensors
+    for number, place in enumerate(places.values()):
+        at = place.start + number * 31 % (4 * place.shape[0])
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         seen.add(opened(folder).fingerprint)
-    assert len(seen) == 1 + len(original)
+    assert len(seen) == 1 + len(places)
+
+
+def test_digests_do_not_depend_on_threads_and_cover_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 64)
+    contents = {str(size): bytes(n % 251 for n in range(size)) for size in (0, 1, 63, 64, 65, 1000)}
+
+    def of(contents: dict[str, bytes]) -> dict[str, bytes]:
+        sources = {
+            name: digests.Source(len(content), lambda start, length, content=content: content[start : start + length])
+            for name, content in contents.items()
+        }
+        return digests.digests_of(sources)
+
+    first = of(contents)
+    monkeypatch.setattr(digests, "cores", lambda: 3)
+    assert of(contents) == first
+    assert len(set(first.values())) == len(contents)
+    for at in range(0, 1000, 37):
+        changed = bytearray(contents["1000"])
+        changed[at] ^= 128
+        assert of({"1000": bytes(changed)})["1000"] != first["1000"]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How many tensors were read for digests, call by call, with a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SETTLED_S", -3600.0)
+    calls: list[int] = []
+    compute = safetensors.digests_of
+    monkeypatch.setattr(safetensors, "digests_of", lambda sources: (calls.append(len(sources)), compute(sources))[1])
+    return calls
+
+
+def test_weights_are_read_for_the_fingerprint_once_as_long_as_they_stay(counted: list[int], tmp_path: Path) -> None:
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
+    first = opened(folder).fingerprint
+    assert opened(folder).fingerprint == first
+    assert len(counted) == 1
+    file = folder / "model.safetensors"
+    times, content = file.stat(), bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copying program may leave it
+    assert opened(folder).fingerprint != first
+    assert len(counted) == 2
+
+
+def test_a_file_that_changed_a_moment_ago_is_not_trusted_to_stay(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", 3600.0)
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
+    assert opened(folder).fingerprint == opened(folder).fingerprint
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"stamp": 1, "digests": {}}', b"\xff"])
+def test_kept_digests_that_are_damaged_are_computed_again(counted: list[int], content: bytes, tmp_path: Path) -> None:
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
+    first = opened(folder).fingerprint
+    for place in (tmp_path / "cache").rglob("*.json"):
+        place.write_bytes(content)
+    assert opened(folder).fingerprint == first
+    assert len(counted) == 2
+
+
+def test_a_head_that_differs_in_one_value_is_not_tied(tmp_path: Path) -> None:
+    folder = copy_of(tiny_checkpoint("qwen2"), tmp_path / "both")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][3, 3] += 1.0
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert not opened(folder).shape.tied
 
 
 def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:

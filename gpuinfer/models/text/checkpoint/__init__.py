@@ -8,7 +8,7 @@ rope.py  windows.py  fields.py  refusals.py  keys.py   its parts; keys.py: no ke
 layout.py        which stored tensors make which weights
 safetensors.py   torch_file.py   drawn.py              stores: where the tensors come from
 assembly.py      checks a store against a layout, and reads it
-estimate.py      bytes before anything is loaded       fingerprint.py   what --resume compares
+estimate.py      bytes before anything is loaded       fingerprint.py   digests.py   what --resume compares
 ```
 """
 

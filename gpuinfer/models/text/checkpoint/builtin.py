@@ -9,7 +9,6 @@ from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.models.text.checkpoint.drawn import DrawnStore
 from gpuinfer.models.text.checkpoint.family import Biases
 from gpuinfer.models.text.checkpoint.fields import Fields
-from gpuinfer.models.text.checkpoint.fingerprint import fingerprint
 from gpuinfer.models.text.checkpoint.layout import RotaryLayout
 from gpuinfer.models.text.checkpoint.rope import rope_of
 from gpuinfer.models.text.shape import Shape
@@ -63,7 +62,6 @@ def open_builtin(name: str) -> Checkpoint:
         name=name,
         shape=layout.shape,
         folder=None,
-        fingerprint=fingerprint(store, []),
         dtype="float32",
         layout=layout,
         store=store,

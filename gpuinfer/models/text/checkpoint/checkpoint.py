@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from gpuinfer.models.text.checkpoint.assembly import read_weights
 from gpuinfer.models.text.checkpoint.estimate import Estimate, estimate
+from gpuinfer.models.text.checkpoint.fingerprint import fingerprint
 from gpuinfer.models.text.checkpoint.layout import Layout
 from gpuinfer.models.text.checkpoint.store import Store
 from gpuinfer.models.text.shape import Shape
@@ -29,11 +32,16 @@ class Checkpoint:
     name: str
     shape: Shape
     folder: Path | None  # None: built in
-    fingerprint: str  # hexadecimal: of settings, tokenizer and samples of all weights
     dtype: str  # as stored: "bfloat16"
     layout: Layout
     store: Store
     language: LanguageFiles
+    settings: Sequence[Path] = ()  # files that decide what is computed, beside the weights
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hexadecimal: of settings, tokenizer and all weights, which are read for it. Raises `UsageError`."""
+        return fingerprint(self.store, self.settings)
 
     def weights(self, dtype: torch.dtype) -> Weights:
         """All weights in memory of their own, matrices in `dtype`. Raises `UsageError` for a damaged file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ class DrawnStore:
         else:
             into.copy_(self._matrix(name, tuple(into.shape)))
 
-    def sample(self, name: str) -> bytes:
-        return f"drawn by torch {torch.__version__}, {self._speakable}".encode()
+    def digests(self, names: Collection[str]) -> dict[str, bytes]:
+        """Of what they are drawn from."""
+        return dict.fromkeys(names, f"drawn by torch {torch.__version__}, {self._speakable}".encode())
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(

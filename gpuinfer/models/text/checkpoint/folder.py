@@ -12,7 +12,7 @@ from gpuinfer.models.text.checkpoint.assembly import check
 from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.models.text.checkpoint.family import biases_of, shape_of
 from gpuinfer.models.text.checkpoint.fields import read_json
-from gpuinfer.models.text.checkpoint.fingerprint import fingerprint, settings_of
+from gpuinfer.models.text.checkpoint.fingerprint import settings_of
 from gpuinfer.models.text.checkpoint.layout import Gpt2Layout, RotaryLayout
 from gpuinfer.models.text.checkpoint.refusals import refuse_remote_code
 from gpuinfer.models.text.checkpoint.shards import open_shards
@@ -34,7 +34,7 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
         name=name,
         shape=layout.shape,
         folder=folder,
-        fingerprint=fingerprint(store, settings_of(folder)),
+        settings=settings_of(folder),
         dtype=stored_dtype(store),
         layout=layout,
         store=store,
@@ -71,7 +71,10 @@ def differ(store: Store, one: str, other: str) -> bool:
     """Whether both are there and differ: then they are not tied, whatever the config says. So does transformers."""
     if one not in store.tensors or other not in store.tensors:
         return False
-    return store.tensors[one].dtype != store.tensors[other].dtype or store.sample(one) != store.sample(other)
+    if store.tensors[one].dtype != store.tensors[other].dtype:
+        return True
+    content = store.digests([one, other])
+    return content[one] != content[other]
 
 
 def stored_dtype(store: Store) -> str:

@@ -38,6 +38,7 @@ HONOURED: Mapping[str, frozenset[str]] = {
         "qwen2": f"{_ANY} {_ROTARY} {_QWEN}",
         "qwen3": f"{_ANY} {_ROTARY} {_QWEN} attention_bias",
         "gpt2": f"{_ANY} {_GPT2}",
+        "nanogpt": "n_layer n_head n_embd block_size vocab_size",
     }.items()
 }
 
@@ -88,8 +89,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         is_encoder_decoder add_cross_attention tie_encoder_decoder use_parallel_residual parallel_residual parallel_attn
         alibi use_alibi new_decoder_architecture use_mrope use_qk_norm qk_norm qk_layernorm use_logn_attn
         use_dynamic_ntk logn rope_interleaved rope_interleave use_rope_scaling scale_embeddings scale_embedding
-        normalize_embedding use_sliding_window use_scaled_rope norm_after_attention sandwich_norm use_post_norm use_lora use_mup
-        shared_input_output_embedding disable_qkv_norm use_mla enable_moe use_moe moe
+        normalize_embedding use_sliding_window use_scaled_rope norm_after_attention sandwich_norm use_post_norm
+        use_lora use_mup shared_input_output_embedding disable_qkv_norm use_mla enable_moe use_moe moe
         """),
         (False,),
     ),
@@ -134,7 +135,8 @@ def refuse_unknown_keys(family: str, config: Fields) -> None:
         for name, value in config.values.items()
         if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(NEUTRAL, name, value)
     ]
-    _refuse(config, strange, f"a {family} model here does not know")
+    otherwise = "generate with the program that trained it" if family == "nanogpt" else "use --backend vllm"
+    _refuse(config, strange, f"a {family} model here does not know", otherwise)
 
 
 def refuse_unknown_rope_keys(scaling: Fields) -> None:
@@ -155,7 +157,7 @@ def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> b
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.get(name, ()))
 
 
-def _refuse(config: Fields, strange: list[str], who: str) -> None:
+def _refuse(config: Fields, strange: list[str], who: str, otherwise: str = "use --backend vllm") -> None:
     if not strange:
         return
     file = config.where.partition(":")[0]
@@ -163,7 +165,7 @@ def _refuse(config: Fields, strange: list[str], who: str) -> None:
     more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
     raise UsageError(
         f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
-        f"If you know that it changes nothing, remove it from {file}; else use --backend vllm."
+        f"If you know that it changes nothing, remove it from {file}; if not, {otherwise}."
     )
 
 

@@ -14,7 +14,8 @@ from gpuinfer.models.text.checkpoint.assembly import check
 from gpuinfer.models.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.models.text.checkpoint.family import Biases
 from gpuinfer.models.text.checkpoint.fields import Fields
-from gpuinfer.models.text.checkpoint.fingerprint import fingerprint, settings_of
+from gpuinfer.models.text.checkpoint.fingerprint import settings_of
+from gpuinfer.models.text.checkpoint.keys import refuse_unknown_keys
 from gpuinfer.models.text.checkpoint.layout import Gpt2Layout
 from gpuinfer.models.text.checkpoint.meta import read_characters
 from gpuinfer.models.text.checkpoint.torch_file import TensorStore, plain_tensors, read_torch_file
@@ -48,7 +49,7 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         name=name,
         shape=layout.shape,
         folder=path.parent,
-        fingerprint=fingerprint(store, files),
+        settings=files,
         dtype=str(store.tensors[EMBEDDING].dtype).removeprefix("torch."),
         layout=layout,
         store=store,
@@ -118,10 +119,13 @@ def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
 
 
 def _arguments(content: Mapping[str, Any], path: Path) -> Fields:
-    """`model_args`; else `config`, which in a training script's own form holds more than that."""
-    for name in ("model_args", "config"):
-        if isinstance(content.get(name), Mapping):
-            return Fields(content[name], f"{path}: {name}")
+    """`model_args`; else `config`, which in a training script's own form holds much that is no matter of the model."""
+    if isinstance(content.get("model_args"), Mapping):
+        arguments = Fields(content["model_args"], f"{path}: model_args")
+        refuse_unknown_keys("nanogpt", arguments)
+        return arguments
+    if isinstance(content.get("config"), Mapping):
+        return Fields(content["config"], f"{path}: config")
     raise UsageError(f"{path} holds neither 'model_args' nor 'config'. Save it as nanoGPT's train.py does.")
 
 
@@ -143,6 +147,7 @@ def _is_matrix(store: TensorStore, name: str) -> bool:
 
 
 def _same(store: TensorStore, one: str, other: str) -> bool:
-    return (
-        one in store.tensors and store.tensors[one] == store.tensors[other] and store.sample(one) == store.sample(other)
-    )
+    if one not in store.tensors or store.tensors[one] != store.tensors[other]:
+        return False
+    content = store.digests([one, other])
+    return content[one] == content[other]

@@ -7,9 +7,11 @@ of the tensors. We read ourselves and do not map the file: a file that shrinks u
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -19,12 +21,12 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.text.checkpoint.digests import Digests, Source, digests_of, kept
 from gpuinfer.models.text.checkpoint.refusals import elsewhere
 from gpuinfer.models.text.checkpoint.store import Stored
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own bound
 STAGING_BYTES = 16 << 20  # for what is cast as it is read
-SAMPLE_BYTES = 4096
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 QUANTISED = ("F8_", "F4", "F6_", "U8", "I8", "I32")  # how quantised weights are stored
@@ -131,15 +133,34 @@ class SafetensorsStore:
         except OSError as error:
             raise UsageError(f"cannot read {place.path}: {error.strerror}. Is its disk still there?") from None
 
-    def sample(self, name: str) -> bytes:
-        place = self.tensors[name]
-        size = prod(place.shape) * place.dtype.itemsize
+    def digests(self, names: Collection[str]) -> Digests:
+        """Those of a whole file are kept until it changes."""
+        found: Digests = {}
+        for path in sorted({self.tensors[name].path for name in names}):
+            wanted = {name: self.tensors[name] for name in names if self.tensors[name].path == path}
+            whole = len(wanted) == sum(place.path == path for place in self.tensors.values())
+            compute = partial(self._computed, path, wanted)
+            found |= kept(path, wanted, compute) if whole else compute()
+        return found
+
+    def _computed(self, path: Path, places: Mapping[str, Place]) -> Digests:
         try:
-            with place.path.open("rb", buffering=0) as file:
-                file.seek(place.start + max(0, (size - SAMPLE_BYTES) // 2))
-                return file.read(min(size, SAMPLE_BYTES))
+            with path.open("rb", buffering=0) as file:
+                return digests_of({name: _source(file.fileno(), name, place) for name, place in places.items()})
         except OSError as error:
-            raise UsageError(f"cannot read {place.path}: {error.strerror}. Is its disk still there?") from None
+            raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
+
+
+def _source(file: int, name: str, place: Place) -> Source:
+    """Its bytes, read at their place: threads share the open file."""
+
+    def read(start: int, length: int) -> bytes:
+        content = os.pread(file, length, place.start + start)
+        if len(content) != length:
+            raise damaged(place.path, f"it ends within tensor '{name}'")
+        return content
+
+    return Source(prod(place.shape) * place.dtype.itemsize, read)
 
 
 def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:

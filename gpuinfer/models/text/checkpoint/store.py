@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,6 @@ class Store(Protocol):
         """Fill `into`, contiguous and of the stored shape, in its own dtype. Raises `UsageError` for a damaged file."""
         ...
 
-    def sample(self, name: str) -> bytes:
-        """A few of its bytes, as stored: different weights differ in them."""
+    def digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Of all bytes of each, as stored: the same digest, the same weights. Raises `UsageError` as `read` does."""
         ...

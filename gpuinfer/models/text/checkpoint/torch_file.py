@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.text.checkpoint.digests import Digests, Source, digests_of
 from gpuinfer.models.text.checkpoint.store import Stored
 
-SAMPLE_VALUES = 1024
 CODE = ("Unsupported global", "Unsupported class", "Trying to ")  # torch's words for what is not allowed
 SAVE_AGAIN = (
     "Save it again with plain values: torch.save({'model': model.state_dict(), 'model_args': dict(…)}, 'model.pt')."
@@ -60,10 +60,14 @@ class TensorStore:
     def read(self, name: str, into: Tensor) -> None:
         into.copy_(self._tensors[name])
 
-    def sample(self, name: str) -> bytes:
-        flat = self._tensors[name].detach().reshape(-1)
-        start = max(0, (flat.numel() - SAMPLE_VALUES) // 2)
-        return flat[start : start + SAMPLE_VALUES].double().numpy().tobytes()
+    def digests(self, names: Collection[str]) -> Digests:
+        return digests_of({name: _source(self._tensors[name]) for name in names})
+
+
+def _source(tensor: Tensor) -> Source:
+    values: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = memoryview(values)
+    return Source(content.nbytes, lambda start, length: content[start : start + length])
 
 
 def plain_tensors(content: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
