@@ -163,7 +163,9 @@ NOT_SOUND = [
     pytest.param({"model": state(), "model_args": {**SIZES, "n_layer": 3}}, "h.2.", id="fewer layers than it says"),
     pytest.param({"model": state(), "model_args": {**SIZES, "n_layer": 1}}, "not part of it", id="more layers"),
     pytest.param({"model": state(), "model_args": {**SIZES, "block_size": 8}}, "wpe", id="another block size"),
-    pytest.param({"model": state(), "model_args": {**SIZES, "rotary": True}}, "'rotary': True", id="an unknown argument"),
+    pytest.param(
+        {"model": state(), "model_args": {**SIZES, "rotary": True}}, "'rotary': True", id="an unknown argument"
+    ),
     pytest.param({"model": {"a": 3}, "model_args": SIZES}, "more than named tensors", id="no tensors"),
     pytest.param({"model": {}, "model_args": SIZES}, "missing", id="nothing in it"),
     pytest.param(
