@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from text.test_checkpoint_nanogpt import saved
-from text.tiny import copy_of, tiny_checkpoint
+from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.verifying import asking, peer, verification
+from gpuinfer.models.text.language import subwords
+from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
 from gpuinfer.verifying.rig import open_rig
 from gpuinfer.verifying.witness import Witness
 
@@ -31,6 +33,7 @@ CHECKS = [
     "3 samples = one by one",
     "graphs = eager",
     "compiled = plain torch",
+    "tokens = AutoTokenizer's",
     "gpuinfer = transformers",
 ]
 
@@ -67,6 +70,24 @@ def planted(monkeypatch) -> Callable[[Alter], None]:
 
 
 @pytest.fixture
+def near_peer(monkeypatch) -> None:
+    """transformers answers from a thread of this process, which has imported it already."""
+
+    class Beside(threading.Thread):
+        exitcode = None
+
+        def kill(self) -> None:
+            """It ends when its channel does."""
+
+    def started(channel, *arguments):
+        beside = Beside(target=peer_child.serve, args=(channel, *arguments), daemon=True)
+        beside.start()
+        return beside
+
+    monkeypatch.setattr(peer, "started", started)
+
+
+@pytest.fixture
 def verify(gpuinfer, tmp_path):
     """Run the command on a tiny checkpoint: exit code, document by check, what was said."""
 
@@ -97,7 +118,40 @@ def test_a_real_checkpoint_passes_every_check_that_can_be_made_here(verify):
     assert statuses["gpuinfer = transformers"] == "holds"
     assert "fails" not in statuses.values()
     assert 0 < found["gpuinfer = transformers"]["largest_difference"] < 1e-4
-    assert "All 10 checks that were made hold" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "All 10 checks that were made hold" in words
+    # transformers makes a Qwen2 tokenizer anew and cuts words as Qwen's does, whatever tokenizer.json says
+    assert statuses["tokens = AutoTokenizer's"] == "differs"
+    assert "the difference is on the side of transformers (Qwen2Tokenizer" in words
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_narrow_format_is_judged_by_its_distance_to_float32(verify, near_peer, family):
+    code, document, said = verify(*BRIEF, "--dtype", "bfloat16", model=tiny_checkpoint(family, dtype="bfloat16"))
+    assert code == 0, said
+    found = checks(document)["gpuinfer = transformers"]
+    far = found["from_float32"]
+    assert found["status"] == "holds"
+    assert 0 < far["gpuinfer"] < rounding.FACTOR * far["transformers"]
+    assert found["largest_difference"] > 1e-3  # what two sound programs make of bfloat16
+    assert document["tolerance"]["least"] < far["transformers"] * 4
+    assert document["computed_in"] in ("bfloat16", "float32")
+    assert checks(document)["tokens = AutoTokenizer's"]["status"] == "holds"
+
+
+def test_the_side_that_departs_from_the_tokenizer_file_is_named(verify, near_peer, monkeypatch, tmp_path):
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "spaced")
+    llama_tokenizer(folder, tokenizer_class="PreTrainedTokenizerFast")
+    assert checks(verify(*BRIEF, model=folder)[1])["tokens = AutoTokenizer's"]["status"] == "holds"
+
+    def shifted(tokenizer, family, settings):
+        tokenizer.normalizer = None
+
+    monkeypatch.setattr(subwords, "respaced", shifted)
+    code, document, said = verify(*BRIEF, "--limit", "1", model=folder)
+    assert code == 4
+    assert checks(document)["tokens = AutoTokenizer's"]["status"] == "fails"
+    assert "the difference is on the side of gpuinfer" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -11,14 +11,14 @@ from text.tiny import tiny_checkpoint
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
-from gpuinfer.verifying import peer, positions, prompts, routes
+from gpuinfer.verifying import peer, positions, prompts, rounding, routes
 from gpuinfer.verifying.asking import asked
 from gpuinfer.verifying.judging import Judge
 from gpuinfer.verifying.options import Options
 from gpuinfer.verifying.peer import Peer
 from gpuinfer.verifying.rig import Tolerance, open_rig, tolerance
 from gpuinfer.verifying.verification import Verification
-from gpuinfer.verifying.witness import history
+from gpuinfer.verifying.witness import Witness, history
 
 
 @pytest.fixture
@@ -71,6 +71,60 @@ def test_a_decoder_equals_itself(rig, reference):
     assert finding.compared == sum(len(item.tokens) + 3 for item in rig.items)
 
 
+def off_by(rig, noise):
+    """A decoder's logits, each `noise` above or below what they are."""
+    decoder = rig.decoder
+
+    def asked(tokens):
+        for rows in positions.logits(decoder, tokens):
+            yield rows + np.float32(noise) * np.where(np.indices(rows.shape).sum(axis=0) % 2, 1, -1).astype(np.float32)
+
+    return asked
+
+
+def test_a_side_that_is_nearer_to_float32_than_the_other_holds_however_far_they_are_apart(rig, reference):
+    sides = ("ours", "theirs")
+    finding = rounding.against(rig, "one", reference, off_by(rig, 5.0), off_by(rig, 0.01), sides)
+    assert finding.status == "holds"
+    assert finding.from_float32 == pytest.approx({"ours": 0.01, "theirs": 4.99 + 0.02}, abs=0.03)
+    assert finding.difference == pytest.approx(5.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("off", [0.05, np.nan, np.inf])
+def test_one_logit_that_is_further_from_float32_than_any_of_the_other_s_is_found(rig, reference, off):
+    def exact(tokens):
+        for rows in positions.logits(rig.decoder, tokens):
+            if len(tokens) == len(rig.items[2].tokens) + 3:
+                rows[5, 11] += off
+            yield rows
+
+    def other(tokens):
+        return (np.nan_to_num(rows, nan=0.0, posinf=0.0) + np.float32(0.01) for rows in exact(tokens))
+
+    if not np.isfinite(off):  # then it is ours that is broken, and the others are sound
+        exact, other = off_by(rig, 0.0), off_by(rig, 0.01)
+        rig.decoder = Broken(rig.decoder, off)
+    finding = rounding.against(rig, "one", reference, other, exact, ("ours", "theirs"))
+    assert finding.status == "fails"
+    assert "from float32" in finding.why
+    if np.isfinite(off):
+        (fault,) = [one for one in finding.divergences if not one.tie]
+        assert (fault.number, fault.position, fault.tokens[1]) == (2, 5, 11)
+
+
+class Broken(Witness):
+    """One logit of each step is no number."""
+
+    def __init__(self, decoder, off):
+        super().__init__(decoder)
+        self.off = off
+
+    def forward(self, step):
+        logits = super().forward(step).clone()
+        logits[0, 3] += self.off
+        return logits
+
+
 def test_other_slots_are_the_last_ones_first(rig):
     plan = routes.likeliest(rig)
     (places,) = [route.order for _, route in plan.routes if route.order is not None]
@@ -108,10 +162,10 @@ def test_a_tokenizer_that_knows_no_text_gets_tokens(rig):
 
 
 def test_what_is_allowed_goes_with_the_size_of_a_logit():
-    allowed = tolerance("float32", 20.0, None).allowed(np.array([0.0, -20.0, 100.0], np.float32))
+    allowed = tolerance(0.0, None).allowed(np.array([0.0, -20.0, 100.0], np.float32))
     assert allowed == pytest.approx([1e-4, 1e-4, 4e-4])
-    assert tolerance("bfloat16", 20.0, None).least == pytest.approx(1.0)
-    assert tolerance("bfloat16", 20.0, 0.25) == Tolerance(0.25)
+    assert tolerance(0.02, None).least == 0.02
+    assert tolerance(0.02, 0.25) == Tolerance(0.25)
 
 
 def test_a_history_depends_on_order_and_grows_by_parts():
@@ -152,5 +206,5 @@ def test_a_peer_that_is_silent_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(peer, "ANSWER_S", 0.0)
     ours, theirs = multiprocessing.Pipe()
     with pytest.raises(WorkError, match="took over"):
-        next(Peer(ours, Ended(), 8).logits(np.zeros(1, np.int32)))
+        next(Peer(ours, Ended(), 8).logits("float32", np.zeros(1, np.int32)))
     theirs.close()

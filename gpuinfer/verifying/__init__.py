@@ -7,6 +7,8 @@ prompts.py        which prompts are asked         rig.py        the model, opene
 witness.py        a decoder that is watched       asking.py     prompts asked in one way
 routes.py         the ways to ask                 judging.py    two ways' answers compared: a tie, or a fault
 positions.py      logits at every position, against another decoder
+rounding.py       the same in narrow number formats, judged by the distance to float32
+tokenizing.py     the tokens of texts and chats
 peer.py  peer_child.py    transformers, in a process of its own
 ```
 """

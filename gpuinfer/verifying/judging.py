@@ -18,7 +18,8 @@ from gpuinfer.verifying.witness import History, history
 Row = NDArray[np.float32]
 MOST_KEPT = 256 << 20  # bytes of rows of logits that are looked at
 
-Status = Literal["holds", "fails", "skipped"]
+Status = Literal["holds", "fails", "differs", "skipped"]
+"""differs: the two sides do, and it is the other side that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Divergence:
     logits: Mapping[str, tuple[float, float]]  # by side
     tie: bool
     why: str
+    theirs: bool = False  # the other side is the one that is wrong
 
 
 @dataclass
@@ -45,6 +47,9 @@ class Finding:
     compared: int = 0  # answers, or positions
     unit: str = "answers"
     difference: float = 0.0  # the largest between two logits
+    from_float32: dict[str, float] = field(
+        default_factory=dict
+    )  # by side: the largest distance, where it was judged by
     divergences: list[Divergence] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -187,6 +192,7 @@ def document(divergence: Divergence) -> dict[str, Any]:
         "tokens": list(divergence.tokens),
         "logits": {side: list(values) for side, values in divergence.logits.items()},
         "tie": divergence.tie,
+        "theirs": divergence.theirs,
         "why": divergence.why,
     }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,17 +32,36 @@ class PeerFailed(WorkError):
 
 
 class Peer:
-    """A model in transformers. `logits` are float32 [positions, vocabulary], in pieces."""
+    """A model and its tokenizer in transformers. Everything here raises `PeerFailed` when transformers fails, ends, or
+    takes too long.
+    """
 
     def __init__(self, channel: Connection, process: Any, size: int) -> None:
         self._channel, self._process, self._size = channel, process, size
+        self._late = ""  # why nothing more is asked: an answer to an earlier question may still come
 
-    def logits(self, tokens: Tokens) -> Pieces:
-        """Raises `PeerFailed` when transformers fails, ends, or takes too long."""
-        self._channel.send_bytes(json.dumps(tokens.tolist()).encode())
+    def tokens(self, texts: Sequence[tuple[str, bool]], chats: Sequence[Any]) -> dict[str, Any]:
+        """The tokens of texts, with special tokens or without, and of chats: see `peer_child`."""
+        self._ask(do="tokens", texts=list(texts), chats=list(chats))
+        return self.told(LOAD_S)
+
+    def open(self, dtype: str) -> None:
+        """Load the model in a number format."""
+        self._ask(do="open", dtype=dtype)
+        self.told(LOAD_S)
+
+    def logits(self, dtype: str, tokens: Tokens) -> Pieces:
+        """Float32 [positions, vocabulary], in pieces."""
+        self._ask(do="logits", dtype=dtype, tokens=tokens.tolist())
         width = int(self.told(ANSWER_S)["vocabulary"])
         for _ in range(0, len(tokens), self._size):
             yield _rows(self._taken(ANSWER_S), width)
+
+    def _ask(self, **request: Any) -> None:
+        if self._late:
+            raise PeerFailed(self._late)
+        with suppress(OSError):  # it is gone: what comes next says so
+            self._channel.send_bytes(json.dumps(request).encode())
 
     def told(self, seconds: float) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(self._taken(seconds))
@@ -55,7 +74,8 @@ class Peer:
     def _taken(self, seconds: float) -> bytes:
         try:
             if not self._channel.poll(seconds):
-                raise PeerFailed(f"transformers took over {seconds:g} s. Use --no-transformers, or --limit 4.")
+                self._late = f"transformers took over {seconds:g} s. Use --no-transformers, or --limit 4."
+                raise PeerFailed(self._late)
             return self._channel.recv_bytes()
         except (EOFError, ConnectionError) as error:
             self._process.join(LEAVE_S)
@@ -78,28 +98,31 @@ def missing(rig: Rig) -> str | None:
 
 @contextmanager
 def opened(rig: Rig) -> Iterator[Peer]:
-    """A process with the model, ended afterwards."""
+    """A process that has transformers, ended afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpuinfer-verify-") as drafts:
         folder = rig.checkpoint.folder or _written(rig, Path(drafts) / "model")
         ours, theirs = multiprocessing.Pipe()
         size = piece(rig.checkpoint.shape.vocabulary)
-        arguments = (theirs, str(folder), rig.setup.dtype, rig.facts["device"], rig.threads, size)
-        process = multiprocessing.get_context("spawn").Process(
-            target=peer_child.main, args=arguments, name="gpuinfer-transformers", daemon=True
-        )
-        with children.deaf():
-            process.start()
-        theirs.close()
-        peer = Peer(ours, process, size)
+        process = started(theirs, str(folder), rig.facts["device"], rig.threads, size)
         try:
-            peer.told(LOAD_S)
-            yield peer
+            yield Peer(ours, process, size)
             ours.close()
             process.join(LEAVE_S)  # left to itself it ends when nobody listens any more
         finally:
             ours.close()
             process.kill()
             process.join(LEAVE_S)
+
+
+def started(channel: Connection, *arguments: Any) -> Any:
+    """The process, which has the other end of the channel."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=peer_child.main, args=(channel, *arguments), name="gpuinfer-transformers", daemon=True
+    )
+    with children.deaf():
+        process.start()
+    channel.close()
+    return process
 
 
 def _written(rig: Rig, folder: Path) -> Path:

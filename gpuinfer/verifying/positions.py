@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.models.text.step import Step
-from gpuinfer.verifying.asking import Answers
+from gpuinfer.verifying.asking import Answers, Ask
 from gpuinfer.verifying.judging import Divergence, Finding, Row
 from gpuinfer.verifying.rig import Rig, Tolerance
 
@@ -35,8 +35,7 @@ def against(
     their logits tie; all logits are within the tolerance.
     """
     finding = Finding(name, unit="positions")
-    for ask, (answer,) in zip(reference.route.asks[: len(rig.items)], reference.tokens, strict=False):
-        tokens = np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
+    for ask, tokens in sequences(rig, reference):
         start = 0
         for ours, theirs in _paired(logits(rig.decoder, tokens), other(tokens)):
             finding.compared += len(ours)
@@ -50,6 +49,12 @@ def against(
     if faults:
         finding.status, finding.why = "fails", faults[0].why
     return finding
+
+
+def sequences(rig: Rig, reference: Answers) -> Iterator[tuple[Ask, Tokens]]:
+    """Every prompt with its answer, but for the answer's last token, after which nothing came."""
+    for ask, (answer,) in zip(reference.route.asks[: len(rig.items)], reference.tokens, strict=False):
+        yield ask, np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
 
 
 def logits(decoder: Decoder, tokens: Tokens) -> Pieces:

@@ -46,13 +46,16 @@ class Item:
 
     text: str
     tokens: NDArray[np.int32]
+    asked: Prompt | None = None  # where it came as a text or a chat
 
 
 def built_in(language: Language, vocabulary: int, room: int, seed: int) -> list[Item]:
     """Prompts of at most `room` tokens. A tokenizer that knows too few of the texts (characters, say) gets tokens."""
     found = language.encode([Prompt(text=text) for text in TEXTS])
     items = [
-        Item(shown(text), one[:room]) for text, one in zip(TEXTS, found, strict=True) if not isinstance(one, Exception)
+        Item(shown(text), one[:room], Prompt(text=text))
+        for text, one in zip(TEXTS, found, strict=True)
+        if not isinstance(one, Exception)
     ]
     if len(items) >= ENOUGH:
         return items
@@ -78,7 +81,7 @@ def from_file(path: Path, limit: int, language: Language, room: int) -> list[Ite
                 f"--prompts {path}, row {number}: {len(tokens)} tokens, and the model has room for {room} beside an "
                 "answer. Shorten it, or use fewer --new-tokens."
             )
-        items.append(Item(_called(asked.prompt), tokens))
+        items.append(Item(_called(asked.prompt), tokens, asked.prompt))
     if not items:
         raise UsageError(f"--prompts {path}: there are no prompts in it. Give one JSON object a line.")
     return items

@@ -17,12 +17,12 @@ from gpuinfer.verifying.prompts import Item
 
 if TYPE_CHECKING:
     from gpuinfer.models.text.checkpoint import Checkpoint
-    from gpuinfer.models.text.generator.parts import Language
+    from gpuinfer.models.text.language import Language
     from gpuinfer.models.text.step import Decoder
 
 # The share of a logit by which two sides may differ, since sums can be added up in several orders: about 32 times the
-# last digit in float32, and more in formats whose rounding every layer adds to.
-SHARE = {"float32": 4e-6, "bfloat16": 0.05, "float16": 0.01}
+# last digit in float32.
+SHARE = 4e-6
 LEAST = 1e-4
 
 
@@ -42,11 +42,11 @@ class Tolerance:
         return found
 
 
-def tolerance(dtype: str, largest: float, wanted: float | None) -> Tolerance:
-    """What was wanted, or what is usual for a number format and a model whose likeliest tokens reach `largest`."""
-    if wanted is not None:
-        return Tolerance(wanted)
-    return Tolerance(max(LEAST, SHARE[dtype] * largest) if dtype != "float32" else LEAST, SHARE[dtype])
+def tolerance(noise: float, wanted: float | None) -> Tolerance:
+    """What was wanted; else what is usual in float32, or `noise` where that is more: by how much two answers may lie
+    apart that are equally far from float32.
+    """
+    return Tolerance(wanted) if wanted is not None else Tolerance(max(LEAST, noise), SHARE)
 
 
 @dataclass
@@ -63,6 +63,11 @@ class Rig:
     spec: ModelSpec
     threads: int
     opened: list[Any] = field(default_factory=list)  # closed with it
+
+    @property
+    def computed_in(self) -> str:
+        """The number format of the products: the weights' own, or a wider one where a processor has nothing for it."""
+        return str(getattr(self.decoder, "computes_in", self.setup.dtype))
 
     @property
     def longest(self) -> int:

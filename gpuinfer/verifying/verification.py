@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Setup
 from gpuinfer.report import environment
-from gpuinfer.verifying import peer, positions, routes
+from gpuinfer.verifying import peer, positions, rounding, routes, tokenizing
 from gpuinfer.verifying.asking import Answers, asked
 from gpuinfer.verifying.judging import Finding, Judge, document
 from gpuinfer.verifying.options import Options
 from gpuinfer.verifying.rig import Rig, Tolerance, open_rig, tolerance
 
+if TYPE_CHECKING:
+    from gpuinfer.models.text.step import Decoder
+
 SCHEMA = "gpuinfer.verify/1"
+FLOAT32 = "float32"
+TOKENS, TRANSFORMERS = "tokens = AutoTokenizer's", "gpuinfer = transformers"
 
 Say = Callable[[str], None]
 Check = Callable[[], Finding]
@@ -32,7 +38,7 @@ class Verification:
     say: Say = lambda line: None
     findings: list[Finding] = field(default_factory=list)
     finished: bool = False
-    largest: float = 0.0  # logit that was seen
+    noise: float = 0.0  # how far logits are from those that float32 gives with the same weights
     _began: str = ""
     _from: float = 0.0
     _model: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +49,7 @@ class Verification:
 
     @property
     def tolerance(self) -> Tolerance:
-        return tolerance(self.setup.dtype, self.largest, self.options.tolerance)
+        return tolerance(rounding.SIDES * self.noise, self.options.tolerance)
 
     def run(self) -> None:
         """Open the model and make all checks. Raises `UsageError` before, `WorkError` when the work fails."""
@@ -56,6 +62,7 @@ class Verification:
                 "family": rig.checkpoint.shape.family,
                 "device": rig.facts["device"],
                 "decoder": type(rig.decoder).__name__,
+                "computed_in": rig.computed_in,
                 "prompts": len(rig.items),
                 "prompt_tokens": sum(len(item.tokens) for item in rig.items),
             }
@@ -75,6 +82,7 @@ class Verification:
             "status": "partial" if not self.finished else "done",
             "holds": self.holds and self.finished,
             "tolerance": asdict(self.tolerance),
+            "from_float32": self.noise,
             "settings": self.options.model_dump(mode="json"),
             "environment": environment(self.setup, {}),
             "checks": [_described(finding) for finding in self.findings],
@@ -84,14 +92,17 @@ class Verification:
         plan = routes.likeliest(rig)
         self.say("each prompt alone …")
         reference = asked(rig, plan.reference)
-        self.largest = max(abs(sight.largest) for sights in reference.sights.values() for sight in sights)
+        if self.setup.dtype != FLOAT32:
+            self.say("how far that is from float32 …")
+            with self._torch(rig, FLOAT32) as exact:
+                self.noise = rounding.distance(rig, reference, partial(positions.logits, exact))
         judge = Judge(rig, self.tolerance)
         self._make(judge, rig, plan, reference)
         for other in routes.drawn(rig):
             self._make(judge, rig, other, asked(rig, other.reference))
         self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
         self._timed("compiled = plain torch", partial(self._plain, rig, reference))
-        self._timed("gpuinfer = transformers", partial(self._transformers, rig, reference))
+        self._peers(rig, reference)
 
     def _make(self, judge: Judge, rig: Rig, plan: routes.Plan, reference: Answers) -> None:
         for name, route in plan.routes:
@@ -131,38 +142,69 @@ class Verification:
         name = "compiled = plain torch"
         if type(rig.decoder).__name__ != "CpuDecoder":
             return skipped(name, f"here {type(rig.decoder).__name__} serves, which is not compiled for the CPU")
+        sides = ("compiled", "torch")
+        with self._torch(rig, self.setup.dtype) as plain:
+            other = partial(positions.logits, plain)
+            if self._by_tolerance:
+                return positions.against(rig, name, reference, other, sides, self.tolerance)
+            with self._torch(rig, FLOAT32) as exact:
+                return rounding.against(rig, name, reference, other, partial(positions.logits, exact), sides)
+
+    @property
+    def _by_tolerance(self) -> bool:
+        """Else by the distance to float32."""
+        return self.setup.dtype == FLOAT32 or self.options.tolerance is not None
+
+    @contextmanager
+    def _torch(self, rig: Rig, dtype: str) -> Iterator[Decoder]:
+        """A decoder in plain torch that computes in `dtype` with the weights of the one under test."""
         from gpuinfer.models.device import resolve_dtype
         from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
 
-        dtype, shape, device = resolve_dtype(self.setup.dtype), rig.checkpoint.shape, rig.decoder.device
-        weights = rig.checkpoint.weights(dtype)
-        plain = TorchDecoder(shape, weights, device, dtype, slots=1, length=rig.decoder.length, graphs=False)
+        shape, device = rig.checkpoint.shape, rig.decoder.device
+        weights = rig.checkpoint.weights(resolve_dtype(self.setup.dtype))
+        plain = TorchDecoder(
+            shape, weights, device, resolve_dtype(dtype), slots=1, length=rig.decoder.length, graphs=False
+        )
         try:
-            other = partial(positions.logits, plain)
-            return positions.against(rig, name, reference, other, ("compiled", "torch"), self.tolerance)
+            yield plain
         finally:
             plain.close()
 
-    def _transformers(self, rig: Rig, reference: Answers) -> Finding:
-        name = "gpuinfer = transformers"
-        if why := peer.missing(rig):
-            return skipped(name, why)
+    def _peers(self, rig: Rig, reference: Answers) -> None:
+        """Both checks against transformers, in one process."""
+        why = peer.missing(rig)
+        if why is not None:
+            for name in (TOKENS, TRANSFORMERS):
+                self._timed(name, partial(skipped, name, why))
+            return
+        with peer.opened(rig) as other:
+            self._timed(TOKENS, partial(self._tokens, rig, other))
+            self._timed(TRANSFORMERS, partial(self._transformers, rig, reference, other))
+
+    def _tokens(self, rig: Rig, other: peer.Peer) -> Finding:
+        if why := tokenizing.missing(rig):
+            return skipped(TOKENS, why)
         try:
-            with peer.opened(rig) as other:
-                sides = ("gpuinfer", "transformers")
-                return positions.against(rig, name, reference, other.logits, sides, self.tolerance)
+            return tokenizing.compared(rig, TOKENS, other)
         except peer.PeerFailed as error:
-            return skipped(name, str(error))
+            return skipped(TOKENS, str(error))
+
+    def _transformers(self, rig: Rig, reference: Answers, other: peer.Peer) -> Finding:
+        dtype, sides = self.setup.dtype, ("gpuinfer", "transformers")
+        try:
+            other.open(dtype)
+            theirs = partial(other.logits, dtype)
+            if self._by_tolerance:
+                return positions.against(rig, TRANSFORMERS, reference, theirs, sides, self.tolerance)
+            other.open(FLOAT32)
+            return rounding.against(rig, TRANSFORMERS, reference, theirs, partial(other.logits, FLOAT32), sides)
+        except peer.PeerFailed as error:
+            return skipped(TRANSFORMERS, str(error))
 
 
 def skipped(name: str, why: str) -> Finding:
     return Finding(name, "skipped", why)
-
-
-def faults(findings: list[Finding]) -> Iterator[tuple[Finding, Any]]:
-    """Every divergence that is no tie."""
-    for finding in findings:
-        yield from ((finding, one) for one in finding.divergences if not one.tie)
 
 
 def _described(finding: Finding) -> dict[str, Any]:
@@ -173,6 +215,7 @@ def _described(finding: Finding) -> dict[str, Any]:
         "compared": finding.compared,
         "unit": finding.unit,
         "largest_difference": finding.difference,
+        "from_float32": finding.from_float32,
         "ties": finding.ties,
         "seconds": finding.seconds,
         "divergences": [document(one) for one in finding.divergences],

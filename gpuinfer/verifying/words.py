@@ -10,7 +10,9 @@ MOST_SHOWN = 3  # faults of a check
 
 
 def heading(document: dict[str, Any]) -> str:
-    said = f"{document.get('device', '')}, {document['environment']['dtype']}, {document.get('prompts', 0)} prompts"
+    dtype, computed = document["environment"]["dtype"], document.get("computed_in")
+    format = dtype if computed in (None, dtype) else f"{dtype} computed in {computed}"
+    said = f"{document.get('device', '')}, {format}, {document.get('prompts', 0)} prompts"
     return f"verify · {document['model']} · {said}"
 
 
@@ -24,10 +26,14 @@ def notes(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if check["status"] == "skipped":
             yield "skipped", f"{check['name']}: {check['why']}"
         faults = [one for one in check["divergences"] if not one["tie"]]
+        faults.sort(key=lambda one: one["theirs"])  # ours first
         for one in faults[:MOST_SHOWN] or check["divergences"][:1]:
-            yield ("tie" if one["tie"] else "failed"), _said(check, one)
+            yield ("tie" if one["tie"] else "differs" if one["theirs"] else "failed"), _said(check, one)
         if len(faults) > MOST_SHOWN:
             yield "", f"and {len(faults) - MOST_SHOWN} more: see --json"
+        if far := check["from_float32"]:
+            sides = ", ".join(f"{side} {value:.2g}" for side, value in far.items())
+            yield "float32", f"{check['name']}: logits are up to so far from float32: {sides}"
     yield "verdict", _verdict(document)
 
 
@@ -36,11 +42,15 @@ def _row(check: dict[str, Any]) -> tuple[str, ...]:
     if check["status"] == "skipped":
         return check["name"], "skipped", "", "", ""
     compared = f"{check['compared']:,} {check['unit']}"
-    result = "FAILS" if check["status"] == "fails" else "holds"
+    result = "FAILS" if check["status"] == "fails" else check["status"]
+    if check["unit"] == "texts":
+        return check["name"], result, compared, "", f"{check['seconds']:.1f} s"
     return check["name"], f"{result}{ties}", compared, f"{check['largest_difference']:.1e}", f"{check['seconds']:.1f} s"
 
 
 def _said(check: dict[str, Any], one: dict[str, Any]) -> str:
+    if check["unit"] == "texts":
+        return f"{check['name']}: “{one['prompt']}”, token {one['position']} of the prompt: {one['why']}"
     where = f"position {one['position']}" + (" of prompt and answer" if check["unit"] == "positions" else "")
     sample = f", sample {one['sample']}" if one["sample"] else ""
     sides = "; ".join(
@@ -59,4 +69,6 @@ def _verdict(document: dict[str, Any]) -> str:
         return "Stopped before all checks were made; those that were made hold."
     ties = sum(check["ties"] for check in document["checks"])
     made = sum(check["status"] != "skipped" for check in document["checks"])
-    return f"All {made} checks that were made hold" + (f", with {ties} ties." if ties else ".")
+    theirs = [check["name"] for check in document["checks"] if check["status"] == "differs"]
+    aside = f" Not ours to mend: {', '.join(theirs)}." if theirs else ""
+    return f"All {made - len(theirs)} checks that were made hold" + (f", with {ties} ties." if ties else ".") + aside

@@ -57,6 +57,35 @@ def copy_of(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
+def llama_tokenizer(folder: Path, **settings: Any) -> None:
+    """Put a tokenizer there as Llama 2 has it: pieces of characters, "▁" before every piece of text. `settings` are of
+    tokenizer_config.json.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special, raw = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, limit_alphabet=60, show_progress=False, max_token_length=12
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    state = json.loads(tokenizer.to_str())
+    room = VOCABULARY - len(raw)
+    kept = {piece: number for piece, number in state["model"]["vocab"].items() if number < room}
+    state["model"]["vocab"] = kept | {piece: room + byte for byte, piece in enumerate(raw)}
+    state["model"]["merges"] = [pair for pair in state["model"]["merges"] if {"".join(pair), *pair} <= kept.keys()]
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
+
+
 def session_folder() -> Path:
     """One for a test run: its processes share it, the next run makes another."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"process-{os.getpid()}"

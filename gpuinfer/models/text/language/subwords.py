@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.models.text.language.codec import Encoded, bad_unicode
 from gpuinfer.models.text.language.files import TokenizerSettings
+from gpuinfer.models.text.language.llama import respaced
 from gpuinfer.models.text.language.spelling import spelling_of
 
 # How Qwen2 cuts a text into words before it merges bytes (Qwen team 2024, tokenizer.json of the released models).
@@ -70,7 +71,9 @@ def _opened(folder: Path, family: str, settings: TokenizerSettings) -> Tokenizer
     whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
-            return Tokenizer.from_file(str(whole))
+            tokenizer = Tokenizer.from_file(str(whole))
+            respaced(tokenizer, family, settings.config)
+            return tokenizer
         if vocabulary.is_file() and merges.is_file():
             return _from_merges(str(vocabulary), str(merges), family, settings)
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
