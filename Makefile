@@ -18,14 +18,14 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu" tests plugins
 
 thorough: $(READY)
-	GPUINFER_TESTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
+	TEST_COUNTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
 		-m "(thorough or property) and not soak and not gpu" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
 
 soak: $(READY)
-	GPUINFER_TESTS=thorough $(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
+	TEST_COUNTS=thorough $(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-THOROUGH = os.environ.get("GPUINFER_TESTS") == "thorough"
+THOROUGH = os.environ.get("TEST_COUNTS") == "thorough"
 QUICK_SHARE = 5  # `make test` tries one in so many of a property's examples
 LEAST = 3
 

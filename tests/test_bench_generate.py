@@ -245,6 +245,7 @@ def test_peers_are_compared_and_what_is_missing_is_left_out(gpuinfer, here, fake
     assert "noise" in (Path("out") / "logs" / "transformers.log").read_text()
 
 
+@pytest.mark.thorough
 def test_ours_is_measured_beside_a_peer(gpuinfer, here, fake):
     words = ["--compare", "sequential,batched,transformers", "--python", f"transformers={fake()}", "--repeats", "1"]
     code, out, _ = gpuinfer(*BENCH, *words, "--fail-under", "1e9")
@@ -309,6 +310,7 @@ def test_backends_are_compared_as_for_any_workload(gpuinfer, here):
 # The peers themselves
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_makes_the_tokens_that_ours_makes_as_many(tmp_path):
     from gpuinfer.api import ModelSpec

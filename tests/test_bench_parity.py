@@ -42,19 +42,24 @@ def test_the_models_own_answers_hold():
     assert (parity.rows, parity.tolerance) == (sum(BLOCKS), 1e-5)
 
 
+@pytest.mark.thorough
 def test_16_bits_are_given_more_room_and_said_so():
     parity = found(InProcess, dtype="bfloat16")
     assert parity.holds
     assert parity.tolerance == pytest.approx(0.03125)
 
 
-@pytest.mark.parametrize("backend", [pytest.param(Liar, id="a little off"), pytest.param(Swapper, id="rows mixed up")])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(Liar, id="a little off"), pytest.param(Swapper, id="rows mixed up", marks=pytest.mark.thorough)],
+)
 def test_wrong_answers_do_not_hold(backend):
     parity = found(backend)
     assert not parity.holds
     assert parity.difference > 5e-4
 
 
+@pytest.mark.thorough
 def test_no_answers_at_all_do_not_hold():
     parity = found(Mute)
     assert not parity.holds
@@ -65,6 +70,7 @@ def test_without_a_model_nothing_is_compared():
     assert check(Plan(Counting(), Doubler(), AtOnce(), {}), lambda update: None) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["int8", "float32", "bits"])
 def test_rows_of_every_dtype_are_checked(dtype):
     spec = replace(SPEC, inputs=43, input_dtype=dtype)  # features that fill no last byte
@@ -77,6 +83,7 @@ def test_rows_of_every_dtype_are_checked(dtype):
     assert check(made, lambda update: None).holds
 
 
+@pytest.mark.thorough
 def test_what_lies_in_the_backends_own_memory_is_checked_too():
     spec = replace(SPEC, input_dtype="float32")
     answers = {}

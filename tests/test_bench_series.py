@@ -225,6 +225,7 @@ def tuner(monkeypatch, budget_s, backends, ladders, show=None):
     return Tuner(space, budget_s, Course(roofline=False), **more)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_tuner_finds_a_setting_and_races_it_against_the_defaults(monkeypatch):
     monkeypatch.setattr(tuning, "MOST_REPEATS", 3)
@@ -284,6 +285,7 @@ def test_a_tuner_that_is_interrupted_says_what_it_knows(monkeypatch):
     assert [one.variant for one in outcome.runs] == ["one"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("liar", "winner", "failed"),
     [

@@ -78,7 +78,7 @@ def test_a_client_alone_is_never_delayed():
 
 
 @pytest.mark.parametrize("lanes", [pytest.param(1, id="one lane"), pytest.param(2, id="two lanes")])
-@pytest.mark.parametrize("clients", [1, 2, 8, 64])
+@pytest.mark.parametrize("clients", [1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (8, 64))])
 def test_without_knobs_it_is_as_good_as_the_best_fixed_wait(clients, lanes):
     best = max(run_virtual(serve(Dynamic(max_wait=wait), clients, lanes=lanes)).rows_per_s for wait in WAITS)
     assert run_virtual(serve(Dynamic(), clients, lanes=lanes)).rows_per_s >= 0.98 * best

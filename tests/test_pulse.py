@@ -89,7 +89,7 @@ async def test_a_full_pipe_stops_no_heart(beating, monkeypatch):
     assert await eventually(lambda: not made.is_stuck(0) and made._working)
 
 
-@pytest.mark.parametrize("target", ["helpers:echo", "helpers:busy_in_thread"])
+@pytest.mark.parametrize("target", ["helpers:echo", pytest.param("helpers:busy_in_thread", marks=pytest.mark.thorough)])
 async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(target, monkeypatch):
     monkeypatch.setattr(processes, "LOOK_S", 0.6)
     async with Session(Far(), AtOnce()) as infer, infer.workers(target, [{}, {}]) as workers:
@@ -101,6 +101,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(tar
         assert not gone(pids[0]["pid"])
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_computes_on_its_loop_is_left_alone(monkeypatch):
     monkeypatch.setattr(processes, "LOOK_S", 0.6)
     async with Session(Far(), AtOnce()) as infer, infer.workers("remotes:busy", [{"steps": 10**8}]) as workers:

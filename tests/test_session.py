@@ -100,6 +100,7 @@ async def test_the_snapshot_adds_up_this_process_and_every_worker_after_their_en
     assert snapshot.rss_peak_mb > 30
 
 
+@pytest.mark.thorough
 async def test_a_mark_forgets_what_came_before_it_in_every_process():
     async with session() as infer:
         lane = infer.lane("mine")
@@ -127,6 +128,7 @@ async def test_a_mark_forgets_what_came_before_it_in_every_process():
     assert set(mine["stations"]) == {"search"}
 
 
+@pytest.mark.thorough
 async def test_workers_know_the_roofline():
     roofline = Roofline(1000.0, 64, "1 forward × 1 thread")
     session = Session(Doubler(), AtOnce(), roofline=roofline)

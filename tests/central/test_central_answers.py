@@ -82,9 +82,9 @@ def test_requests_that_share_a_batch_are_answered_as_if_each_were_alone(client, 
 @pytest.mark.parametrize(
     ("model", "input_dtype", "features"),
     [
-        pytest.param("models:pair", "float32", FEATURES, id="float32"),
+        pytest.param("models:pair", "float32", FEATURES, id="float32", marks=pytest.mark.thorough),
         pytest.param("models:network", "uint8", FEATURES, id="uint8"),
-        pytest.param("models:pair", "bits", 13, id="bits"),
+        pytest.param("models:pair", "bits", 13, id="bits", marks=pytest.mark.thorough),
         pytest.param("models:network", "int8", FEATURES, id="int8", marks=pytest.mark.soak),
         pytest.param("models:network", "bits", 16, id="bits that fill their bytes", marks=pytest.mark.soak),
     ],
@@ -107,7 +107,7 @@ def test_rows_of_every_dtype_reach_the_model(model, input_dtype, features):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["tensor", "tuple", "dict"])
+@pytest.mark.parametrize("shape", ["tensor", "tuple", pytest.param("dict", marks=pytest.mark.thorough)])
 def test_an_answer_arrives_as_the_model_arranges_it(shape):
     rows = named(3, 4, 50)
     with serving(arguments={"shape": shape}) as server, server.client() as client:
@@ -146,6 +146,7 @@ def test_a_deterministic_server_answers_the_same_bits_whatever_the_company(deter
         pending.result(60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("requests", counts(40, 2000))
 def test_thirty_two_clients_at_once_each_get_their_own_answers(requests):
     with serving(max_rows=1024) as server:

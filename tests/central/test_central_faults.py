@@ -157,6 +157,7 @@ def test_a_stopped_server_is_noticed_and_replaced():
                 os.kill(stopped, signal.SIGCONT)
 
 
+@pytest.mark.thorough
 async def test_a_stopped_server_that_will_not_come_back_is_noticed_by_all_who_wait():
     with serving() as server, server.client() as client:
         backend = Remote(server._setup, address=server.address)
@@ -171,6 +172,7 @@ async def test_a_stopped_server_that_will_not_come_back_is_noticed_by_all_who_wa
             await backend.close()
 
 
+@pytest.mark.thorough
 def test_deadlines_are_kept_while_a_server_comes_back():
     with serving(restart=True) as server, server.client() as client:
         assert wrong(named(1, 1, 9), client.evaluate(named(1, 1, 9))) is None
@@ -187,6 +189,7 @@ def test_deadlines_are_kept_while_a_server_comes_back():
         assert wrong(named(1, 5, 9), client.evaluate(named(1, 5, 9), timeout=60)) is None
 
 
+@pytest.mark.thorough
 def test_a_client_can_be_closed_while_its_server_comes_back():
     with serving(restart=True) as server, server.client() as client:
         assert wrong(named(1, 1, 9), client.evaluate(named(1, 1, 9))) is None
@@ -244,6 +247,7 @@ def test_with_a_killed_owner_all_ends_and_nothing_is_left(restart):
     assert not is_known(name)
 
 
+@pytest.mark.thorough
 def test_an_owner_that_is_stopped_and_continued_changes_nothing():
     program, _, pids = owned(True, 1)
     with programs(program):
@@ -256,6 +260,7 @@ def test_an_owner_that_is_stopped_and_continued_changes_nothing():
         assert wait_until_gone(pids, 30) == []
 
 
+@pytest.mark.thorough
 def test_a_forked_child_that_leaves_takes_nothing_of_its_parents_along():
     with serving() as server, server.client() as client:
         pending = client.submit(named(1, 1, 3))
@@ -304,6 +309,7 @@ def test_a_server_that_was_never_started_can_be_closed():
     assert not listening(server)
 
 
+@pytest.mark.thorough
 def test_closing_while_a_server_comes_back_leaves_no_process():
     with serving(restart=True) as server:
         os.kill(pid_of(server), signal.SIGKILL)
@@ -316,6 +322,7 @@ def test_closing_while_a_server_comes_back_leaves_no_process():
         assert not any(thread.name == "gpuinfer-server-watch" for thread in threading.enumerate())
 
 
+@pytest.mark.thorough
 def test_statistics_are_there_while_a_server_comes_back_and_count_all_its_lives():
     with serving(restart=True) as server, server.client() as client:
         for number in range(3):
@@ -351,6 +358,7 @@ def test_whoever_wants_a_client_of_a_server_that_is_gone_hears_why_and_so_does_t
         assert "was killed (SIGKILL" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_server_that_comes_back_is_announced(caplog):
     with serving(restart=True) as server, server.client() as client:
         os.kill(pid_of(server), signal.SIGKILL)
@@ -379,6 +387,7 @@ def test_a_server_that_is_closed_while_it_starts_does_not_start():
     assert not listening(server)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "code"),
     [

@@ -111,6 +111,7 @@ def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(
         assert set(central[part]) == set(reports["inprocess"][part])
 
 
+@pytest.mark.thorough
 def test_asked_to_stop_it_keeps_what_is_answered_and_leaves_no_process_behind(prompts):
     rows = ({"id": number, "prompt": "ab", "ignore_eos": True, "max_tokens": 100} for number in range(10_000))
     (prompts / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

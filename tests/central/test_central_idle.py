@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from programs import hold
 from servers import Program, pid_of, programs, serving
 
@@ -20,6 +21,7 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.thorough
 def test_an_idle_server_with_eight_idle_clients_uses_next_to_no_cpu():
     with serving() as server, programs(*(Program(hold, server.client(), at=1) for _ in range(CLIENTS))) as clients:
         assert [client.hear() for client in clients] == ["here"] * CLIENTS

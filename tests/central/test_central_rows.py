@@ -121,6 +121,7 @@ def test_clients_with_many_requests_outstanding_are_never_mixed_up(server, reque
         assert [(program.hear(), program.hear(600)) for program in them] == [("here", "right")] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kills", counts(4, 200))
 def test_clients_killed_beside_them_change_no_answer_and_leave_no_memory(server, kills):
     before, chance = mapped(pid_of(server)), random.Random(kills)
@@ -153,7 +154,7 @@ def test_a_stopped_client_holds_nobody_up_and_goes_on_when_continued(server):
         assert other.end()[0] == "stopped"
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.thorough)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_client_can_be_handed_to_a_process_of_any_start_method(server, method):
     from programs import ask_once

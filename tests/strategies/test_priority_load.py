@@ -18,6 +18,7 @@ def p99(outcome):
     return summarise(outcome.snapshot.classes["high"]["latency"])["p99"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("service", "high", "rows"),
     [
@@ -60,6 +61,7 @@ def test_strict_mode_keeps_its_bound_too():
     assert p99(strict) <= p99(alone) + BY_ROW.seconds(LIMITS.max_rows)
 
 
+@pytest.mark.thorough
 def test_slots_are_filled_by_shares():
     limits = Limits(max_rows=8, slots=16, in_flight=4)
     classes = {Priority.HIGH: 0.4, Priority.NORMAL: 0.3, Priority.LOW: 0.3}

@@ -87,6 +87,7 @@ def test_a_trace_that_finds_no_room_fails_the_run_but_not_its_report(tmp_path, m
     assert failed.value.report["status"] == "done"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["inprocess", "central"])
 def test_the_command_records_where_batches_are_formed(tmp_path, backend):
     words = [*SELFPLAY, "--workers", "2", "--backend", backend, "--trace", "trace.jsonl.gz", "--json", "-"]
