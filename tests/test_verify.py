@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
 from gpuinfer.models.text.language import subwords
+from gpuinfer.models.text.language.chat import ChatTemplate
 from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
 from gpuinfer.verifying.rig import open_rig
 from gpuinfer.verifying.witness import Witness
@@ -283,12 +285,47 @@ def test_a_nanogpt_checkpoint_is_verified_without_transformers_that_has_no_such_
     assert "no nanogpt models" in found["gpuinfer = transformers"]["why"]
 
 
-def test_transformers_that_fails_is_no_fault_of_ours_and_is_said(verify, monkeypatch):
+def test_transformers_that_fails_is_no_fault_of_ours_and_is_said(verify, near_peer, monkeypatch):
     monkeypatch.setattr(peer, "LOAD_S", 0.0)
     code, document, said = verify(*BRIEF, "--limit", "1")
     assert code == 0
     assert checks(document)["gpuinfer = transformers"]["status"] == "skipped"
     assert "transformers took over 0 s" in " ".join(said.split())
+
+
+def test_transformers_that_cannot_read_the_tokenizer_still_compares_the_logits(verify, near_peer, monkeypatch):
+    def unreadable(*words, **options):
+        raise OSError("no tokenizer here")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreadable)
+    code, document, said = verify(*BRIEF, "--limit", "1")
+    assert code == 0
+    found = checks(document)
+    assert found["tokens = AutoTokenizer's"]["status"] == "skipped"
+    assert found["gpuinfer = transformers"]["status"] == "holds"
+    assert "no tokenizer here" in " ".join(said.split())
+
+
+def test_without_transformers_all_else_is_checked(verify, monkeypatch):
+    monkeypatch.setattr(peer, "find_spec", lambda name: None)
+    code, document, _ = verify(*BRIEF, "--limit", "1")
+    assert code == 0
+    skipped = [check for check in document["checks"] if check["why"] == "transformers is not installed"]
+    assert [check["name"] for check in skipped] == CHECKS[-2:]
+
+
+def test_chats_are_compared_too(verify, near_peer, monkeypatch, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "two"}]}')
+    words = (*BRIEF, "--prompts", str(prompts))
+    before = checks(verify(*words, model=tiny_checkpoint("llama"))[1])["tokens = AutoTokenizer's"]
+    assert before["status"] == "holds"
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, *given: render(self, *given) + "!")
+    code, document, said = verify(*words, model=tiny_checkpoint("llama"))
+    assert code == 4
+    assert checks(document)["tokens = AutoTokenizer's"]["status"] == "fails"
+    assert "the difference is on the side of gpuinfer" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("words", [[], ["--model", "a", "--checkpoint", "b"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from multiprocessing.connection import Connection
@@ -24,12 +25,14 @@ def serve(channel: Connection, folder: str, device: str, threads: int, piece: in
     while True:
         try:
             request = json.loads(channel.recv_bytes())
-            getattr(answerer, request.pop("do"))(**request)
         except (EOFError, OSError):
             return
+        try:
+            getattr(answerer, request.pop("do"))(**request)
         except Exception as error:  # noqa: BLE001  whatever it is, the other side must hear of it
             first = (str(error).strip().splitlines() or ["no message"])[0]
-            channel.send_bytes(json.dumps({"error": f"{type(error).__name__}: {first}"}).encode())
+            with contextlib.suppress(OSError):  # it listens no more: the next look at the channel says so
+                channel.send_bytes(json.dumps({"error": f"{type(error).__name__}: {first}"}).encode())
 
 
 class Answerer:

@@ -88,8 +88,8 @@ def _texts(rig: Rig, file: Any) -> list[Prompt]:
 def _chats(rig: Rig) -> list[Prompt]:
     if not rig.language.has_chat_template:
         return []
-    own = [item.asked for item in rig.items if item.asked is not None and item.asked.messages]
-    return [*own, *(Prompt(messages=chat) for chat in CHATS)]
+    own = [item.asked.messages for item in rig.items if item.asked is not None and item.asked.messages]
+    return [Prompt(messages=chat) for chat in (*own, *CHATS)]  # with nothing but the chat: any template takes that
 
 
 def _file(rig: Rig) -> Any:
