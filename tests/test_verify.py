@@ -15,6 +15,7 @@ import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
+from gpuinfer.models.text.generator import opening
 from gpuinfer.models.text.language import subwords
 from gpuinfer.models.text.language.chat import ChatTemplate
 from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
@@ -55,6 +56,13 @@ class Planted(Witness):
             if ends[row] == PLANTED + 1:
                 self.alter(logits[number], len(step.slots) > 1)
         return logits
+
+
+@pytest.fixture(autouse=True)
+def one_lane(request, monkeypatch) -> None:
+    """Lanes wait for one another at each step, for long where tests share the cores: one of these tests has several."""
+    if "real_checkpoint" not in request.node.name:
+        monkeypatch.setattr(opening, "cores", lambda: 1)
 
 
 @pytest.fixture
