@@ -6,10 +6,12 @@ An answer is the prompt turned round, a word for each sample. `slow` in a prompt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import io
 import os
 import random
-import sys
+import tempfile
 
 from gpuinfer import api
 from gpuinfer.api import Backend, Limits
@@ -63,21 +65,22 @@ def completion(prompt: Prompt, text: str, number: int) -> Completion:
     )
 
 
-class Checkpoint:
-    fingerprint = os.environ.get("FINGERPRINT", "abc")
-
-
 def patch() -> None:
     """Put the instant model in the place of the real one, fingerprint and all."""
     from gpuinfer.backends import inprocess
     from gpuinfer.workloads.generate import workload
 
     inprocess.InProcess = Instant
-    workload.fingerprint = lambda spec: Checkpoint.fingerprint
+    workload.fingerprint = lambda spec: os.environ.get("FINGERPRINT", "abc")
 
 
-if __name__ == "__main__":
-    patch()
+def try_out() -> None:
+    """One run, so that all is imported that a run needs."""
     from gpuinfer.cli import main
 
-    main(["generate", "--no-roofline", *sys.argv[2:]])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        source, target = os.path.join(folder, "in.jsonl"), os.path.join(folder, "out.jsonl")
+        with open(source, "w") as file:
+            file.write('"a"\n')
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            main(["generate", "--no-roofline", "--model", "tiny", "--input", source, "--output", target])

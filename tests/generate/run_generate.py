@@ -6,38 +6,33 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-INSTANT = Path(__file__).with_name("instant.py")
+from forking import Forked
+
 SECONDS = 120  # after which a process that does not end has failed
 
 
-def started(*words: object, cwd: Path, environment: dict[str, str] | None = None, **options) -> subprocess.Popen[bytes]:
+def started(*words: object, cwd: Path, environment: dict[str, str] | None = None, limit: int | None = None) -> Forked:
+    """`limit`: the most bytes that a file of its may have."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    return subprocess.Popen(
-        [sys.executable, str(INSTANT), "generate", "--model", "tiny", *map(str, words)],
-        cwd=cwd,
-        env={**inherited, "COLUMNS": "200", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
+    return Forked(
+        ["generate", "--no-roofline", "--model", "tiny", *map(str, words)],
+        cwd,
+        {**inherited, "COLUMNS": "200", **(environment or {})},
+        limit,
     )
 
 
-def generate(*words: object, cwd: Path, given: bytes | None = None, **options) -> subprocess.CompletedProcess[str]:
-    with started(*words, cwd=cwd, stdin=subprocess.PIPE, **options) as process:
-        try:
-            out, err = process.communicate(given or b"", timeout=SECONDS)
-        finally:
-            process.kill()
+def generate(*words: object, cwd: Path, given: bytes = b"", **options: Any) -> subprocess.CompletedProcess[str]:
+    with started(*words, cwd=cwd, **options) as process:
+        out, err = process.communicate(given, timeout=SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+def until(condition: Callable[[], object], process: Forked) -> None:
     """Wait for something that a running process does, or for the process to end."""
     for _ in range(SECONDS * 200):
         if condition():

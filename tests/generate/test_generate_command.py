@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import pytest
 from run_generate import complaint, generate, prompts, rows_of, started
@@ -19,7 +18,7 @@ def test_it_reads_standard_input_and_writes_standard_output(tmp_path):
 
 
 def test_an_answer_comes_before_the_next_prompt_is_written(tmp_path):
-    with started("--input", "-", "--quiet", cwd=tmp_path, stdin=subprocess.PIPE) as process:
+    with started("--input", "-", "--quiet", cwd=tmp_path) as process:
         for word in ("first", "second"):
             process.stdin.write(json.dumps({"prompt": word}).encode() + b"\n")
             process.stdin.flush()

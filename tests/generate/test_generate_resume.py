@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 
 import pytest
@@ -166,7 +165,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
 def test_two_runs_do_not_share_an_output(tmp_path):
     prompts(tmp_path / "in.jsonl", 5)
     words = ["--input", "-", "--output", "out.jsonl"]
-    with started(*words, cwd=tmp_path, stdin=-1) as process:
+    with started(*words, cwd=tmp_path) as process:
         until((tmp_path / "out.jsonl").exists, process)
         second = generate(*WORK, "--resume", cwd=tmp_path)
         process.communicate(b'"a"\n', timeout=60)
@@ -178,11 +177,7 @@ def test_two_runs_do_not_share_an_output(tmp_path):
 def test_a_full_disk_ends_the_run_with_the_cure_and_leaves_whole_lines(whole, tmp_path):
     prompts(tmp_path / "in.jsonl", COUNT)
     room = 100_003
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-
-    done = generate(*WORK, "--ordered", cwd=tmp_path, preexec_fn=limit)
+    done = generate(*WORK, "--ordered", cwd=tmp_path, limit=room)
     assert done.returncode == 1
     assert "Free some space, then run again with --resume" in complaint(done)
     kept = (tmp_path / "out.jsonl").read_bytes()
