@@ -33,13 +33,14 @@ def run(folder: Path, text: bytes, infer: FakeInfer | None = None, **options: An
     (folder / "in.jsonl").write_bytes(text)
     target = folder / "out.jsonl"
     given = {"model": "tiny", "input": str(folder / "in.jsonl"), "output": str(target), **options}
-    last = asyncio.run(_run(Generate(Setup(), **given), infer or infer_of()))
+    last = asyncio.run(run_all(Generate(Setup(), **given), infer or infer_of()))
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert last.done == last.total
     return rows
 
 
-async def _run(generate: Generate, infer: FakeInfer) -> Any:
+async def run_all(generate: Generate, infer: FakeInfer) -> Any:
+    """The last progress."""
     last = None
     async for progress in generate.run(infer):
         last = progress

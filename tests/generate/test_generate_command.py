@@ -112,12 +112,16 @@ def test_a_job_without_one_answer_has_failed(tmp_path):
     assert len(rows_of(tmp_path / "o.jsonl")) == 1
 
 
-def test_no_rows_are_no_failure(tmp_path):
-    (tmp_path / "in.jsonl").write_text("\n")
-    assert generate("--input", "in.jsonl", "--output", "o.jsonl", cwd=tmp_path).returncode == 0
+@pytest.mark.parametrize("text", ["", "\n", "[]"])
+def test_no_rows_are_no_failure_and_are_said(tmp_path, text):
+    (tmp_path / "in.jsonl").write_text(text)
+    done = generate("--input", "in.jsonl", "--output", "o.jsonl", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "no prompts in in.jsonl: nothing was asked" in done.stderr
+    assert (tmp_path / "o.jsonl").read_bytes() == b""
 
 
-def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
+def test_a_reader_that_leaves_ends_the_run_with_one_line(tmp_path):
     prompts(tmp_path / "in.jsonl", 20_000)
     with started("--input", "in.jsonl", "--quiet", cwd=tmp_path) as process:
         process.stdout.readline()
@@ -125,7 +129,9 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
         errors = process.stderr.read()
         process.wait(60)
     assert process.returncode == 1
-    assert errors == b""
+    assert errors == (
+        b"gpuinfer: standard output was closed before all was answered. To go on later, give --output a file.\n"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -46,6 +46,77 @@ def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, tim
             assert b"".join(lines) == whole
 
 
+def early_of(folder) -> list[bytes]:
+    """The answers that wait for an earlier one."""
+    early = folder / "out.jsonl.early"
+    return early.read_bytes().splitlines(keepends=True) if early.exists() else []
+
+
+def test_answers_that_wait_for_an_earlier_one_are_on_the_disk_however_the_run_ends(tmp_path):
+    """The first prompt takes its time: all others are answered before anything may be written."""
+    rows = [{"id": f"r{number}", "prompt": "sluggish" if number == 0 else f"p{number}"} for number in range(41)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*WORK, "--ordered", "--batch-size", 64, "-B", "max_rows=1"]
+    assert generate(*words, cwd=tmp_path).returncode == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        for name in ("out.jsonl", "out.jsonl.run.json"):
+            (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / "held_up")
+        with started(*words, cwd=tmp_path, environment={"SLUGGISH": "held_up"}) as process:
+            until(lambda: len(early_of(tmp_path)) == 40, process)
+            process.send_signal(number)
+            said = process.stderr.readline()
+            if number != signal.SIGKILL:
+                (tmp_path / "held_up").write_bytes(b"")
+            process.communicate()
+        (tmp_path / "held_up").unlink()
+        if number != signal.SIGKILL:
+            assert process.returncode == 3
+            assert b"(40 that wait for an earlier one: in out.jsonl.early)" in said
+        assert (tmp_path / "out.jsonl").read_bytes() == b""
+        done = generate(*words, "--resume", "--json", "report.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "report.json").read_text())["progress"]["before"] == 40
+        assert (tmp_path / "out.jsonl").read_bytes() == whole
+        assert not (tmp_path / "out.jsonl.early").exists()
+
+
+@pytest.mark.parametrize("times", counts(4, 100))
+def test_an_ordered_run_broken_off_again_and_again_ends_with_the_same_bytes(tmp_path, times):
+    """Each run is ended in one of three ways after some more answers; nothing that lay on the disk is asked again."""
+    dice = random.Random(times)
+    rows = [
+        {"id": f"r{n}", "prompt": ["p", "broken", "bad", "p"][dice.randrange(4)] + str(n), "n": 1 + n % 3}
+        for n in range(2000)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*WORK, "--ordered", "-B", "delay=0.02", "--batch-size", 16]
+    assert generate(*words, cwd=tmp_path).returncode == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    for name in ("out.jsonl", "out.jsonl.run.json"):
+        (tmp_path / name).unlink()
+    for _ in range(times):
+        known = done_of(tmp_path)
+        more = len(known) + dice.randrange(1, 400)
+        with started(*words, "--resume", cwd=tmp_path) as process:
+            until(lambda more=more: len(done_of(tmp_path)) >= more, process)
+            process.send_signal(dice.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+            process.communicate()
+        assert known <= done_of(tmp_path)
+        assert whole.startswith((tmp_path / "out.jsonl").read_bytes().rpartition(b"\n")[0])
+    assert generate(*words, "--resume", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+
+
+def done_of(folder) -> set[bytes]:
+    """All lines that lie on the disk."""
+    output = folder / "out.jsonl"
+    lines = output.read_bytes().splitlines(keepends=True) if output.exists() else []
+    return {line for line in [*lines, *early_of(folder)] if line.endswith(b"\n")}
+
+
 def killed_after(folder, size: int, *words: str) -> None:
     """Run until so many bytes are written, and kill it with all it started."""
     with started(*WORK, *words, cwd=folder) as process:
@@ -135,10 +206,13 @@ def test_a_second_try_in_order_that_is_killed_loses_nothing(tmp_path):
     before = rows_of(tmp_path / "out.jsonl")
     mended = {"MENDED": "1"}
     again = [*WORK, "--ordered", "--resume", "--retry-errors"]
-    with started(*again, cwd=tmp_path, environment=mended) as process:
-        until((tmp_path / "out.jsonl.before").exists, process)
-        process.kill()
-        process.communicate(timeout=60)
+    before_its_end = (tmp_path / "out.jsonl").stat().st_size // 2
+    for size in (0, 1, before_its_end):
+        with started(*again, cwd=tmp_path, environment=mended) as process:
+            until((tmp_path / "out.jsonl.before").exists, process)
+            until(lambda size=size: (tmp_path / "out.jsonl").stat().st_size >= size, process)
+            process.kill()
+            process.communicate(timeout=60)
     done = generate(*again, cwd=tmp_path, environment=mended)
     assert done.returncode == 0, done.stderr
     after = rows_of(tmp_path / "out.jsonl")
@@ -160,6 +234,57 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     assert 'model: "abc" there, "other" here' in complaint(other)
     (tmp_path / "out.jsonl.run.json").unlink()
     assert "does not say how" in complaint(generate(*WORK, "--resume", cwd=tmp_path))
+
+
+def test_an_output_without_an_answer_binds_nobody(tmp_path):
+    """All rows failed, so the flag that was at fault may be corrected; with one answer it may not."""
+    rows = [{"id": number, "prompt": "broken"} for number in range(5)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(*WORK, "--temperature", 0.5, cwd=tmp_path).returncode == 1
+    mended = {"MENDED": "1"}
+    corrected = generate(*WORK, "--resume", cwd=tmp_path, environment=mended)
+    assert corrected.returncode == 0, corrected.stderr
+    assert "held errors alone, of other settings (temperature: 0.5 there, 1.0 here)" in corrected.stderr
+    assert [("error" in row, row["id"]) for row in rows_of(tmp_path / "out.jsonl")] == [(False, n) for n in range(5)]
+    assert generate(*WORK, "--resume", "--temperature", 0.5, cwd=tmp_path).returncode == 2
+
+
+def test_what_is_refused_or_ends_before_its_first_answer_leaves_nothing_behind(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    (tmp_path / "out.jsonl").write_text('"somebody\'s"\n')
+    assert "does not say how" in complaint(generate(*WORK, "--resume", cwd=tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    (tmp_path / "out.jsonl").unlink()
+    with started("--input", "-", "--output", "out.jsonl", cwd=tmp_path) as process:
+        until((tmp_path / "out.jsonl.run.json").exists, process)
+        until(lambda: (tmp_path / "out.jsonl.run.json").stat().st_size, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 3, errors
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_empty_file_may_be_written_to_and_a_leftover_of_an_ordered_run_is_not_overwritten(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    (tmp_path / "out.jsonl").touch()
+    assert generate(*WORK, "--ordered", cwd=tmp_path).returncode == 0
+    (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.early")
+    assert "out.jsonl.early exists already. Add --resume" in complaint(generate(*WORK, "--ordered", cwd=tmp_path))
+    again = generate(*WORK, "--ordered", "--resume", "--json", "report.json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["progress"]["before"] == 5
+    assert [row["id"] for row in rows_of(tmp_path / "out.jsonl")] == [f"r{n}" for n in range(5)]
+
+
+def test_rows_that_the_input_has_no_more_keep_their_answers_once(tmp_path):
+    prompts(tmp_path / "in.jsonl", 5)
+    assert generate(*WORK, "--ordered", cwd=tmp_path).returncode == 0
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(lines[0])
+    (tmp_path / "out.jsonl.early").write_bytes(b"".join(lines[2:]) + b'{"id":"torn')
+    prompts(tmp_path / "in.jsonl", 3)
+    assert generate(*WORK, "--ordered", "--resume", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(lines)
 
 
 def test_two_runs_do_not_share_an_output(tmp_path):

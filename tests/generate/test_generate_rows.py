@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def asked(row, **defaults):
-    return Reader(Defaults(**defaults)).read(row if isinstance(row, bytes) else json.dumps(row).encode())
+    return Reader(Defaults(**defaults)).read((1, row if isinstance(row, bytes) else json.dumps(row).encode()))
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,14 @@ def test_unknown_fields_are_passed_over_on_request():
 
 
 def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path):
-    text = lines(b"nope", {"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": 7, "prompt": "good"})
+    text = lines(b"nope", b"", {"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": 7, "prompt": "good"})
     rows = {row["id"]: row for row in run(tmp_path, text)}
     assert rows[7]["text"].startswith("doog")
     assert rows["x"]["error"] == {
         "type": "bad_row",
         "message": "Expected `str | array | null`, got `int` - at `$.prompt`. Correct it.",
         "row": 2,
+        "line": 3,
     }
     assert rows["y"]["error"]["type"] == "bad_prompt"
     assert len(rows) == 4

@@ -18,12 +18,16 @@ VALUES = st.recursive(
 ROWS = st.lists(st.dictionaries(st.text(), VALUES, max_size=3) | st.text(), max_size=6)
 
 
-def pieces(data: bytes, cuts: list[int], most: int = 1 << 20) -> list[object]:
+def numbered(data: bytes, cuts: list[int], most: int = 1 << 20) -> list[tuple[int, object]]:
     splitter, found, begun = Either(most), [], 0
     for cut in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
         found += splitter.feed(data[begun:cut])
         begun = cut
     return found + splitter.end()
+
+
+def pieces(data: bytes, cuts: list[int], most: int = 1 << 20) -> list[object]:
+    return [piece for _, piece in numbered(data, cuts, most)]
 
 
 @settings(deadline=None)
@@ -43,7 +47,7 @@ def test_lines_are_rows_and_blank_ones_are_none(rows, cuts, end):
 @settings(deadline=None)
 @given(st.binary(max_size=200), st.lists(st.integers(0, 10_000)))
 def test_any_bytes_at_all_are_cut_alike_whatever_the_chunks(data, cuts):
-    assert pieces(data, cuts) == pieces(data, []) == pieces(data, list(range(len(data))))
+    assert numbered(data, cuts) == numbered(data, []) == numbered(data, list(range(len(data))))
 
 
 @pytest.mark.parametrize("form", ["{}\n{}\n", "[{},{}]"])
@@ -66,6 +70,10 @@ def test_a_row_that_is_too_long_is_passed_over_alone(form):
         ("[1,]", 1, "nothing stands"),
         ('["a', 0, "has no end"),
         ("[", 0, "has no end"),
+        ("[1}", 1, "ends with a }"),
+        ("[1,2}\n", 2, "ends with a }"),
+        ("[}", 0, "ends with a }"),
+        ('["a"},"b"]', 0, "ends with a }"),
     ],
 )
 def test_a_broken_array_gives_what_is_whole_and_says_what_is_wrong(text, whole, why):
@@ -77,3 +85,29 @@ def test_a_broken_array_gives_what_is_whole_and_says_what_is_wrong(text, whole, 
 @pytest.mark.parametrize("text", ["", "\n\n", " ", "[]", "[ ]\n", "\ufeff", "\ufeff\n"])
 def test_nothing_is_no_rows(text):
     assert pieces(text.encode(), []) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        pytest.param(b'"a"\n\n  \n"b"\r\n"c"', [1, 4, 5], id="JSONL with blank lines"),
+        pytest.param(b'\n\n"a"\n"b"\n', [3, 4], id="JSONL after blank lines"),
+        pytest.param(b"\xef\xbb\xbf\n[\n1,\n\n2,3\n,\n4]", [3, 5, 5, 7], id="an array over many lines"),
+        pytest.param(b'[{"a":\n\n1},\n2]', [1, 4], id="an element over many lines"),
+        pytest.param(b"[1,\n,2\n}", [1, 2, 2, 3], id="what is wrong with an array has its line too"),
+        pytest.param(b"[1]\n\n x", [1, 3], id="and so has what follows it"),
+    ],
+)
+def test_a_row_knows_the_line_on_which_an_editor_shows_it(text, lines):
+    for cuts in ([], [5], list(range(len(text)))):
+        assert [line for line, _ in numbered(text, cuts)] == lines
+
+
+def test_a_row_that_is_too_long_has_its_line_and_so_have_those_after_it():
+    long = json.dumps("x" * 5000).encode()
+    assert [line for line, _ in numbered(b"[\n1,\n" + long + b",\n\n2]", list(range(0, 5000, 7)), most=1000)] == [
+        2,
+        3,
+        5,
+    ]
+    assert [line for line, _ in numbered(b"1\n\n" + long + b"\n2", list(range(0, 5000, 7)), most=1000)] == [1, 3, 4]

@@ -47,7 +47,8 @@ class Failure(Struct, kw_only=True):
 
     type: str
     message: str
-    row: int  # its place in the input, from 1
+    row: int  # its place among the rows of the input, from 1
+    line: int  # the line of the input that it begins on, as an editor counts
 
 
 class Line(Struct, kw_only=True, omit_defaults=True):
@@ -108,11 +109,11 @@ class Writer:
     def _error(self, job: Job, error: GpuinferError) -> bytes:
         kind, message = kind_of(error), " ".join(str(error).split())
         if job.openai is None:
-            failure = Failure(type=kind, message=message, row=job.number)
+            failure = Failure(type=kind, message=message, row=job.number, line=job.line)
             return self._encode(Line(id=job.id, error=failure, metadata=job.metadata, digest=job.digest)) + b"\n"
         body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         status = 400 if isinstance(error, BadPrompt) else 408 if isinstance(error, Expired) else 500
-        fault = {"code": kind, "message": message, "row": job.number}
+        fault = {"code": kind, "message": message, "row": job.number, "line": job.line}
         return self._encode(_batch_line(job, status, body, fault)) + b"\n"
 
     def _sample(self, one: Completion) -> Sample:

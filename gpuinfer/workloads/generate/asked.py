@@ -16,7 +16,7 @@ from gpuinfer.errors import BadPrompt, GpuinferError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.workloads.generate.asking import WISHES, Body, Drawing, LooseBody, LooseRow, Row, Texts, Wishes
 from gpuinfer.workloads.generate.overrides import changes, says_nothing
-from gpuinfer.workloads.generate.splitting import Piece, Unusable
+from gpuinfer.workloads.generate.splitting import Content, Piece, Unusable
 
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 KINDS = {"prompt": "completion", "messages": "chat"}
@@ -32,6 +32,7 @@ class Asked(Struct, kw_only=True, gc=False):
 
     prompt: Prompt | None = None
     error: GpuinferError | None = None
+    line: int = 0  # of the input, that it begins on
     content: bytes = b""  # what tells it from others, but for its id
     id: str | int | None = None  # as it was given
     openai: str | None = None  # completion or chat, for a request of the batch format
@@ -65,13 +66,16 @@ class Reader:
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
     def read(self, piece: Piece) -> Asked:
+        line, content = piece
         try:
-            return self._read(piece)
+            asked = self._read(content)
         except Exception as error:  # noqa: BLE001 - whatever is odd about one row must not end all others
             why = BadRow(f"the row cannot be used ({type(error).__name__}: {error}). Write it with plain values.")
-            return Asked(error=why, content=b"unusable" + (piece if isinstance(piece, bytes) else piece.content))
+            asked = Asked(error=why, content=b"unusable" + (content if isinstance(content, bytes) else content.content))
+        asked.line = line
+        return asked
 
-    def _read(self, piece: Piece) -> Asked:
+    def _read(self, piece: Content) -> Asked:
         if isinstance(piece, Unusable):
             return Asked(error=BadRow(piece.why), content=b"unusable" + piece.content)
         try:

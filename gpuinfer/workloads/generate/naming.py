@@ -21,7 +21,8 @@ PREFIX = "row-"  # of an id that is made from a row's content
 class Job(Struct, kw_only=True, gc=False):
     """A row with its names, to be asked unless it has an error."""
 
-    number: int  # its place among the rows of the input, from 1: only for people
+    number: int  # its place among the rows of the input, from 1: only for people, as is
+    line: int  # the line of the input that it begins on
     place: int = 0  # among the rows that are written, for output in order
     id: str | int
     digest: str  # of its id, its content, the settings and the model: what has it is the same answer
@@ -63,6 +64,7 @@ class Namer:
             msgspec.structs.force_setattr(prompt, "key", str(name))  # nobody else has seen it yet
         return Job(
             number=self._number,
+            line=row.line,
             id=name,
             digest=self._digest(str(name), row.content, before),
             prompt=prompt,

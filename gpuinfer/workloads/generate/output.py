@@ -1,55 +1,88 @@
 """Where answers go: a file that a run can go on with, or a stream. Beside a file lies a note of how it was made.
 
 The note (`out.jsonl.run.json`) is written before the first answer and stays: it holds the settings and the model's
-fingerprint, and whoever writes to the output holds a lock on it. With ordered output, what must be put in the midst of
-old answers (`--retry-errors`) is written anew from the start, and old answers come from `out.jsonl.before` until all is
-done.
+fingerprint, and whoever writes to the output holds a lock on it. With ordered output, answers that wait for an earlier
+one lie in `out.jsonl.early`; and what must be put in the midst of old answers (`--retry-errors`) is written anew from
+the start, and old answers come from `out.jsonl.before` until all is done. An output without one answer binds nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.generate.done import Done, Earlier, rewrite, sync_folder
+from gpuinfer.workloads.generate.aside import Aside, waiting
+from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite, sync_folder
+from gpuinfer.workloads.generate.note import Note, differences
 from gpuinfer.workloads.generate.seen import Seen
 
-SCHEMA = "gpuinfer.generate/1"
-NOTE, BEFORE = ".run.json", ".before"
+BEFORE, EARLY = ".before", ".early"
 
 log = logging.getLogger(__name__)
 
 
 class Output:
-    """An opened output: `descriptor` takes lines, `done` are the rows that it holds, `earlier` may be taken over."""
+    """An opened output: `descriptor` takes lines, `done` are the rows that it holds."""
 
-    def __init__(self, name: str, descriptor: int, lock: int | None = None) -> None:
+    def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
         self.descriptor = descriptor
         self.done = Seen()
-        self.earlier: Earlier | None = None
-        self._lock = lock
+        self.aside: Aside | None = None  # for answers that wait for an earlier one
+        self.before: Earlier | None = None
+        self._note: Note | None = None
+        self._path = Path(name)
+        self._is_ours = self._finished = False
+
+    def bind(self, note: Note, path: Path, is_ours: bool) -> None:
+        """The output is a file with a note. `is_ours`: there was no such file before."""
+        self._note, self._path, self._is_ours = note, path, is_ours
+
+    def take(self, digest: str) -> bytes | None:
+        """The line of the row of this digest, where an earlier run has answered it and it is to be put in its place."""
+        stores = [store for store in (self.aside, self.before) if store is not None]
+        lines = [line for store in stores if (line := store.take(digest)) is not None]
+        return lines[0] if lines else None
+
+    def left(self) -> Iterator[bytes]:
+        """What lies aside from an earlier run, and its rows have not come by."""
+        return iter(()) if self.aside is None else self.aside.left
+
+    def rest(self) -> Iterator[bytes]:
+        """Lines of an earlier run whose rows the input has no more, each once."""
+        for line in (*self.left(), *(self.before.rest() if self.before else ())):
+            found = read(line)
+            if found is not None and not self.done.count([found[0]])[0]:
+                yield line
 
     def finish(self) -> None:
         """Everything that there was to write has been written."""
-        if self.earlier is not None:
-            self.earlier.path.unlink()
+        if self.before is not None:
+            self.before.path.unlink()
+        if self.aside is not None:
+            self.aside.remove()
+        self._finished = True
 
     def close(self) -> None:
-        if self.earlier is not None:
-            self.earlier.close()
-        for descriptor in (self.descriptor, self._lock):
-            if descriptor is not None and descriptor > 2:
-                os.close(descriptor)
+        """Of work that ended before its first answer nothing stays, so that it may begin anew in any way."""
+        for store in (self.aside, self.before):
+            if store is not None:
+                store.close()
+        if self._note is not None:
+            unused = not self._finished and not os.fstat(self.descriptor).st_size and not _parts(self._path)
+            if unused and self._is_ours:
+                self._path.unlink(missing_ok=True)
+            self._note.close(remove=unused)
+        if self.descriptor > 2:
+            os.close(self.descriptor)
 
 
 def check(name: str, input_name: str, resume: bool) -> None:
@@ -65,8 +98,8 @@ def check(name: str, input_name: str, resume: bool) -> None:
         raise UsageError(f"--output {name}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
     if input_name != "-" and path.exists() and Path(input_name).exists() and path.samefile(input_name):
         raise UsageError(f"--input and --output are the same file, {name}. Give the answers a file of their own.")
-    if path.exists() and not resume:
-        raise UsageError(f"{name} exists already. Add --resume to go on with it, or give another --output.")
+    if not resume:
+        _refuse_overwriting(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"--output {name} cannot be written. Give a file in a folder of yours.")
 
@@ -87,50 +120,74 @@ def open_output(
         if path.exists() and not path.is_file():  # a device, or a pipe
             return Output(name, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         with contextlib.ExitStack() as if_refused:
-            lock = _claim(path.resolve())
-            if_refused.callback(os.close, lock)
-            output = _opened(path.resolve(), lock, json.loads(json.dumps(dict(settings))), resume, retry, ordered)
+            note = Note(path.resolve())
+            if_refused.callback(note.close)
+            output = _opened(path.resolve(), note, json.loads(json.dumps(dict(settings))), resume, retry, ordered)
             if_refused.pop_all()
         return output
     except OSError as error:
         raise UsageError(f"--output {name} cannot be written: {error.strerror}. Give another.") from error
 
 
-def _claim(path: Path) -> int:
-    """A lock on the output's note."""
-    note = path.with_name(path.name + NOTE)
-    lock = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UsageError(f"{path} is being written by another run. Wait for it, or give another --output.") from None
-    except OSError as error:
-        log.info("%s: no locks on this file system (%s)", note, error)
-    return lock
-
-
-def _opened(path: Path, lock: int, settings: Mapping[str, Any], resume: bool, retry: bool, ordered: bool) -> Output:
-    before = path.with_name(path.name + BEFORE)
-    if path.exists() and not resume:  # since it was looked for
-        raise UsageError(f"{path} exists already. Add --resume to go on with it, or give another --output.")
-    if before.exists() or (path.exists() and path.stat().st_size):
-        _refuse_difference(path, _noted(lock), settings)
-    else:
-        _note(lock, settings)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    done = _mend(path, before, retry, ordered) if path.exists() else Seen()
-    output = Output(str(path), os.open(path, flags, 0o666), lock)
+def _opened(path: Path, note: Note, settings: Mapping[str, Any], resume: bool, retry: bool, ordered: bool) -> Output:
+    if not resume:  # there may be something since it was looked for
+        _refuse_overwriting(path)
+    _bind(path, note, settings)
+    is_ours = not path.exists()
+    before, early = _beside(path)
+    retry = retry and not before.exists()  # else that has begun already
+    done = Seen() if is_ours else _mend(path, before, retry, ordered)
+    output = Output(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    output.bind(note, path, is_ours)
     output.done = done
-    output.earlier = Earlier(before) if before.exists() else None
+    if ordered:
+        output.aside = Aside(early, waiting(early, done, retry))
+        output.before = Earlier(before) if before.exists() else None
     sync_folder(path.parent)
     return output
+
+
+def _beside(path: Path) -> tuple[Path, Path]:
+    return path.with_name(path.name + BEFORE), path.with_name(path.name + EARLY)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Files of an output that hold something."""
+    return [one for one in (path, *_beside(path)) if one.exists() and one.stat().st_size]
+
+
+def _refuse_overwriting(path: Path) -> None:
+    for part in _parts(path):
+        raise UsageError(f"{part} exists already. Add --resume to go on with it, or give another --output.")
+
+
+def _bind(path: Path, note: Note, settings: Mapping[str, Any]) -> None:
+    """Note the settings. Raises `UsageError` when there are answers that were made with others."""
+    if parts := _parts(path):
+        found = note.settings()
+        if found is None:
+            raise UsageError(f"{note.path} does not say how {path} was made. Give another --output.")
+        if not (shown := differences(found, settings)):
+            return
+        if any(map(_answers, parts)):
+            raise UsageError(f"{path} was made with other settings ({shown}). Use those, or give another --output.")
+        log.warning("%s held errors alone, of other settings (%s): it begins anew", path, shown)
+        for part in parts:
+            part.unlink()
+    note.write(settings)
+
+
+def _answers(path: Path) -> bool:
+    """Whether there is any line but errors."""
+    with path.open("rb") as file:
+        found = (read(line) for line in file if line.endswith(b"\n"))
+        return any(one is None or not one[1] for one in found)
 
 
 def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> Seen:
     """Leave only whole lines that are to stay; the rows that are done."""
     with path.open("r+b") as file:
-        done = Done(file, retry and not before.exists())
+        done = Done(file, retry)
         if done.whole_bytes < os.fstat(file.fileno()).st_size:
             file.truncate(done.whole_bytes)
     if done.unreadable:
@@ -142,38 +199,6 @@ def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> Seen:
         return Seen()
     rewrite(path, done.keeps)
     return done.rows
-
-
-def _note(lock: int, settings: Mapping[str, Any]) -> None:
-    text = json.dumps({"schema": SCHEMA, "settings": settings}, indent=2, ensure_ascii=False) + "\n"
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, text.encode(), 0)
-    os.fsync(lock)
-
-
-def _noted(lock: int) -> Mapping[str, Any] | None:
-    """The settings of the run that began this output; None when nothing legible says them."""
-    try:
-        note: Any = json.loads(os.pread(lock, os.fstat(lock).st_size, 0))
-        return dict(note["settings"]) if note["schema"] == SCHEMA else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _refuse_difference(path: Path, found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> None:
-    if found is None:
-        raise UsageError(f"{path}{NOTE} does not say how {path} was made. Give another --output.")
-    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    if different:
-        shown = "; ".join(
-            f"{name}: {_short(found.get(name))} there, {_short(wanted.get(name))} here" for name in different
-        )
-        raise UsageError(f"{path} was made with other settings ({shown}). Use those, or give another --output.")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def is_stream(name: str) -> bool:

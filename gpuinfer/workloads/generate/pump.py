@@ -7,11 +7,12 @@ that a slot that becomes free finds a row waiting. One task reads ahead, as long
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 
 from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import BackendDied, BackendError, BadResult, GpuinferError, RequestError
+from gpuinfer.errors import BackendDied, BackendError, BadResult, GpuinferError, RequestError, WorkError
 from gpuinfer.generation import Generation
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Reader
@@ -82,9 +83,9 @@ class Pump:
         widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
         self._asker = Asker(infer, self.under_way, widest)
         self._enter = infer.lane("input").enter
-        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"))
-        add = self._outlet.add
-        self._order: InOrder | AsDone = InOrder(add, 4 * self.under_way) if ordered else AsDone(add)
+        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"), output.aside)
+        window = 4 * self.under_way
+        self._order: InOrder | AsDone = InOrder(self._outlet, window, output.left) if ordered else AsDone(self._outlet)
         self._most = most
         self._places = 0  # given away
         self._jobs: deque[Job] = deque()
@@ -102,12 +103,20 @@ class Pump:
                 group.create_task(self._read())
                 for _ in range(self.under_way):
                     group.create_task(self._ask_on())
-            for line in self._output.earlier.rest() if self._output.earlier else ():
+            for line in self._output.rest():
                 self._outlet.add(line)
                 await self._outlet.room()
         finally:
             self._source.stop()
+            if self._output.aside is None:  # nobody can go on: better out of order than lost
+                with contextlib.suppress(WorkError):
+                    self._order.let_go()
             await self._outlet.close()
+
+    @property
+    def waiting(self) -> int:
+        """How many answers wait for an earlier one."""
+        return self._order.waiting
 
     # Reading
 
@@ -158,17 +167,12 @@ class Pump:
         done = self._output.done
         before = done.has([key_of(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
         for job, was_done in zip(jobs, before, strict=True):
-            self.tally.before += was_done
-            if not was_done and not self._taken_over(job):
+            line = self._output.take(job.digest)
+            self.tally.before += was_done or line is not None
+            if not was_done and line is not None:
+                self._order.add(self._place(), line, kept=True)
+            elif not was_done:
                 yield job
-
-    def _taken_over(self, job: Job) -> bool:
-        """Whether an earlier answer has been put in the row's place."""
-        line = self._output.earlier.take(job.digest) if self._output.earlier else None
-        if line is not None:
-            self.tally.before += 1
-            self._order.add(self._place(), line)
-        return line is not None
 
     def _place(self) -> int:
         self._places += 1

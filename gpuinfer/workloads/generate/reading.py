@@ -46,7 +46,8 @@ class Source:
                     return os.read(self._descriptor, CHUNK)
         except OSError as error:
             raise WorkError(
-                f"{self.name} can be read no further: {error.strerror}. Mend that, then run again with --resume."
+                f"{self.name} can be read no further: {error.strerror}. Mend that, then run again "
+                "(with --resume, if --output is a file)."
             ) from error
         return b""
 

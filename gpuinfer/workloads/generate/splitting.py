@@ -1,6 +1,7 @@
 """Cuts a stream of bytes into rows: the lines of JSONL, or the elements of one JSON array. Memory is bounded.
 
 Nothing is decoded here. A row that is longer than `most` bytes is passed over as it streams by, and known by its hash.
+Each row comes with the number of the line that it begins on, as an editor counts them: from 1, blank ones too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Unusable:
     content: bytes
 
 
-Piece = bytes | Unusable
+Content = bytes | Unusable
+Piece = tuple[int, Content]  # the line that it begins on, and what stands there
 
 
 class Splitter(Protocol):
@@ -57,10 +59,10 @@ class Hold:
         elif data:
             self._parts.append(data)
 
-    def take(self) -> Piece:
+    def take(self) -> Content:
         """The row, and room for the next."""
         size, piece = self.size, b"".join(self._parts)
-        found: Piece = piece if size <= self._most else Unusable(self._too_long(), self._hash.digest())
+        found: Content = piece if size <= self._most else Unusable(self._too_long(), self._hash.digest())
         self.__init__(self._most)  # type: ignore[misc]
         return found
 
@@ -71,8 +73,8 @@ class Hold:
 class Lines:
     """JSON Lines; blank lines are no rows."""
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
-        self._hold = Hold(most)
+    def __init__(self, most: int = MOST_BYTES, line: int = 1) -> None:
+        self._hold, self._line = Hold(most), line
 
     def feed(self, data: bytes) -> list[Piece]:
         first, *others = data.split(b"\n")
@@ -82,11 +84,16 @@ class Lines:
         last = others.pop()
         rows = [self._hold.take(), *others]
         self._hold.add(last)
-        return [row for row in rows if not isinstance(row, bytes) or row.strip(SPACE)]
+        begun, self._line = self._line, self._line + len(rows)
+        return [(line, row) for line, row in enumerate(rows, begun) if not _blank(row)]
 
     def end(self) -> list[Piece]:
         last = self._hold.take()
-        return [last] if not isinstance(last, bytes) or last.strip(SPACE) else []
+        return [] if _blank(last) else [(self._line, last)]
+
+
+def _blank(row: Content) -> bool:
+    return isinstance(row, bytes) and not row.strip(SPACE)
 
 
 class Elements:
@@ -95,10 +102,12 @@ class Elements:
     The first byte is the array's own bracket.
     """
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MOST_BYTES, line: int = 1) -> None:
         self._hold = Hold(most)
         self._depth = self._count = 0
         self._in_string = self._escaped = False
+        self._wrong_end = False  # the array was closed with a brace
+        self._line = self._begun = line  # that has been reached; that the present element begins on
 
     @property
     def _closed(self) -> bool:
@@ -116,11 +125,24 @@ class Elements:
             if self._in_string:
                 position = self._string(sign, position, len(data))
             elif self._border(sign):
-                self._hold.add(data[begun : position - 1])
+                self._add(data[begun : position - 1])
                 begun = position
                 rows += self._element()
-        self._hold.add(data[begun:])
+        self._add(data[begun:])
         return rows
+
+    def _add(self, data: bytes) -> None:
+        if not self._hold.size and not (data := self._without_space(data)):
+            return
+        self._hold.add(data)
+        self._line += data.count(b"\n")
+
+    def _without_space(self, data: bytes) -> bytes:
+        """What stands before an element tells no more than the line that it begins on."""
+        rest = data.lstrip(SPACE)
+        self._line += data[: len(data) - len(rest)].count(b"\n")
+        self._begun = self._line
+        return rest
 
     def _string(self, sign: bytes, position: int, size: int) -> int:
         """Past a quote or a backslash inside of a string; where to go on."""
@@ -138,26 +160,29 @@ class Elements:
             self._depth += 1
         elif sign in b"]}":
             self._depth -= 1
+            self._wrong_end = self._depth == 0 and sign == b"}"
             return self._depth == 0
         return self._depth == 1 and sign == b","
 
     def _element(self) -> list[Piece]:
-        piece = self._hold.take()
-        if isinstance(piece, bytes) and not piece.strip(SPACE):
-            alone = self._closed and self._count == 1  # nothing between the brackets
-            piece = Unusable("nothing stands where a row should. Take out the comma beside it.", b"")
-            return [] if alone else [piece]
-        self._count += 1
-        return [piece]
+        row, found = self._hold.take(), []
+        if not _blank(row):
+            found = [(self._begun, row)]
+            self._count += 1
+        elif not (self._closed and self._count == 1):  # else nothing stands between the brackets
+            nothing = Unusable("nothing stands where a row should. Take out the comma beside it.", b"")
+            found = [(self._line, nothing)]
+        if self._wrong_end:
+            found.append((self._line, Unusable("the array ends with a } and not with a ]. Correct it.", b"}")))
+        return found
 
     def end(self) -> list[Piece]:
         rest = self._hold.take()
-        blank = isinstance(rest, bytes) and not rest.strip(SPACE)
-        if self._closed and blank:
+        if self._closed and _blank(rest):
             return []
         content = rest if isinstance(rest, bytes) else rest.content
         why = "something follows the array's end. Take it out." if self._closed else "the array has no end. Add a ]."
-        return [Unusable(why, content)]
+        return [(self._begun, Unusable(why, content))]
 
 
 class Either:
@@ -168,6 +193,7 @@ class Either:
         self._head = b""
         self._chosen: Splitter | None = None
         self._marked = False  # whether a byte order mark has been looked for
+        self._line = 1
 
     @property
     def by_lines(self) -> bool:
@@ -181,13 +207,15 @@ class Either:
                 if len(data) < len(BOM) and BOM.startswith(data):
                     return []
                 self._marked, data = True, data.removeprefix(BOM)
-            data = self._head = data.lstrip(SPACE)
+            rest = data.lstrip(SPACE)
+            self._line += data[: len(data) - len(rest)].count(b"\n")
+            data = self._head = rest
             if not data:
                 return []
-            self._chosen, self._head = (Elements if data[:1] == b"[" else Lines)(self._most), b""
+            self._chosen, self._head = (Elements if data[:1] == b"[" else Lines)(self._most, self._line), b""
         return self._chosen.feed(data)
 
     def end(self) -> list[Piece]:
         if self._chosen is None:
-            return [Unusable("a byte order mark is cut short.", self._head)] if self._head else []
+            return [(1, Unusable("a byte order mark is cut short.", self._head))] if self._head else []
         return self._chosen.end()

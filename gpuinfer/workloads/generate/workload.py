@@ -71,6 +71,10 @@ class Generate(Workload):
         output.check(self.target, own.input, own.resume and not own.test)
 
     @property
+    def _source_name(self) -> str:
+        return "standard input" if self.options.input == "-" else str(self.options.input)
+
+    @property
     def writes_stdout(self) -> bool:
         """Whether standard output carries answers, so that nothing else may be written there."""
         return self.target == "-"
@@ -93,14 +97,15 @@ class Generate(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
         opening = asyncio.create_task(asyncio.to_thread(self._open))
-        async for _ in followed(opening, infer.stopping):
+        waiting = asyncio.shield(opening)  # a thread cannot be cancelled, and leaves things open
+        async for _ in followed(waiting, infer.stopping):
             yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
-        if opening.cancelled():
-            return
+        await asyncio.wait({opening})
         source, target, settings = opening.result()
         try:
-            async for progress in self._answer(infer, source, target, settings):
-                yield progress
+            if not waiting.cancelled():
+                async for progress in self._answer(infer, source, target, settings):
+                    yield progress
         finally:
             source.close()
             target.close()
@@ -150,10 +155,8 @@ class Generate(Workload):
                 yield self._progress(pump, counting)
             if not running.cancelled():
                 target.finish()
-            elif not output.is_stream(self.target):
-                log.warning(
-                    "stopped; what was answered is in %s. Run the same command with --resume to go on.", self.target
-                )
+            else:
+                self._say_stopped(pump)
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         finally:
@@ -179,8 +182,23 @@ class Generate(Workload):
             before=tally.before,
         )
 
+    def _say_stopped(self, pump: Pump) -> None:
+        if output.is_stream(self.target):
+            return
+        if not pump.tally.done and not pump.waiting:
+            log.warning("stopped before the first answer. Run the same command again.")
+            return
+        early = (
+            f" ({pump.waiting} that wait for an earlier one: in {self.target}{output.EARLY})" if pump.waiting else ""
+        )
+        log.warning(
+            "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", self.target, early
+        )
+
     def _say_failures(self, tally: Tally) -> None:
         """Raises `WorkError` when not one row was answered."""
+        if tally.ended and not tally.read:
+            log.warning("no prompts in %s: nothing was asked", self._source_name)
         if tally.first_failure is None:
             return
         said = f"The first says: {tally.first_failure}"
@@ -220,7 +238,7 @@ async def loaded(infer: Infer) -> None:
     await infer.ready()
 
 
-async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
+async def followed(task: asyncio.Future[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
     """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
     stop = asyncio.create_task(stopping.wait())
     try:

@@ -9,9 +9,11 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterable
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
+from gpuinfer.workloads.generate.aside import Aside
 
 SYNC_S, SYNC_BYTES = 1.0, 8 << 20  # whichever comes first: a line is on the disk no later
 MOST_WAITING = 4 << 20  # bytes that wait to be written, before those who bring more must wait
@@ -20,17 +22,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Outlet:
-    """Writes to a descriptor, which stays the caller's. `name` is what people call it.
+    """Writes to a descriptor, which stays the caller's. `name` is what people call it; `aside` takes what must wait.
 
-    `add` belongs to the event loop. After a failure nothing more is written, and everything raises it; of a regular
-    file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
+    `add` and its like belong to the event loop. After a failure nothing more is written, and everything raises it; of a
+    regular file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
     """
 
-    def __init__(self, descriptor: int, name: str, lane: Lane | None = None) -> None:
-        self._descriptor, self._name = descriptor, name
+    def __init__(self, descriptor: int, name: str, lane: Lane | None = None, aside: Aside | None = None) -> None:
+        self._descriptor, self._name, self._aside = descriptor, name, aside
         self._enter = (lambda station: None) if lane is None else lane.enter
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         self._waiting: list[bytes] = []
+        self._for_aside: list[bytes] = []
+        self._aside_anew: list[bytes] | None = None  # what alone is to stay there, before `_for_aside` comes
         self._bytes = 0
         self._change = threading.Condition()
         self._closing = False
@@ -56,6 +60,23 @@ class Outlet:
             self._waiting.append(line)
             self._bytes += len(line)
 
+    def put_aside(self, line: bytes) -> None:
+        """Keep it until it is added. Raises `WorkError` when something could not be written."""
+        if self._failure is not None:
+            raise self._failure
+        if self._aside is not None:
+            with self._change:
+                self._change.notify()
+                self._for_aside.append(line)
+                self._bytes += len(line)
+
+    def keep_aside(self, lines: Iterable[bytes]) -> None:
+        """Of what was put aside, all but these has been added."""
+        if self._aside is not None:
+            with self._change:
+                self._change.notify()
+                self._aside_anew, self._for_aside = list(lines), []
+
     async def room(self) -> None:
         """Wait while too much waits to be written."""
         while self.full and self._failure is None:
@@ -75,15 +96,13 @@ class Outlet:
         if self._failure is not None:
             raise self._failure
         if self._thread.is_alive():
-            raise WorkError(f"nobody has read {self._name} for {END_S:g} s. Read it, then run again with --resume.")
+            raise WorkError(f"nobody has read {self._name} for {END_S:g} s. Read it, or give --output a file.")
 
     def _work(self) -> None:
         try:
             self._write_all()
-        except BrokenPipeError as error:
-            self._failure = error  # whoever reads has enough
         except OSError as error:
-            self._failure = unwritable(self._name, error)
+            self._failure = unwritable(self._name, error, self._regular)
             self._failure.__cause__ = error
         finally:
             self._say_room()
@@ -92,21 +111,39 @@ class Outlet:
         unsynced, since = 0, time.monotonic()
         while True:
             with self._change:
-                if not self._waiting and not self._closing:
+                if self._idle and not self._closing:
                     self._change.wait(SYNC_S if unsynced else None)
+                over = self._closing and self._idle
                 lines, self._waiting = self._waiting, []
-                self._bytes, over = 0, self._closing and not lines
-            if lines:
+                aside, self._for_aside = self._for_aside, []
+                anew, self._aside_anew = self._aside_anew, None
+                self._bytes = 0
+            if lines or aside:
                 self._say_room()
                 since = since if unsynced else time.monotonic()
                 self._enter("write")
-                unsynced += self._write(b"".join(lines))
+                unsynced += self._write(b"".join(lines)) + self._lay_aside(b"".join(aside), anew)
                 self._enter("idle")
             if unsynced and (over or unsynced > SYNC_BYTES or time.monotonic() > since + SYNC_S):
                 self._sync()
                 unsynced = 0
             if over:
                 return
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._waiting or self._for_aside or self._aside_anew is not None)
+
+    def _lay_aside(self, data: bytes, anew: list[bytes] | None) -> int:
+        """After the lines that were added: those that leave the one file are in the other."""
+        if self._aside is None:
+            return 0
+        if anew is not None:
+            self._sync()
+            self._aside.anew(anew)
+        if data:
+            self._aside.append(data)
+        return len(data)
 
     def _say_room(self) -> None:
         if not self._wanted:
@@ -134,13 +171,20 @@ class Outlet:
                 self._sync()
 
     def _sync(self) -> None:
+        self._enter("sync")
         if self._regular:
-            self._enter("sync")
             os.fsync(self._descriptor)
-            self._enter("idle")
+        if self._aside is not None:
+            self._aside.sync()
+        self._enter("idle")
 
 
-def unwritable(name: str, error: OSError) -> WorkError:
+def unwritable(name: str, error: OSError, regular: bool) -> WorkError:
+    """`regular`: what was written can be gone on with."""
+    if isinstance(error, BrokenPipeError):
+        return WorkError(f"{name} was closed before all was answered. To go on later, give --output a file.")
+    if not regular:
+        return WorkError(f"answers cannot be written to {name}: {error.strerror}. Give another --output.")
     cure = "Free some space" if error.errno in FULL else "Mend that"
     return WorkError(
         f"answers cannot be written to {name}: {error.strerror}. What was answered before is kept. "
