@@ -171,9 +171,10 @@ class Outlet:
                 self._sync()
 
     def _sync(self) -> None:
+        if not self._regular:
+            return
         self._enter("sync")
-        if self._regular:
-            os.fsync(self._descriptor)
+        os.fsync(self._descriptor)
         if self._aside is not None:
             self._aside.sync()
         self._enter("idle")
