@@ -12,6 +12,11 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+MOST_TEMPERATURE = 1e3
+MOST_REPETITION = 100.0
+MOST_PENALTY = 2.0  # of presence and frequency, either way
+MOST_LOGPROBS = 20  # beside each token
+
 
 class Constraint(Struct, frozen=True, kw_only=True):
     """What the whole answer must match. Exactly one field is set."""

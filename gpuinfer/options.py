@@ -21,6 +21,7 @@ SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600
 NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ]*)")
 
 SHOWN = 3  # problems in one message
+VARIABLE = "GPUINFER_"  # of the environment: there an empty value is as good as none
 
 PROBLEMS = {
     "int_parsing": "is not a whole number",
@@ -58,6 +59,8 @@ def check(model: type[BaseModel], given: Mapping[str, Given], owner: str) -> dic
     for key, one in given.items():
         if key not in fields:
             raise UsageError(_unknown(key, one.origin, list(fields), owner))
+        if one.value == "" and accepts(fields[key].annotation, type(None)) and not one.origin.startswith(VARIABLE):
+            raise UsageError(f"{one.origin} is empty, which sets nothing. Give it a value, or leave it out.")
     values = {key: natural(one.value, fields[key].annotation) for key, one in given.items()}
     try:
         model(**values)

@@ -85,6 +85,15 @@ def test_flags_reach_the_model(tmp_path):
         (["--input", "in.jsonl", "--meta", "in.jsonl"], "belongs to a nanoGPT checkpoint"),
         (["--input", "in.jsonl", "--trust-remote-code"], "never run here, only through the backend vllm"),
         (["--input", "in.jsonl", "--top-p", "2"], "Give 1 or less"),
+        (["--input", "in.jsonl", "--presence-penalty", "9"], "Give 2 or less"),
+        (["--input", "in.jsonl", "--frequency-penalty", "-3"], "Give -2 or more"),
+        (["--input", "in.jsonl", "--repetition-penalty", "101"], "Give 100 or less"),
+        (["--input", "in.jsonl", "--logprobs", "50"], "Give 20 or less"),
+        (["--input", "in.jsonl", "--prompt-logprobs", "21"], "Give 20 or less"),
+        (["--input", "in.jsonl", "--temperature", "1001"], "Give 1000 or less"),
+        (["--input", "in.jsonl", "--regex", ""], "--regex is empty"),
+        (["--input", "in.jsonl", "--json-schema", ""], "--json-schema is empty"),
+        (["--input", "in.jsonl", "--grammar", ""], "--grammar is empty"),
         (["--input", "in.jsonl", "--min-tokens", "500"], "more than --max-new-tokens"),
         (["--input", "in.jsonl", "--regex", "a", "--choice", "b"], "--regex and --choice"),
         (["--input", "in.jsonl", "--json-schema", "in.jsonl"], "is not JSON"),
@@ -143,6 +152,7 @@ def test_a_file_of_others_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "text", "why"),
     [
+        ("--stop-token-ids", None, "names token 99999"),
         ("--regex", None, "unclosed group"),
         ("--json-schema", '{"type": "strang"}', "strang"),
         ("--json-schema", "false", "Give an object"),
@@ -153,7 +163,7 @@ def test_a_form_that_no_answer_can_have_is_refused_before_anything_is_asked(tmp_
     prompts(tmp_path / "in.jsonl", 2)
     if text is not None:
         (tmp_path / "form").write_text(text)
-    value = "(" if text is None else "form"
+    value = {"--regex": "(", "--stop-token-ids": "1,99999"}.get(flag, "form")
     done = generate("--input", "in.jsonl", "--output", "out.jsonl", flag, value, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert flag in complaint(done)

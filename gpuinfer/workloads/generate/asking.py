@@ -6,15 +6,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
+
 MOST_SAMPLES = 4096  # of one prompt
-MOST_LOGPROBS = 1000  # beside each token; the sampler may allow fewer
 MOST_TOKENS = 1 << 30
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 Some = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-1e3, le=1e3)]
+Penalty = Annotated[float, Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)]
 Stops = Annotated[list[str], Meta(max_length=64)]
 Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
 Texts = str | list[int | str | list[int]]
@@ -49,11 +50,11 @@ class Drawing(Struct, kw_only=True):
     max_completion_tokens: Some | None = None
     max_new_tokens: Some | None = None
     min_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1e3)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e3)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_REPETITION)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None

@@ -52,27 +52,31 @@ def constraint(own: GenerateOptions) -> Constraint | None:
     return None if own.regex is None else Constraint(regex=own.regex)
 
 
-def check_constraint(spec: ModelSpec, wanted: Constraint | None) -> None:
-    """Compiles what the flags demand of every answer, so that a mistake in it is told once and not for each row.
+def check(spec: ModelSpec, wanted: Sampling) -> None:
+    """Tries what the flags ask of every answer with the model, so that a mistake is told once and not for each row.
 
-    Takes seconds at most. Raises `UsageError` for one that cannot be used. With a model that only its backend can read
-    nothing is known yet.
+    Takes seconds at most. Raises `UsageError` for what cannot be. Of a model that only its backend can read nothing is
+    known yet.
     """
-    if wanted is None:
+    if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
         return
     from gpuinfer.models.text.checkpoint import open_checkpoint
     from gpuinfer.models.text.language import open_language
+    from gpuinfer.models.text.sampling.checks import check_sampling
 
     try:
         checkpoint = open_checkpoint(spec)
         language = open_language(checkpoint.language_files(), checkpoint.shape)
     except UsageError as error:
-        log.info("the form of answers is not checked for %s: %s", spec.name, error)
+        log.info("the flags are not checked for %s: %s", spec.name, error)
         return
+    name = "stop_token_ids"
     try:
-        language.matcher(wanted)
+        check_sampling(wanted, language.vocabulary)
+        if wanted.constraint is not None:
+            (name,) = [one for one in FLAGS if getattr(wanted.constraint, one) is not None]
+            language.matcher(wanted.constraint)
     except BadPrompt as error:
-        (name,) = [one for one in FLAGS if getattr(wanted, one) is not None]
         raise UsageError(f"--{name.replace('_', '-')}: {error}") from error
 
 

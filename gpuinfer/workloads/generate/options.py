@@ -9,7 +9,8 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from gpuinfer import api
-from gpuinfer.workloads.generate.asking import MOST_LOGPROBS, MOST_SAMPLES, MOST_TOKENS
+from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
+from gpuinfer.workloads.generate.asking import MOST_SAMPLES, MOST_TOKENS
 
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 
@@ -24,13 +25,17 @@ class GenerateOptions(api.Options):
     output: str = Field("-", description="answers, as JSONL; - is standard output")
     max_new_tokens: int = Field(128, ge=1, le=MOST_TOKENS, description="of each answer, at most")
     min_tokens: int = Field(0, ge=0, le=MOST_TOKENS, description="of each answer, before it may end")
-    temperature: float = Field(1.0, ge=0, le=1e3, description="0 takes the likeliest token")
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
     top_k: int = Field(0, ge=-1, lt=1 << 31, description="draw from so many likeliest tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up this share")
     min_p: float = Field(0.0, ge=0, le=1, description="leave out what is less likely than this part of the likeliest")
-    repetition_penalty: float = Field(1.0, gt=0, le=1e3, description="divides logits of tokens that were there")
-    presence_penalty: float = Field(0.0, ge=-1e3, le=1e3, description="off logits of tokens in the answer")
-    frequency_penalty: float = Field(0.0, ge=-1e3, le=1e3, description="the same, for each time")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=MOST_REPETITION, description="divides logits of tokens that were there"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="off logits of tokens in the answer"
+    )
+    frequency_penalty: float = Field(0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, for each time")
     stop: list[str] = Field(
         [], max_length=64, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
     )

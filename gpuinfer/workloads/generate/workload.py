@@ -16,7 +16,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.workloads.generate import output, reading
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
-from gpuinfer.workloads.generate.defaults import check_constraint, sampling
+from gpuinfer.workloads.generate.defaults import check, sampling
 from gpuinfer.workloads.generate.naming import Namer
 from gpuinfer.workloads.generate.options import GenerateOptions
 from gpuinfer.workloads.generate.output import Output, open_output
@@ -114,7 +114,7 @@ class Generate(Workload):
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
         settings = self.deciding_settings()
-        check_constraint(self.model(), self.sampling.constraint)
+        check(self.model(), self.sampling)
         target = open_output(
             self.target,
             {**settings, **self.form()},

@@ -9,7 +9,7 @@ torch_path.py   the way of every other device;  torch_*.py its parts
 ```
 """
 
-from gpuinfer.models.text.sampling.checks import MAX_LOGPROBS, check_sampling
+from gpuinfer.models.text.sampling.checks import check_sampling
 from gpuinfer.models.text.sampling.sampler import Drawn, Sampler
 
-__all__ = ["MAX_LOGPROBS", "Drawn", "Sampler", "check_sampling"]
+__all__ = ["Drawn", "Sampler", "check_sampling"]

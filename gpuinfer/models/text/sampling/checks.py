@@ -6,31 +6,27 @@ import math
 from collections.abc import Iterable
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Sampling
+from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Sampling
 
-MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 1024
-MAX_TEMPERATURE = 1e4
-MAX_PENALTY = 2.0
-MAX_REPETITION = 100.0
 SEEDS = range(-(1 << 63), 1 << 64)
 GREEDY_BELOW = 1e-5  # temperatures under it count as 0: the division would leave the range of float32
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     """Raise BadPrompt when a value is out of its range, or a token id outside the vocabulary."""
-    _within("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE)
+    _within("temperature", sampling.temperature, 0.0, MOST_TEMPERATURE)
     _within("top_p", sampling.top_p, 0.0, 1.0, open_below=True)
     _within("min_p", sampling.min_p, 0.0, 1.0)
-    _within("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_REPETITION, open_below=True)
-    _within("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _within("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _within("repetition_penalty", sampling.repetition_penalty, 0.0, MOST_REPETITION, open_below=True)
+    _within("presence_penalty", sampling.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
+    _within("frequency_penalty", sampling.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
     _whole("top_k", sampling.top_k, 0)
     _whole("max_tokens", sampling.max_tokens, 1)
     _whole("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
-    _whole("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
-    _whole("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
+    _whole("logprobs", sampling.logprobs, 0, MOST_LOGPROBS)
+    _whole("prompt_logprobs", sampling.prompt_logprobs, 0, MOST_LOGPROBS)
     _whole("seed", sampling.seed, SEEDS.start, SEEDS.stop - 1)
     if sampling.logit_bias:
         _check_biases(sampling, vocabulary)
