@@ -47,9 +47,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = {}  # token id → added to its logit
+    skip_special_tokens: bool = True  # no special token is part of the answer's text
     logprobs: int | None = None  # that of each chosen token, and of so many likeliest ones beside it
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     constraint: Constraint | None = None
+
+
+class Rendering(Struct, frozen=True, kw_only=True):
+    """How a chat is written out by the model's template; the names are those of transformers' `apply_chat_template`."""
+
+    tools: tuple[Mapping[str, Any], ...] | None = None  # as JSON schemas; a call stands in the answer's text
+    variables: Mapping[str, Any] = {}  # whatever else the template reads, such as enable_thinking
+    add_generation_prompt: bool = True  # the text ends where the assistant's answer begins
+    continue_final_message: bool = False  # the text ends with that of the last message, which the answer goes on with
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
@@ -58,6 +68,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None  # a chat, through the model's own template
+    rendering: Rendering = Rendering()  # of the chat
     sampling: Sampling = Sampling()
     samples: int = 1  # answers wanted
     first_sample: int = 0  # the number of the first of them: parts of one prompt draw different answers

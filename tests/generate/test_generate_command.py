@@ -91,6 +91,8 @@ def test_flags_reach_the_model(tmp_path):
         (["--input", "in.jsonl", "--logprobs", "50"], "Give 20 or less"),
         (["--input", "in.jsonl", "--prompt-logprobs", "21"], "Give 20 or less"),
         (["--input", "in.jsonl", "--temperature", "1001"], "Give 1000 or less"),
+        (["--input", "in.jsonl", "--chat-template-kwargs", "{a"], "is not JSON"),
+        (["--input", "in.jsonl", "--chat-template-kwargs", "[1]"], "is no JSON object"),
         (["--input", "in.jsonl", "--regex", ""], "--regex is empty"),
         (["--input", "in.jsonl", "--json-schema", ""], "--json-schema is empty"),
         (["--input", "in.jsonl", "--grammar", ""], "--grammar is empty"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from asking import infer_of, lines, run
 
-from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.generation import Constraint, Rendering, Sampling
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
 
@@ -54,6 +55,11 @@ SCHEMA = {"type": "object"}
         ({"temperature": 0, "top_k": -1, "top_p": 0.5}, {"temperature": 0.0, "top_k": 0, "top_p": 0.5}),
         ({"temperature": None, "n": None}, {}),
         ({"stream": False, "echo": False, "suffix": "", "tools": []}, {}),
+        ({"tool_choice": "auto", "modalities": ["text"], "verbosity": "medium", "best_of": 1, "bad_words": []}, {}),
+        ({"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}, {}),
+        ({"service_tier": "flex", "store": True, "stream_options": {}, "parallel_tool_calls": False}, {}),
+        ({"prediction": {"type": "content", "content": "x"}, "priority": 3, "request_id": "r"}, {}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
         ({"stop": "x"}, {"stop": ("x",)}),
         ({"stop": ["x", "y"], "stop_token_ids": [3]}, {"stop": ("x", "y"), "stop_token_ids": (3,)}),
         ({"seed": 4, "ignore_eos": True}, {"seed": 4, "ignore_eos": True}),
@@ -118,8 +124,21 @@ def test_a_row_may_say_how_its_answer_is_drawn(row, changed, form):
         ),
         *(
             pytest.param({"prompt": "a", name: value}, f"`{name}` is not to be had here", id=f"{name} in a row")
-            for name, value in (("stream", True), ("echo", True), ("suffix", "z"), ("tools", [{}]))
+            for name, value in (
+                ("stream", True),
+                ("echo", True),
+                ("suffix", "z"),
+                ("tool_choice", "required"),
+                ("best_of", 5),
+            )
         ),
+        pytest.param({"prompt": "a", "tools": [{}]}, "`tools` is said of a chat", id="tools without a chat"),
+        pytest.param({"prompt": "a", "add_generation_prompt": False}, "said of a chat", id="an end without a chat"),
+        pytest.param({"messages": CHAT, "tools": ["f"]}, "Expected `object`", id="a tool that is a word"),
+        pytest.param(
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True}, "one of", id="two ends"
+        ),
+        pytest.param({"messages": CHAT, "prompt_cach_key": "a"}, "Did you mean `prompt_cache_key`?", id="misspelt"),
         pytest.param(b"\xff\xfe" + '{"prompt": "a"}'.encode("utf-16-le"), "as UTF-8", id="UTF-16"),
         pytest.param('{"prompt": "a"}'.encode("utf-16-be"), "as UTF-8", id="UTF-16 without a mark"),
         pytest.param(rb'{"prompt": "a", "metadata": {"b": "\ud800"}}', "half of a character", id="half a character"),
@@ -138,6 +157,29 @@ def test_a_bad_row_is_an_error_that_says_why(row, why):
     assert found.prompt is None
     assert why in str(found.error)
     assert str(found.error).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        ({"tools": [SCHEMA]}, {"tools": (SCHEMA,)}),
+        ({"tools": [], "chat_template_kwargs": {}, "continue_final_message": False, "add_generation_prompt": True}, {}),
+        ({"chat_template_kwargs": {"a": 2}}, {"variables": {"a": 2, "b": 1}}),
+        ({"reasoning_effort": "low"}, {"variables": {"a": 1, "b": 1, "reasoning_effort": "low"}}),
+        ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ],
+)
+@pytest.mark.parametrize("form", ["row", "batch"])
+def test_a_chat_may_say_how_it_is_written_out(row, changed, form):
+    whole = {"messages": CHAT, **row}
+    batch = {**BATCH, "url": "/v1/chat/completions", "body": whole}
+    defaults = Rendering(variables={"a": 1, "b": 1})
+    found = asked(whole if form == "row" else batch, rendering=defaults)
+    assert found.error is None
+    assert found.prompt.rendering == msgspec.structs.replace(defaults, **changed)
+    plain = asked({"messages": CHAT} if form == "row" else {**batch, "body": {"messages": CHAT}}, rendering=defaults)
+    assert (found.content == plain.content) == (not changed)
 
 
 def test_unknown_fields_are_passed_over_on_request():

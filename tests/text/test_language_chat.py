@@ -4,7 +4,7 @@ import pytest
 from language_samples import byte_level, folder, language
 from test_language_encoding import refusal, transformers_tokenizer
 
-from gpuinfer.generation import Prompt
+from gpuinfer.generation import Prompt, Rendering
 from gpuinfer.models.text.language import sandbox
 
 CHATML = """{%- if messages[0].role != 'system' -%}
@@ -72,8 +72,8 @@ def chat_language(path, template, **more):
     return language(path, byte_level(), tokenizer_config={**NAMED, "chat_template": template, **more})
 
 
-def rendered(opened, messages) -> str:
-    return opened._chat(messages)
+def rendered(opened, messages, **more) -> str:
+    return opened._chat(messages, Rendering(**more))
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -85,6 +85,113 @@ def test_a_chat_is_rendered_and_encoded_as_transformers_does(tmp_path, template,
     text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered(opened, chat) == text
     assert ours.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+TOOLS = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content | trim if trims else message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of <a> city & 'now'",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED = [{"role": "user", "content": "How warm is it?"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "  It is\n warm. "}]
+PARTS = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]}]
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "said"),
+    [
+        pytest.param(ASKED, TOOLS, {"tools": [TOOL, TOOL]}, id="tools"),
+        pytest.param(ASKED, TOOLS, {"enable_thinking": False}, id="a variable"),
+        pytest.param(ASKED, TOOLS, {"enable_thinking": True, "bos_token": "B"}, id="one that the tokenizer names too"),
+        pytest.param(ASKED, TOOLS, {"add_generation_prompt": False}, id="a closed chat"),
+        pytest.param(BEGUN, TOOLS, {"continue_final_message": True}, id="a message to go on with"),
+        pytest.param(BEGUN, TOOLS, {"continue_final_message": True, "trims": True}, id="one that is trimmed"),
+        pytest.param(BEGUN, CHATML, {"continue_final_message": True}, id="one in another form"),
+        pytest.param(BEGUN, BRACKETS, {"continue_final_message": True}, id="one in brackets"),
+        pytest.param(PARTS, MACROS, {"continue_final_message": True}, id="one in parts"),
+        pytest.param(ASKED, CHATML, {"continue_final_message": True}, id="the user's own"),
+    ],
+)
+def test_what_is_said_of_a_chat_is_what_transformers_makes_of_it(tmp_path, chat, template, said):
+    opened = chat_language(tmp_path / "m", template)
+    theirs = transformers_tokenizer(tmp_path / "m")
+    begins = said.get("add_generation_prompt", "continue_final_message" not in said)
+    text = theirs.apply_chat_template(chat, tokenize=False, **{**said, "add_generation_prompt": begins})
+    names = ("tools", "add_generation_prompt", "continue_final_message")
+    ours = {name: said[name] for name in names if name in said}
+    variables = {name: value for name, value in said.items() if name not in names}
+    rendering = {"add_generation_prompt": begins, **ours, "variables": variables}
+    assert rendered(opened, chat, **rendering) == text
+    plain = rendered(opened, chat)
+    assert (plain != text) == (said not in ({"enable_thinking": True, "bos_token": "B"},))
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path):
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T {{ tools[0].function.name }}"}]
+    opened = chat_language(tmp_path / "m", named)
+    assert rendered(opened, ASKED) == "D"
+    assert rendered(opened, ASKED, tools=(TOOL,)) == "T weather"
+    theirs = transformers_tokenizer(tmp_path / "m")
+    assert theirs.apply_chat_template(ASKED, tools=[TOOL], tokenize=False) == "T weather"
+    (tmp_path / "m" / "additional_chat_templates").mkdir()
+    (tmp_path / "m" / "additional_chat_templates" / "tool_use.jinja").write_text("F")
+    assert rendered(chat_language(tmp_path / "m", "D"), ASKED, tools=(TOOL,)) == "F"
+
+
+@pytest.mark.parametrize(
+    ("rendering", "said"),
+    [
+        pytest.param({"continue_final_message": True}, "one of them", id="to go on and to begin anew"),
+        pytest.param({"variables": {"messages": []}}, "sets `messages`", id="the chat once more"),
+    ],
+)
+def test_what_cannot_be_said_of_a_chat_is_refused(tmp_path, rendering, said):
+    prompt = Prompt(messages=tuple(ASKED), rendering=Rendering(**rendering))
+    assert said in refusal(chat_language(tmp_path / "m", CHATML), prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param("{{ messages[0].content | upper }}", {"content": "x"}, id="a template that changes the text"),
+        pytest.param("{{ messages[0].role }}", {"content": "x"}, id="one that leaves it out"),
+        pytest.param("{{ messages[0].content }}", {"content": None}, id="no text"),
+        pytest.param("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", {"content": []}, id="no parts"),
+    ],
+)
+def test_a_message_that_cannot_be_gone_on_with_is_refused(tmp_path, template, message):
+    rendering = Rendering(continue_final_message=True, add_generation_prompt=False)
+    prompt = Prompt(messages=({"role": "assistant", **message},), rendering=rendering)
+    assert "go" in (why := refusal(chat_language(tmp_path / "m", template), prompt))
+    assert why.endswith("eave continue_final_message out.")
+
+
+def test_what_the_template_does_not_read_is_said_once(tmp_path, caplog):
+    opened = chat_language(tmp_path / "m", TOOLS.replace("tools", "tools_of_old"))
+    for _ in range(3):
+        rendered(opened, ASKED, tools=(TOOL,), variables={"enable_thinkin": False, "enable_thinking": False})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model's chat template does not read `enable_thinkin`, which changes nothing. Did you mean "
+        "`enable_thinking`?",
+        "the model's chat template does not read `tools`, which changes nothing.",
+    ]
 
 
 def test_a_system_message_is_rendered_where_the_template_has_one_and_refused_where_not(tmp_path):

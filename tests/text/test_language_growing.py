@@ -81,6 +81,19 @@ def test_decoding_is_that_of_the_tokenizers_library(kind):
         assert language.decode(tokens) == grown(language, tokens)[0].text == tokenizer.decode(tokens)
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_special_tokens_are_part_of_the_text_on_request(kind):
+    draws = random.Random(6)
+    tokenizer, language = TOKENIZERS[kind], LANGUAGES[kind]
+    special = [token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special]
+    for _ in range(200):
+        tokens = [draws.choice([draws.randrange(language.vocabulary), *special]) for _ in range(draws.randrange(12))]
+        growing = language.growing(special_tokens=True)
+        for token in tokens:
+            growing.push(token)
+        assert language.decode(tokens, True) == growing.text == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
 def test_half_a_character_is_never_shown():
     for kind in ("bytes", "byte level", "byte fallback"):
         language = LANGUAGES[kind]

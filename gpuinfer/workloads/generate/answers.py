@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, Expired, GpuinferError
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob
-from gpuinfer.workloads.generate.asked import BadRow
+from gpuinfer.workloads.generate.checking import BadRow
 from gpuinfer.workloads.generate.naming import Job
 
 REQUEST = "batch_req_"  # before the digest, in the id of a batch's answer

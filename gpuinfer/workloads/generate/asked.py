@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +12,25 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, GpuinferError
-from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.workloads.generate.asking import WISHES, Body, Drawing, LooseBody, LooseRow, Row, Texts, Wishes
-from gpuinfer.workloads.generate.overrides import changes, says_nothing
+from gpuinfer.generation import Prompt, Rendering, Sampling
+from gpuinfer.workloads.generate.asking import Body, Drawing, LooseBody, LooseRow, Row
+from gpuinfer.workloads.generate.checking import (
+    MOST_SHOWN,
+    BadRow,
+    field_of,
+    of_chats,
+    one_of,
+    refuse_body,
+    refuse_wishes,
+)
+from gpuinfer.workloads.generate.overrides import changes, rendering, says_nothing
 from gpuinfer.workloads.generate.splitting import Content, Piece, Unusable
 
-URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 KINDS = {"prompt": "completion", "messages": "chat"}
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 HALF = re.compile(b"%s(?!%s)|(?<!%s)%s" % (HIGH, LOW, HIGH, LOW))  # a lone surrogate
-MOST_SHOWN = 60  # characters of a name that is not known
 
 
 class Asked(Struct, kw_only=True, gc=False):
@@ -40,15 +46,12 @@ class Asked(Struct, kw_only=True, gc=False):
     metadata: dict[str, Any] | None = None
 
 
-class BadRow(BadPrompt):
-    """A row that is not what a row can be."""
-
-
 @dataclass(frozen=True)
 class Defaults:
     """What the flags say, for rows that say nothing else."""
 
     sampling: Sampling = field(default_factory=Sampling)
+    rendering: Rendering = field(default_factory=Rendering)
     samples: int = 1
     truncate: Any = None
     strict: bool = True
@@ -87,7 +90,7 @@ class Reader:
         if row.body or row.custom_id is not None or row.url is not None:
             return self._request(row, piece)
         try:
-            _refuse_wishes(row)
+            refuse_wishes(row)
             return self._asked(row, row, row.prompt_token_ids, Asked(id=row.id, metadata=row.metadata))
         except BadPrompt as error:
             return Asked(error=error, content=b"refused" + piece, id=row.id)
@@ -96,12 +99,12 @@ class Reader:
         """A request of the batch format."""
         asked = Asked(id=row.custom_id if row.custom_id is not None else row.id, openai="completion")
         try:
-            _refuse_wishes(row)
-            field = _field_of(row)
+            refuse_wishes(row)
+            field = field_of(row)
             asked.openai = KINDS[field]
             body = self._body.decode(row.body)
             asked.model = body.model
-            _refuse_body(body, field)
+            refuse_body(body, field)
             return self._asked(body, body, None, asked)
         except (ValueError, RecursionError) as error:
             failure: BadPrompt = _unreadable(error, Body, piece)
@@ -114,7 +117,8 @@ class Reader:
         """`asked` with its prompt. Raises `BadPrompt`."""
         text = row.prompt
         if type(text) is not str or tokens is not None or row.messages is not None:
-            text, tokens = _one_of(row.prompt, tokens, row.messages)
+            text, tokens = one_of(row.prompt, tokens, row.messages)
+        written = self._defaults.rendering
         if says_nothing(drawing):
             own: dict[str, Any] = {}
             sampling, samples, truncate, special = self._defaults.sampling, self._defaults.samples, None, True
@@ -123,10 +127,14 @@ class Reader:
             sampling = msgspec.structs.replace(self._defaults.sampling, **own) if own else self._defaults.sampling
             samples, truncate = drawing.n or self._defaults.samples, drawing.truncate
             special = drawing.add_special_tokens is not False
+            if of_chats(drawing, row.messages is not None):
+                written = rendering(drawing, written)
+                own["rendering"] = msgspec.to_builtins(written)
         asked.prompt = Prompt(
             text=text,
             tokens=None if tokens is None else tuple(tokens),
             messages=None if row.messages is None else tuple(row.messages),
+            rendering=written,
             sampling=sampling,
             samples=samples,
             truncate=truncate or self._defaults.truncate,
@@ -143,69 +151,6 @@ class Reader:
             return self._encode(whole)
         except OverflowError:  # msgpack ends at 64 bits, JSON does not
             return b"json" + msgspec.json.encode(whole, order="deterministic")
-
-
-def _one_of(
-    prompt: Texts | None, tokens: list[int] | None, messages: list[Mapping[str, Any]] | None
-) -> tuple[str | None, list[int] | None]:
-    """The text or the tokens; neither for a chat. Raises `BadRow` unless it is exactly one of the three."""
-    given = [one for one in (prompt, tokens, messages) if one is not None]
-    if len(given) != 1:
-        names = "prompt, prompt_token_ids and messages"
-        raise BadRow(f"a row has one of {names}, and this one has {len(given) or 'none'}. Give one.")
-    if messages is not None:
-        _check_chat(messages)
-        return None, None
-    return _text_or_tokens(prompt) if prompt is not None else (None, tokens)
-
-
-def _text_or_tokens(prompt: Texts) -> tuple[str | None, list[int] | None]:
-    alone = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt  # a list of one prompt
-    if isinstance(alone, str):
-        return alone, None
-    tokens = [one for one in (alone if isinstance(alone, list) else [alone]) if isinstance(one, int)]
-    if len(tokens) == (len(alone) if isinstance(alone, list) else 1) and all(0 <= one < 1 << 31 for one in tokens):
-        return None, tokens
-    raise BadRow("`prompt` is neither one text nor one list of token ids. Give each prompt a row of its own.")
-
-
-def _check_chat(messages: list[Mapping[str, Any]]) -> None:
-    if not messages:
-        raise BadRow("`messages` is empty. Give at least one message.")
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise BadRow(f'`messages[{number}]` has no role. Write {{"role": "user", "content": …}}.')
-
-
-def _field_of(row: Row) -> str:
-    """Which field of a request's body holds the prompt. Raises `BadRow`."""
-    if row.url not in URLS:
-        raise BadRow(f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}.")
-    if row.method not in (None, "POST"):
-        raise BadRow(f"a request of method {_short(row.method)} asks nothing. Write POST.")
-    if not row.body:
-        raise BadRow("the request has no body. Give one.")
-    return URLS[row.url]
-
-
-def _refuse_body(body: Body, field: str) -> None:
-    """Raises `BadRow` for a request without its prompt, and for what is not to be had."""
-    if getattr(body, field) is None:
-        raise BadRow(f"the request's body has no `{field}`. Give it, or another url.")
-    _refuse_wishes(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise _not_to_be_had("best_of")
-
-
-def _refuse_wishes(row: Wishes) -> None:
-    """Raises `BadRow` for what would change the answer and is not to be had."""
-    for name in WISHES:
-        if getattr(row, name):
-            raise _not_to_be_had(name)
-
-
-def _not_to_be_had(name: str) -> BadRow:
-    return BadRow(f"`{name}` is not to be had here. Take it out.")
 
 
 def _unreadable(error: BaseException, row: type[Struct], piece: bytes) -> BadRow:
@@ -246,7 +191,3 @@ def _id_of(piece: bytes) -> str | int | None:
     except (ValueError, RecursionError):
         return None
     return named.id if named.custom_id is None else named.custom_id
-
-
-def _short(value: str | None) -> str:
-    return "none" if value is None else f"'{value[:MOST_SHOWN]}'"

@@ -74,15 +74,48 @@ class Drawing(Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
     truncate: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
-class Wishes(Drawing, kw_only=True):
-    """And what OpenAI's API knows and is not to be had here. Null, false or empty asks for nothing."""
+class Service(Drawing, kw_only=True):
+    """And what concerns a service and its speed, but no answer: passed over."""
+
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    store: Any = None
+    stream_options: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    priority: Any = None
+    request_id: Any = None
+    cache_salt: Any = None
+
+
+class Wishes(Service, kw_only=True):
+    """And what the APIs know and is not to be had here. Null, false, empty or the usual value asks for nothing."""
 
     stream: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    audio: Any = None
+    modalities: Any = None
+    verbosity: Any = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Any = None
 
 
 class Row(Wishes, kw_only=True, forbid_unknown_fields=True):
@@ -102,21 +135,12 @@ class Row(Wishes, kw_only=True, forbid_unknown_fields=True):
 
 
 class Body(Wishes, kw_only=True, forbid_unknown_fields=True):
-    """The body of an OpenAI request. What only concerns OpenAI's service is passed over; what would change the answer
-    and is not to be had is refused.
-    """
+    """The body of an OpenAI request."""
 
     model: str | None = None
     prompt: Texts | None = None
     messages: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    stream_options: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    best_of: int | None = None
-    tool_choice: Any = None
+    metadata: dict[str, Any] | None = None  # the service's
 
 
 class LooseRow(Row, kw_only=True, forbid_unknown_fields=False):
@@ -128,4 +152,12 @@ class LooseBody(Body, kw_only=True, forbid_unknown_fields=False):
 
 
 DRAWING = Drawing.__struct_fields__
-WISHES = ("stream", "echo", "suffix", "tools")
+OF_CHATS = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
+USUAL: dict[str, Any] = {  # of what is not to be had, the values that ask for nothing; false and empty ones go anywhere
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("stream", "echo", "suffix", "functions", "web_search_options", "audio"), ()),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "bad_words"), ()),
+}

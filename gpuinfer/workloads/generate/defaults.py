@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.generation import Constraint, Rendering, Sampling
 from gpuinfer.workloads.generate.options import GenerateOptions
 
 TEST_TOKENS = 16
@@ -25,16 +25,30 @@ def sampling(own: GenerateOptions) -> Sampling:
         raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
     if "" in own.stop:
         raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
-    same = ("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "logprobs", "prompt_logprobs")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    same = ("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens")
+    others = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs")
     return Sampling(
         max_tokens=min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens,
         top_k=max(0, own.top_k),
         stop=tuple(own.stop),
         stop_token_ids=tuple(own.stop_token_ids),
         constraint=constraint(own),
-        **{name: getattr(own, name) for name in (*same, *penalties)},
+        **{name: getattr(own, name) for name in (*same, *others)},
     )
+
+
+def rendering(own: GenerateOptions) -> Rendering:
+    """What the flags say on how chats are written out. Raises `UsageError`."""
+    if own.chat_template_kwargs is None:
+        return Rendering()
+    given, example = own.chat_template_kwargs, "--chat-template-kwargs '{\"enable_thinking\": false}'"
+    try:
+        variables: Any = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs {given} is not JSON: {error}. Write {example}.") from error
+    if not isinstance(variables, dict) or "messages" in variables:
+        raise UsageError(f"--chat-template-kwargs {given} is no JSON object of settings. Write {example}.")
+    return Rendering(variables=variables)
 
 
 def constraint(own: GenerateOptions) -> Constraint | None:

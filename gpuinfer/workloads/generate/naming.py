@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.generation import Prompt
-from gpuinfer.workloads.generate.asked import Asked, BadRow
+from gpuinfer.workloads.generate.asked import Asked
+from gpuinfer.workloads.generate.checking import BadRow
 from gpuinfer.workloads.generate.seen import KEY_BYTES, Seen
 
 NOTHING = Prompt()

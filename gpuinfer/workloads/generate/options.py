@@ -36,6 +36,10 @@ class GenerateOptions(api.Options):
         0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="off logits of tokens in the answer"
     )
     frequency_penalty: float = Field(0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, for each time")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the answers' texts")
+    chat_template_kwargs: str | None = Field(
+        None, description="JSON that the chat template reads: '{\"enable_thinking\": false}'"
+    )
     stop: list[str] = Field(
         [], max_length=64, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
     )

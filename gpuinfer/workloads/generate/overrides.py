@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint
+from gpuinfer.generation import Constraint, Rendering
 from gpuinfer.workloads.generate.asking import DRAWING, Drawing, Format, Structured
 
 SAME = (
@@ -24,6 +24,7 @@ SAME = (
     "ignore_eos",
     "logit_bias",
     "prompt_logprobs",
+    "skip_special_tokens",
 )
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first that is given counts
 NOTHING = (None,) * len(DRAWING)
@@ -52,6 +53,25 @@ def changes(row: Drawing) -> dict[str, Any]:
     if row.logprobs is not None or row.top_logprobs is not None:
         found["logprobs"] = _logprobs(row)
     return found | _constraint(row)
+
+
+def rendering(row: Drawing, plain: Rendering) -> Rendering:
+    """How the row's chat is written out, where that differs from the flags. Raises `BadPrompt`."""
+    variables = {**plain.variables, **(row.chat_template_kwargs or {})}
+    if row.reasoning_effort is not None:
+        variables["reasoning_effort"] = row.reasoning_effort
+    goes_on, begins = bool(row.continue_final_message), row.add_generation_prompt
+    if goes_on and begins:
+        raise BadPrompt(
+            "`continue_final_message` goes on with the last message and `add_generation_prompt` begins a new one. "
+            "Ask for one of them."
+        )
+    return Rendering(
+        tools=tuple(row.tools) if row.tools else None,
+        variables=variables,
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+    )
 
 
 def _logprobs(row: Drawing) -> int | None:

@@ -16,7 +16,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.workloads.generate import output, reading
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
-from gpuinfer.workloads.generate.defaults import check, sampling
+from gpuinfer.workloads.generate.defaults import check, rendering, sampling
 from gpuinfer.workloads.generate.naming import Namer
 from gpuinfer.workloads.generate.options import GenerateOptions
 from gpuinfer.workloads.generate.output import Output, open_output
@@ -43,7 +43,7 @@ class Generate(Workload):
         self.target = "-" if own.test else own.output
         self._check_model()
         self._check_files()
-        self.sampling = sampling(own)
+        self.sampling, self.rendering = sampling(own), rendering(own)
         if own.retry_errors and not own.resume:
             raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
 
@@ -141,7 +141,7 @@ class Generate(Workload):
             infer,
             source,
             target,
-            Reader(Defaults(self.sampling, own.num_samples, own.truncate, own.strict)),
+            Reader(Defaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict)),
             Namer(settings),
             Writer(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
             ordered=own.ordered,
@@ -213,6 +213,7 @@ class Generate(Workload):
         return {
             **msgspec.to_builtins(self.sampling),
             **{name: getattr(own, name) for name in ("num_samples", "truncate", "context", "deterministic")},
+            "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
             "model": fingerprint(self.model()),

@@ -126,7 +126,7 @@ class Admission:
         for number, slot in enumerate(slots):
             row = Row(work, number, slot)
             if sampling.stop:
-                row.growing = self._language.growing(sampling.stop)
+                row.growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens)
             if prepared.matcher is not None:
                 row.matcher = prepared.matcher.copy()
             if sampling.logprobs is not None:

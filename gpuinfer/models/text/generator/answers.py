@@ -46,7 +46,8 @@ def completion(language: Language, row: Row, tokens: list[int], end: Ending) -> 
         text = row.growing.text
         tokens = tokens[: row.growing.kept]
     else:
-        text = language.decode(tokens[:-1] if end.silent else tokens)
+        special = not row.work.prepared.sampling.skip_special_tokens
+        text = language.decode(tokens[:-1] if end.silent else tokens, special)
     logprobs = None if row.logprobs is None else tuple(row.logprobs[: len(tokens)])
     return Completion(
         text=text, tokens=tuple(tokens), finish_reason=end.reason, stop_reason=end.cause, logprobs=logprobs

@@ -20,13 +20,13 @@ class Bytes:
     size = 256
 
     def __init__(self) -> None:
-        self.spelling = Spelling(True, lambda token: bytes([token]) if 0 <= token < 256 else None)
+        self.spelling = self.literal = Spelling(True, lambda token: bytes([token]) if 0 <= token < 256 else None)
         self.hidden: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
         return [self._encoded(text) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         return bytes([token for token in tokens if 0 <= token < 256]).decode("utf-8", "replace")
 
     def _encoded(self, text: str) -> Encoded:
@@ -43,13 +43,13 @@ class Characters:
         self._characters = tuple(characters)
         self._tokens = {character: token for token, character in enumerate(self._characters)}
         self.size = len(self._characters)
-        self.spelling = Spelling(True, self._piece)
+        self.spelling = self.literal = Spelling(True, self._piece)
         self.hidden: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
         return [self._encoded(text) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         return "".join([self._characters[token] for token in tokens if 0 <= token < self.size])
 
     def token(self, character: str) -> int | None:

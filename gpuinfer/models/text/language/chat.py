@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, meta
 
 from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Rendering
+from gpuinfer.models.text.language.continuing import cut, marked
+from gpuinfer.models.text.language.files import TokenizerSettings
 from gpuinfer.models.text.language.sandbox import Sandbox
 
 MOST_MESSAGES = 10_000
 SHOWN = 300  # characters of a template's own complaint
 PROBE = "probe-of-a-list"
+PLAIN = Rendering()
+
+log = logging.getLogger(__name__)
+
+
+class ChatTemplates:
+    """A model's chat templates: one, or a second for chats with tools. Threads may share them."""
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        self._plain = ChatTemplate(settings.template or "", settings.named)
+        own = settings.tool_template
+        self._with_tools = self._plain if own is None else ChatTemplate(own, settings.named)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        """The text that the chat begins the answer with. Raises `BadPrompt`."""
+        return (self._with_tools if rendering.tools else self._plain).render(messages, rendering)
 
 
 class ChatTemplate:
-    """A model's chat template. Threads may share one."""
+    """One chat template."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         self.source, self.named = source, named
         self._sandbox = Sandbox()
         self._reads_lists: bool | None = None
+        self._unread: set[str] = set()  # what was given to the template and changed nothing
         self._lock = threading.Lock()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text up to where the assistant's answer begins. Raises `BadPrompt`."""
-        chat = [self._checked(message) for message in checked_chat(messages)]
+    def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
+        """Raises `BadPrompt`."""
+        if rendering is not PLAIN:
+            self._check(rendering)
+        chat: Sequence[Mapping[str, Any]] = [self._checked(message) for message in checked_chat(messages)]
+        text = self._rendered(marked(chat) if rendering.continue_final_message else chat, rendering)
+        return cut(text, chat) if rendering.continue_final_message else text
+
+    def _check(self, rendering: Rendering) -> None:
+        """Raises `BadPrompt` for what cannot be. Says once what the template does not read: transformers is silent."""
+        if rendering.continue_final_message and rendering.add_generation_prompt:
+            raise BadPrompt(
+                "continue_final_message goes on with the last message and add_generation_prompt begins a new one. "
+                "Ask for one of them."
+            )
+        if "messages" in rendering.variables:
+            raise BadPrompt("chat_template_kwargs sets `messages`, which are the chat itself. Take it out.")
+        unread = {*rendering.variables, *(["tools"] if rendering.tools else [])} - self._reads
+        for name in sorted(unread - self._unread):
+            near = difflib.get_close_matches(name, self._reads, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            log.warning("the model's chat template does not read `%s`, which changes nothing.%s", name, hint)
+        self._unread |= unread
+
+    @cached_property
+    def _reads(self) -> frozenset[str]:
         try:
-            return self._render(chat)
+            return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source)))
+        except TemplateError:  # which rendering says
+            return frozenset()
+
+    def _rendered(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        try:
+            return self._render(chat, rendering)
         except TemplateError as error:
             raise BadPrompt(f"the model's chat template refuses this chat: {_shortened(error)}") from None
         except (RecursionError, MemoryError) as error:
@@ -42,8 +93,15 @@ class ChatTemplate:
                 f"the model's chat template fails on this chat: {type(error).__name__}: {_shortened(error)}"
             ) from None
 
-    def _render(self, chat: Sequence[Mapping[str, Any]]) -> str:
-        variables = {**self.named, "messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+    def _render(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
+        variables = {
+            **self.named,
+            "messages": chat,
+            "tools": list(rendering.tools) if rendering.tools else None,
+            "documents": None,
+            "add_generation_prompt": rendering.add_generation_prompt,
+            **rendering.variables,
+        }
         return self._sandbox.write(self._template, variables)
 
     @cached_property

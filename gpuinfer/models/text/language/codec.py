@@ -18,6 +18,7 @@ class Codec(Protocol):
     """Texts to tokens and back. Threads may share one."""
 
     spelling: Spelling
+    literal: Spelling  # in which special tokens have a text too
     size: int  # one more than the highest token
     hidden: frozenset[int]  # special tokens: never part of a text
 
@@ -25,8 +26,8 @@ class Codec(Protocol):
         """One result for each text, in order: tokens, or why it has none."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens are left out, and so are those that the vocabulary does not have."""
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        """Tokens that the vocabulary does not have are left out, and special ones unless they are wanted."""
         ...
 
 

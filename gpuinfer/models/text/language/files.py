@@ -11,6 +11,7 @@ from typing import Any
 from gpuinfer.errors import UsageError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # templates by the names that transformers has for them
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -23,6 +24,7 @@ class TokenizerSettings:
     special: tuple[str, ...] = ()  # all special tokens that are spoken of
     end_tokens: tuple[int, ...] = ()  # of generation_config.json
     template: str | None = None
+    tool_template: str | None = None  # for chats with tools, where there is one of its own
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
@@ -36,7 +38,8 @@ def read_settings(folder: Path) -> TokenizerSettings:
         named=named,
         special=tuple(dict.fromkeys([*named.values(), *listed])),
         end_tokens=_ids(read_object(folder / "generation_config.json").get("eos_token_id")),
-        template=_template(folder, config),
+        template=_template(folder, config, DEFAULT),
+        tool_template=_template(folder, config, WITH_TOOLS),
     )
 
 
@@ -71,26 +74,28 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The file of its own goes before the settings, as transformers has it."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
+def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """The template of this name. A file of its own goes before the settings, as transformers has it."""
+    file = "chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja"
+    if (own := folder / file).is_file():
         try:
             return own.read_text("utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(f"{own} cannot be read: {error}. Copy it again from where it came.") from None
     for settings in (config, read_object(folder / "chat_template.json")):
-        if (template := _default(settings.get("chat_template"))) is not None:
+        if (template := _named(settings.get("chat_template"), name)) is not None:
             return template
     return None
 
 
-def _default(templates: Any) -> str | None:
-    """Of several named templates that called default, or the only one."""
+def _named(templates: Any, name: str) -> str | None:
+    """Of several templates the one of this name; the only one there is is the default."""
     if isinstance(templates, list):
         pairs = [one for one in templates if isinstance(one, Mapping)]
         templates = {one.get("name"): one.get("template") for one in pairs}
     if isinstance(templates, Mapping):
-        only = next(iter(templates.values())) if len(templates) == 1 else None
-        templates = templates.get("default", only)
-    return templates if isinstance(templates, str) else None
+        only = next(iter(templates.values())) if len(templates) == 1 and name == DEFAULT else None
+        found = templates.get(name, only)
+    else:
+        found = templates if name == DEFAULT else None
+    return found if isinstance(found, str) else None

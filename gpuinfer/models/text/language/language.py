@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Prompt
-from gpuinfer.models.text.language.chat import ChatTemplate
+from gpuinfer.generation import Constraint, Prompt, Rendering
+from gpuinfer.models.text.language.chat import ChatTemplates
 from gpuinfer.models.text.language.codec import Codec, Encoded
 from gpuinfer.models.text.language.growing import Growing
 from gpuinfer.models.text.language.matcher import Matcher, Matchers
@@ -27,7 +27,7 @@ class Language:
         vocabulary: int,
         end_tokens: Sequence[int] = (),
         beginning: int | None = None,
-        template: ChatTemplate | None = None,
+        template: ChatTemplates | None = None,
     ) -> None:
         self._codec, self._beginning, self._template = codec, beginning, template
         self.vocabulary = vocabulary
@@ -57,13 +57,13 @@ class Language:
                 results[number] = self._checked(result, known)
         return [result for result in results if result is not None]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, special tokens left out."""
-        return self._codec.decode(tokens)
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        """The text of an answer; special tokens are left out unless they are wanted."""
+        return self._codec.decode(tokens, special_tokens)
 
-    def growing(self, stop: Sequence[str] = ()) -> Growing:
+    def growing(self, stop: Sequence[str] = (), special_tokens: bool = False) -> Growing:
         """For an answer whose text is wanted as it grows, or ends with a stop string."""
-        return Growing(self._codec.spelling, stop)
+        return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop)
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
@@ -100,14 +100,14 @@ class Language:
         return np.ascontiguousarray(tokens, np.int32)
 
     def _text_of(self, prompt: Prompt) -> str:
-        text = prompt.text if prompt.messages is None else self._chat(prompt.messages)
+        text = prompt.text if prompt.messages is None else self._chat(prompt.messages, prompt.rendering)
         if not isinstance(text, str):
             raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
         if len(text) > LONGEST_TEXT:
             raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
         return text
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
         if self._template is None:
             raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
-        return self._template.render(messages)
+        return self._template.render(messages, rendering)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.text.language.alphabet import Bytes, Characters
-from gpuinfer.models.text.language.chat import ChatTemplate
+from gpuinfer.models.text.language.chat import ChatTemplates
 from gpuinfer.models.text.language.files import TokenizerSettings, read_settings
 from gpuinfer.models.text.language.language import Language
 from gpuinfer.models.text.language.subwords import Subwords, open_subwords
@@ -47,7 +47,7 @@ def _from_folder(folder: Path, shape: Shape) -> Language:
     ends = _end_tokens(codec, settings, shape)
     spare = ends if shape.family in ENDS_BEGIN else ()
     beginning = _first(shape.beginning_token, _token(codec, settings, "bos_token"), *spare)
-    template = None if settings.template is None else ChatTemplate(settings.template, settings.named)
+    template = None if settings.template is None else ChatTemplates(settings)
     return Language(codec, shape.vocabulary, ends, beginning, template)
 
 

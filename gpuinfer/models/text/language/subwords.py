@@ -34,6 +34,7 @@ class Subwords:
         added = tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(token for token, entry in added.items() if entry.special)
         self.spelling = spelling_of(tokenizer.decoder, self._text_of)
+        self.literal = spelling_of(tokenizer.decoder, self._literal_of)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
         try:
@@ -42,8 +43,9 @@ class Subwords:
             return [self._alone(text, special_tokens) for text in texts]
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens if isinstance(tokens, list | tuple) else list(tokens)))
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        plain = tokens if isinstance(tokens, list | tuple) else list(tokens)
+        return str(self.tokenizer.decode(plain, skip_special_tokens=not special_tokens))
 
     def _alone(self, text: str, special_tokens: bool) -> Encoded:
         try:
@@ -55,9 +57,10 @@ class Subwords:
             return BadPrompt(f"the tokenizer refuses this text: {error}. Give its tokens instead.")
 
     def _text_of(self, token: int) -> str | None:
-        if token in self.hidden or token < 0:
-            return None
-        return self.tokenizer.id_to_token(token)
+        return None if token in self.hidden else self._literal_of(token)
+
+    def _literal_of(self, token: int) -> str | None:
+        return None if token < 0 else self.tokenizer.id_to_token(token)
 
 
 def open_subwords(folder: Path, family: str, settings: TokenizerSettings) -> Subwords:
