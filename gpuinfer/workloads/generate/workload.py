@@ -97,10 +97,10 @@ class Generate(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
         opening = asyncio.create_task(asyncio.to_thread(self._open))
-        waiting = asyncio.shield(opening)  # a thread cannot be cancelled, and leaves things open
+        waiting = asyncio.create_task(ended(opening))  # a thread cannot be cancelled, and leaves things open
         async for _ in followed(waiting, infer.stopping):
             yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
-        await asyncio.wait({opening})
+        await ended(opening)
         source, target, settings = opening.result()
         try:
             if not waiting.cancelled():
@@ -235,11 +235,16 @@ def fingerprint(spec: ModelSpec) -> str:
         return f"name {spec.name}"
 
 
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancelled, it leaves the task alone."""
+    await asyncio.wait({task})
+
+
 async def loaded(infer: Infer) -> None:
     await infer.ready()
 
 
-async def followed(task: asyncio.Future[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
+async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
     """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
     stop = asyncio.create_task(stopping.wait())
     try:
