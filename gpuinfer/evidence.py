@@ -35,6 +35,8 @@ class Evidence:
     cores: int = 1
     cpu_s: float = 0.0  # that the processes ran on a core; 0: not known
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
+    others_cores: float | None = None  # cores that other programs had, on average; None: not known
+    stolen_cores: float | None = None  # that the machine below this one gave to others, on average; None: not known
     on_cpu: bool = True
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller

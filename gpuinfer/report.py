@@ -15,6 +15,7 @@ from gpuinfer import machine
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.evidence import Evidence, is_forward
 from gpuinfer.models.processor import has_bfloat16
+from gpuinfer.neighbours import CoreTime
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.verdict import judge
 
@@ -38,6 +39,7 @@ class Run:
     progress: Progress
     counts_before: Mapping[str, float] = field(default_factory=dict)  # when the clock started
     roofline: Roofline | None = None
+    cores: CoreTime | None = None  # while the clock ran; None: not known
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = "gpuinfer"
 
@@ -76,6 +78,7 @@ def build(run: Run) -> dict[str, Any]:
         "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
+        "cores": cores(run),
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
@@ -207,6 +210,32 @@ def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dic
     return found
 
 
+def cores(run: Run) -> dict[str, Any]:
+    """Whose the cores were while the clock ran, in seconds of all of them: busy, others, stolen and idle sum to
+    `wall_s` × count. Where the system does not tell of other programs, those three are null.
+
+    `waiting_s` is beside that sum: threads of ours that were ready to run and had no core, which somebody else had.
+    """
+    count, snapshot = machine.cores(), run.snapshot
+    all_s = run.wall_s * count
+    if run.cores is None:
+        others = stolen = idle = None
+        busy = min(snapshot.cpu_s, all_s)
+    else:
+        busy = min(run.cores.ours, all_s)
+        others = min(run.cores.others, all_s - busy)
+        stolen = min(run.cores.stolen, all_s - busy - others)
+        idle = all_s - busy - others - stolen
+    return {
+        "count": count,
+        "busy_s": busy,
+        "waiting_s": snapshot.cpu_wait_s,
+        "others_s": others,
+        "stolen_s": stolen,
+        "idle_s": idle,
+    }
+
+
 def against_roofline(run: Run) -> dict[str, Any] | None:
     if run.roofline is None:
         return None
@@ -247,6 +276,8 @@ def evidence(run: Run) -> Evidence:
         cores=machine.cores(),
         cpu_s=snapshot.cpu_s,
         cpu_wait_s=snapshot.cpu_wait_s,
+        others_cores=_on_average(run, "others_s"),
+        stolen_cores=_on_average(run, "stolen_s"),
         on_cpu=on_cpu,
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,
@@ -258,6 +289,12 @@ def evidence(run: Run) -> Evidence:
         },
         command=run.command,
     )
+
+
+def _on_average(run: Run, whose: str) -> float | None:
+    """How many cores were theirs at once."""
+    seconds = cores(run)[whose]
+    return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 
 def _options(run: Run, kind: str, name: str) -> list[str]:

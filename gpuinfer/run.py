@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuinfer import errors, machine, precise_loop, report
+from gpuinfer import errors, machine, neighbours, precise_loop, report
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
+from gpuinfer.neighbours import CoreTime
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
 from gpuinfer.trace.merge import Merged, recording
@@ -146,6 +147,8 @@ class _Execution:
         self._clock_to: float | None = None
         self._at_work = False  # past its setup
         self._counts_before: Mapping[str, float] = {}
+        self._cores_from: CoreTime | None = None  # when the clock started
+        self._cores_to: CoreTime | None = None
         self._give_up_at = float("inf")
         self._interrupted = 0
         self._noticed: set[str] = set()  # what the strategy had to say
@@ -182,13 +185,13 @@ class _Execution:
         """Follow the workload to its end, or to ours."""
         if self.session.stopping.is_set():
             return
-        self._clock_from = time.monotonic()
+        self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
         task = asyncio.create_task(self._follow())
         try:
             await self._watch(task, lambda: time.monotonic() > self._give_up_at)
             await self._end(task)
         finally:
-            self._clock_to = time.monotonic()
+            self._clock_to, self._cores_to = time.monotonic(), neighbours.core_time()
             await self.session.refresh()  # while there still is a far side
             await self._end(task, quietly=True)
 
@@ -223,7 +226,8 @@ class _Execution:
             self._clock_from = None
         elif self._clock_from is None:
             await self.session.mark()
-            self._clock_from, self._counts_before = time.monotonic(), dict(progress.counts)
+            self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
+            self._counts_before = dict(progress.counts)
         self._at_work |= not progress.setup
         self.progress = progress
         self.phase = progress.note or ("preparing" if progress.setup else "running")
@@ -250,6 +254,12 @@ class _Execution:
     def setup_s(self) -> float:
         return (self._clock_to or time.monotonic()) - self._began - self.wall_s()
 
+    def cores(self) -> CoreTime | None:
+        """Whose the cores were while the clock ran; None where nobody tells."""
+        if self._cores_from is None or self._cores_to is None:
+            return None
+        return self._cores_to.since(self._cores_from)
+
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
         snapshot = self.session.snapshot()
@@ -273,6 +283,7 @@ class _Execution:
                 progress=self.progress,
                 counts_before=self._counts_before,
                 roofline=self.session.roofline,
+                cores=self.cores(),
                 settings=settings,
                 command=command or f"gpuinfer {names['workload']}",
             )

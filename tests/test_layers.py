@@ -30,6 +30,7 @@ LAYERS = [
     ["gpuinfer.settings"],
     ["gpuinfer.trace"],
     ["gpuinfer.registry"],
+    ["gpuinfer.neighbours"],
     [
         "gpuinfer.options",
         "gpuinfer.stats",

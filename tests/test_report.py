@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.neighbours import CoreTime
 from gpuinfer.report import Run, batches, build, evidence, schema, throughput, time_s
 from gpuinfer.stats import Histogram, Snapshot, merge, since
 
@@ -105,6 +106,32 @@ def test_every_report_fits_the_schema(changes):
     report = build(a_run(**changes))
     jsonschema.validate(report, schema())
     assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+@pytest.mark.parametrize(
+    ("told", "shares"),
+    [
+        pytest.param(CoreTime(6.0, 8.0, 1.0), (6.0, 2.0, 1.0), id="all that was counted"),
+        pytest.param(CoreTime(1e3, 1e4, 1e4), (None, 0.0, 0.0), id="more than there was"),
+    ],
+)
+def test_the_cores_sum_to_the_wall_clock_times_their_number(told, shares):
+    found = build(a_run(cores=told, snapshot=Snapshot(cpu_wait_s=3.0)))["cores"]
+    all_s = 10.0 * found["count"]
+    busy, others, stolen = shares
+    assert (found["busy_s"], found["others_s"], found["stolen_s"]) == (all_s if busy is None else busy, others, stolen)
+    assert sum(found[name] for name in ("busy_s", "others_s", "stolen_s", "idle_s")) == pytest.approx(all_s)
+    assert found["waiting_s"] == 3.0
+
+
+def test_the_verdict_hears_how_many_cores_others_had():
+    told = evidence(a_run(cores=CoreTime(0.0, 4.0, 2.0)))
+    assert (told.others_cores, told.stolen_cores) == (0.4, 0.2)
+
+
+def test_where_the_system_does_not_tell_nobody_is_said_to_have_the_cores():
+    assert build(a_run())["cores"]["others_s"] is build(a_run())["cores"]["idle_s"] is None
+    assert evidence(a_run()).others_cores is None
 
 
 @pytest.mark.parametrize("field", sorted(schema()["required"]))
