@@ -194,6 +194,7 @@ class Backend(Plugin, ABC):
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
     strategy: Strategy | None = None  # the run's, set before `start`: a remote backend takes it to where batches form
     roofline: Roofline | None = None  # what the bare model was measured to do here, set before `start`
+    notices: Sequence[str] = ()  # what the user should know before the run: each is shown once
     stepped: Callable[[int, float], None] | None = None
     """Set before `start`. A backend with slots tells it the rows and seconds of each forward step, on the event loop:
     those are the run's batches, not what was admitted at once."""

@@ -99,6 +99,7 @@ def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:
         "device_name": device.get("name"),
         "cpu_count": machine.cores(),
         "dtype": setup.dtype,
+        "computes_in": device.get("computes_in") or setup.dtype,
         "seed": setup.seed,
     }
 

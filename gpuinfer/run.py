@@ -122,6 +122,7 @@ def roofline_of(backend: Backend) -> Roofline | None:
         seed=setup.seed,
         cores=machine.cores(),
         deterministic=setup.deterministic,
+        compute=getattr(backend.options, "compute", "auto"),
     )
 
 
@@ -263,7 +264,7 @@ class _Execution:
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
         snapshot = self.session.snapshot()
-        for notice in snapshot.notices:
+        for notice in (*self.backend.notices, *snapshot.notices):
             if notice not in self._noticed:
                 self._noticed.add(notice)
                 log.warning("%s", notice)

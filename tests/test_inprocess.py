@@ -72,11 +72,12 @@ async def test_two_copies_with_one_seed_answer_alike():
     assert not np.array_equal(first[0][1], other[0][1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_when_deterministic_the_number_of_processes_changes_no_bit(dtype):
+@pytest.mark.parametrize(("dtype", "compute"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "bfloat16")])
+async def test_when_deterministic_the_number_of_processes_changes_no_bit(dtype, compute):
     whole, parts = [request(300)], [Request(request(300).payload[at : at + 60], 60) for at in range(0, 300, 60)]
     alone, among_many = setup(dtype=dtype, deterministic=True, processes=1), setup(dtype=dtype, deterministic=True)
-    (expected,), found = await answers(whole, alone), await answers(parts, among_many)
+    (expected,) = await answers(whole, alone, compute=compute)
+    found = await answers(parts, among_many, compute=compute)
     for output in (0, 1):
         np.testing.assert_array_equal(expected[output], np.concatenate([part[output] for part in found]))
 

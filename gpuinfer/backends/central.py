@@ -18,6 +18,7 @@ from gpuinfer.central.link import Link
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+from gpuinfer.models import formats
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -129,6 +130,7 @@ class Central(Remote):
         forwards: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        compute: formats.Compute = Field("auto", description=formats.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
@@ -140,6 +142,7 @@ class Central(Remote):
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self._server: CentralServer | None = None
+        self.notices = formats.notices(self.setup, self.options.compute)
 
     async def start(self) -> None:
         """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
@@ -158,6 +161,7 @@ class Central(Remote):
                 in_flight=given.forwards,
                 threads=given.threads,
                 chunk_rows=given.chunk_rows,
+                compute=given.compute,
                 compile=given.compile,
                 graphs=given.graphs,
                 slots=given.slots,

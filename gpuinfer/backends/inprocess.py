@@ -15,6 +15,7 @@ from gpuinfer.api import Backend, Event, Limits, ModelSpec, Request, Result, Set
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.generating import TextModel
 from gpuinfer.layouts import misfit
+from gpuinfer.models import formats
 
 if TYPE_CHECKING:
     from gpuinfer.models.opening import Opened
@@ -35,12 +36,14 @@ class InProcess(Backend):
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        compute: formats.Compute = Field("auto", description=formats.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
+        self.notices = formats.notices(self.setup, self.options.compute)
         self._opened: Opened | None = None
         self._text: TextModel | None = None
         self._threads: ThreadPoolExecutor | None = None

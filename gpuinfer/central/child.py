@@ -45,6 +45,7 @@ class Tuning:
     in_flight: int | None = None
     threads: int | None = None
     chunk_rows: int | None = None
+    compute: str = "auto"
     compile: bool = False
     graphs: bool = True
     slots: int | None = None  # these three of text

@@ -18,6 +18,7 @@ from torch import nn
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.models.allocator import keep_freed_memory
 from gpuinfer.models.bare_cuda import cuda_rate
+from gpuinfer.models.formats import computed_in
 from gpuinfer.models.load import build, resolve_device, resolve_dtype
 from gpuinfer.models.memory import is_out_of_memory
 
@@ -67,6 +68,7 @@ def measure(
     cores: int,
     budget_s: float = 3.0,
     deterministic: bool = False,
+    compute: str = "auto",
 ) -> Roofline:
     """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`.
 
@@ -75,8 +77,9 @@ def measure(
     """
     keep_freed_memory()
     place, number_format = resolve_device(device), resolve_dtype(dtype)
-    module = build(spec, device=place, dtype=number_format, seed=seed)
-    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=number_format)
+    computed = resolve_dtype(computed_in(dtype, compute, place.type == "cpu"))
+    module = build(spec, device=place, dtype=number_format, seed=seed, compute=computed)
+    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=computed)
     inputs = inputs.to(place)
 
     def rate(arrangement: Arrangement, rows: int, seconds: float) -> float:

@@ -33,10 +33,20 @@ class Affine(nn.Module):
         self.register_buffer("bias", bias)
 
     @classmethod
-    def best(cls, weight: Tensor, bias: Tensor, *, device: torch.device, dtype: torch.dtype) -> Affine:
-        """The fastest form that `device` has for parameters `weight` [outputs, inputs] and `bias` [outputs]."""
-        weight = weight.detach().to(device=device, dtype=dtype).contiguous()
-        bias = bias.detach().to(device=device, dtype=dtype).contiguous()
+    def best(
+        cls,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute: torch.dtype | None = None,
+    ) -> Affine:
+        """The fastest form that `device` has for parameters `weight` [outputs, inputs] and `bias` [outputs], rounded to
+        `dtype` and computed with in `compute` (None: in `dtype` too).
+        """
+        weight = weight.detach().to(device=device, dtype=dtype).to(compute or dtype).contiguous()
+        bias = bias.detach().to(device=device, dtype=dtype).to(compute or dtype).contiguous()
         if device.type != "cpu":
             return cls(weight, bias)
         try:

@@ -21,8 +21,11 @@ from gpuinfer.models.probe import probe as probe
 from gpuinfer.models.weights import load_weights
 
 
-def build(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model in its fastest form for inference: evaluation mode, nothing trainable, on `device` in `dtype`.
+def build(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int, compute: torch.dtype | None = None
+) -> nn.Module:
+    """The model in its fastest form for inference: evaluation mode, nothing trainable, on `device`, its weights rounded
+    to `dtype`, ready to compute with features in `compute` (None: in `dtype` too).
 
     The same spec and seed give the same weights in every process. Raises `UsageError` when the model cannot be had.
     """
@@ -31,8 +34,8 @@ def build(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: in
         load_weights(module, spec.weights, spec.name)
     module.eval().requires_grad_(False)
     if spec.name in NETWORKS:
-        return module.freeze(device=device, dtype=dtype).eval()  # type: ignore[operator, no-any-return]
-    return module.to(device=device, dtype=dtype)
+        return module.freeze(device=device, dtype=dtype, compute=compute or dtype).eval()  # type: ignore[operator, no-any-return]
+    return module.to(device=device, dtype=dtype).to(compute or dtype)
 
 
 def trainable(spec: ModelSpec, seed: int) -> nn.Module:

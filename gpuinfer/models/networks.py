@@ -76,14 +76,16 @@ class BlobNet(nn.Module):
         return masked(self.policy(tokens), features[:, : self.actions]), self.value(tokens)
 
     @torch.no_grad()
-    def freeze(self, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """A copy that cannot be trained, with fewer and larger steps: the same answers up to rounding."""
+    def freeze(self, *, device: torch.device, dtype: torch.dtype, compute: torch.dtype | None = None) -> nn.Module:
+        """A copy that cannot be trained, with fewer and larger steps: the same answers up to rounding. Its weights are
+        rounded to `dtype` and computed with in `compute` (None: in `dtype` too).
+        """
 
         def affine(weight: Tensor, bias: Tensor) -> Affine:
-            return Affine.best(weight, bias, device=device, dtype=dtype)
+            return Affine.best(weight, bias, device=device, dtype=dtype, compute=compute)
 
         def norm(layer: nn.LayerNorm) -> nn.LayerNorm:
-            return copy.deepcopy(layer).to(device=device, dtype=dtype).requires_grad_(False)
+            return copy.deepcopy(layer).to(device=device, dtype=dtype).to(compute or dtype).requires_grad_(False)
 
         def frozen(layer: nn.TransformerEncoderLayer) -> FrozenLayer:
             grow = affine(layer.linear1.weight, layer.linear1.bias)
@@ -111,10 +113,10 @@ class BlobNetSmall(nn.Module):
         return masked(self.policy(hidden), features[:, : self.actions]), self.value(hidden)
 
     @torch.no_grad()
-    def freeze(self, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """A copy that cannot be trained: the same answers up to rounding."""
+    def freeze(self, *, device: torch.device, dtype: torch.dtype, compute: torch.dtype | None = None) -> nn.Module:
+        """A copy that cannot be trained: the same promise as `BlobNet.freeze`."""
         first, second, heads = (
-            Affine.best(weight, bias, device=device, dtype=dtype)
+            Affine.best(weight, bias, device=device, dtype=dtype, compute=compute)
             for weight, bias in (joined(self.first), joined(self.second), joined(self.policy, self.value))
         )
         return FrozenBlobNetSmall(first, second, heads, self.actions)

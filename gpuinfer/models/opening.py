@@ -17,6 +17,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.layouts import BITS, AnswerLayout, row_dtype
 from gpuinfer.machine import cores
 from gpuinfer.models.allocator import keep_freed_memory
+from gpuinfer.models.formats import computed_in
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
@@ -44,6 +45,8 @@ class Tuning(Protocol):
     @property
     def chunk_rows(self) -> int | None: ...
     @property
+    def compute(self) -> str: ...
+    @property
     def compile(self) -> bool: ...
     @property
     def graphs(self) -> bool: ...
@@ -69,22 +72,32 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    computed = computed_in(setup.dtype, tuning.compute, device.type == "cpu")
+    compute = resolve_dtype(computed)
     limits = limits_for(device, setup, tuning, roofline)
     divide_cores(setup, tuning)
     keep_freed_memory()
-    module = build(spec, device=device, dtype=dtype, seed=setup.seed)
-    answer = probe(module, spec, device=device, dtype=dtype)
+    module = build(spec, device=device, dtype=dtype, seed=setup.seed, compute=compute)
+    answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
-        module = compiled(module, spec, device, dtype)
+        module = compiled(module, spec, device, compute)
     forward: Callable[[Sequence[Block]], list[Any]]
     if device.type == "cuda":
-        forward = cuda_forward(module, spec, device, dtype, limits, setup, tuning)
+        forward = cuda_forward(module, spec, device, compute, limits, setup, tuning)
     else:
         # A compiled module is compiled again for each new batch size: give it one.
         fixed_shape = setup.deterministic or tuning.compile
         bits = spec.inputs if spec.input_dtype == BITS else None
-        forward = CpuForward(module, dtype, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
-    return Opened(spec, limits, forward, answer, Gauge(device).read, partial(register, device=device))
+        forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
+    gauge = Gauge(device)
+    return Opened(
+        spec,
+        limits,
+        forward,
+        answer,
+        lambda: {**gauge.read(), "computes_in": computed},
+        partial(register, device=device),
+    )
 
 
 def limits_for(device: torch.device, setup: Setup, tuning: Tuning, roofline: Roofline | None = None) -> Limits:

@@ -25,6 +25,7 @@ def measure_in_child(
     cores: int,
     budget_s: float = 6.0,
     deterministic: bool = False,
+    compute: str = "auto",
     timeout_s: float = LONGEST_S,
 ) -> Roofline:
     """`bare.measure` in a spawned process. Blocks, at most `timeout_s`.
@@ -40,6 +41,7 @@ def measure_in_child(
         "cores": cores,
         "budget_s": budget_s,
         "deterministic": deterministic,
+        "compute": compute,
     }
     child = context.Process(target=answer, args=(theirs, spec, arguments), name="gpuinfer-roofline", daemon=True)
     child.start()

@@ -1,0 +1,41 @@
+"""The number format that a model of rows is computed in: the one of its weights, unless the processor crawls in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from gpuinfer import machine
+from gpuinfer.api import Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.models import processor
+
+Compute = Literal["auto", "float32", "bfloat16", "float16"]
+COMPUTE = "number format of the arithmetic; default --dtype's, or float32 on a processor without products of that"
+NARROW: Mapping[str, Callable[[], bool]] = {"bfloat16": processor.has_bfloat16, "float16": processor.has_float16}
+
+
+def computed_in(dtype: str, compute: str, on_cpu: bool) -> str:
+    """The format of products and activations, where weights are rounded to `dtype`. Raises `UsageError`."""
+    if compute not in ("auto", "float32", dtype):
+        raise UsageError(
+            f"compute={compute} with weights in {dtype} is not to be had. Use --dtype {compute}, or -B compute=auto."
+        )
+    if compute != "auto":
+        return compute
+    crawls = on_cpu and dtype in NARROW and not NARROW[dtype]()
+    return "float32" if crawls else dtype
+
+
+def notices(setup: Setup, compute: str) -> tuple[str, ...]:
+    """What the user should know of it before the run. Asks no device, so that it costs nothing."""
+    spec = setup.model
+    on_cpu = setup.device == "cpu" or (setup.device == "auto" and not machine.has_cuda())
+    if spec is None or spec.kind != "rows" or not on_cpu or compute != "auto":
+        return ()
+    if (computed := computed_in(setup.dtype, compute, on_cpu)) == setup.dtype:
+        return ()
+    return (
+        f"this processor has no products of {setup.dtype}: weights are rounded to {setup.dtype} and computed with in "
+        f"{computed}, which is several times as fast here (-B compute={setup.dtype} does without).",
+    )
