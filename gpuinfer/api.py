@@ -142,6 +142,8 @@ class Roofline:
     rows_per_s: float
     at_rows: int  # the batch size that reached it
     arrangement: str  # such as "2 forwards × 1 thread"
+    measured: Sequence[float] = ()  # rows per second of each measurement, before the run first; the highest counts
+    raised: bool = False  # the run itself did more than the bare model in any of them, and its own rate counts
 
 
 @dataclass(frozen=True, slots=True)

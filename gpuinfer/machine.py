@@ -52,6 +52,14 @@ def cpu_times() -> tuple[float, float]:
     return time.process_time(), waited / 1e9
 
 
+def thread_waited_s() -> float:
+    """Seconds that the calling thread has waited for a core while ready to run; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def has_cuda() -> bool:
     """Whether an NVIDIA driver is at work here, without asking torch, which takes a second to import."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))

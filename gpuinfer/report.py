@@ -245,6 +245,8 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
         "at_rows": run.roofline.at_rows,
         "arrangement": run.roofline.arrangement,
         "efficiency": throughput(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
+        "measured": list(run.roofline.measured),
+        "raised": run.roofline.raised,
     }
 
 

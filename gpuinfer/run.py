@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuinfer import errors, machine, neighbours, precise_loop, report
+from gpuinfer import errors, measuring, neighbours, precise_loop, report
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
 from gpuinfer.neighbours import CoreTime
@@ -71,11 +71,11 @@ async def execute(
     """Run the workload and return its report (`report.SCHEMA`).
 
     `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
-    whether to measure the bare model first, that of the backend's setup, or is what was measured before. `command` is
-    what the verdict's advice is appended to. `until` is asked at every update, and once it says yes the run is over,
-    and done. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second
-    cancels it. What the workload raises is raised again, with the report so far as its `report`. When the setup names a
-    trace, `on_trace` is told what was recorded, whatever happened.
+    whether to measure the bare model of the backend's setup, before and after, or is what has been measured, and is not
+    measured again. `command` is what the verdict's advice is appended to. `until` is asked at every update, and once it
+    says yes the run is over, and done. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s`
+    seconds at most; the second cancels it. What the workload raises is raised again, with the report so far as its
+    `report`. When the setup names a trace, `on_trace` is told what was recorded, whatever happened.
     """
     done: dict[str, Any] | None = None
     try:
@@ -97,7 +97,8 @@ async def _execute(
             with _signals(execution.interrupt):
                 await execution.measure(roofline)
                 await execution.work()
-            status = execution.status()
+                status = execution.status()
+                await execution.reconcile(again=roofline is True)
         except BaseException as caught:
             error = errors.unwrap(caught)
             error.report = execution.report(status, settings, command)  # type: ignore[attr-defined]
@@ -105,25 +106,6 @@ async def _execute(
                 raise
             raise error from caught
         return execution.report(status, settings, command)
-
-
-def roofline_of(backend: Backend) -> Roofline | None:
-    """Measure the bare model in a process of its own; None without a model. Blocks; raises like `measure_in_child`."""
-    from gpuinfer.models.roofline import measure_in_child
-
-    setup = backend.setup
-    spec = setup.model
-    if spec is None:
-        return None
-    return measure_in_child(
-        spec,
-        device=setup.device,
-        dtype=setup.dtype,
-        seed=setup.seed,
-        cores=machine.cores(),
-        deterministic=setup.deterministic,
-        compute=getattr(backend.options, "compute", "auto"),
-    )
 
 
 class _Execution:
@@ -146,6 +128,7 @@ class _Execution:
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock_from: float | None = None  # None while the run prepares
         self._clock_to: float | None = None
+        self._final: Snapshot | None = None  # once the clock has stopped
         self._at_work = False  # past its setup
         self._counts_before: Mapping[str, float] = {}
         self._cores_from: CoreTime | None = None  # when the clock started
@@ -162,25 +145,32 @@ class _Execution:
         """Set the session's roofline: the bare model, measured while nothing else runs."""
         if isinstance(wanted, Roofline):
             self.session.roofline = wanted
-        elif wanted and self._has_roofline():
+        elif wanted and measuring.has_roofline(self.backend):
             self.phase = "measuring the roofline"
-            task = asyncio.create_task(asyncio.to_thread(self._roofline))
-            await self._watch(task, lambda: self.session.stopping.is_set())
-            self.session.roofline = task.result() if task.done() else None
+            stopped, budget_s = self.session.stopping.is_set, measuring.BEFORE_S
+            task = asyncio.create_task(asyncio.to_thread(measuring.attempted, self.backend, stopped, budget_s=budget_s))
+            await self._watch(task, lambda: False)  # which ends at once when it is stopped
+            self.session.roofline = task.result()
         self.phase = "starting"
 
-    def _has_roofline(self) -> bool:
-        """There is none yet for models of text."""
-        spec = self.backend.setup.model
-        return spec is not None and spec.kind == "rows"
+    async def reconcile(self, again: bool) -> None:
+        """Hold the run against its roofline, and measure that again, unless the user has stopped the run."""
+        before = self.session.roofline
+        if before is None or self.wall_s() <= 0:
+            return
+        stopped, rate = self.session.stopping.is_set, self.snapshot().rows / self.wall_s()
+        # Starting on a CUDA device takes longer than measuring it, and a neighbour there is rare.
+        needless = "reserved_mb" in self.snapshot().device and rate <= before.rows_per_s
 
-    def _roofline(self) -> Roofline | None:
-        try:
-            return roofline_of(self.backend)
-        except WorkError as error:
-            if not self.session.stopping.is_set():  # a Ctrl-C reaches the measuring process too
-                log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
-            return None
+        def once_more(seconds: float) -> Roofline | None:
+            if stopped() or needless or not again:
+                return None
+            return measuring.attempted(self.backend, stopped, budget_s=seconds, only=before)
+
+        self.phase = "measuring the roofline again"
+        task = asyncio.create_task(asyncio.to_thread(measuring.reconciled, before, rate, once_more))
+        await self._watch(task, lambda: False)
+        self.session.roofline = task.result()
 
     async def work(self) -> None:
         """Follow the workload to its end, or to ours."""
@@ -195,6 +185,7 @@ class _Execution:
             self._clock_to, self._cores_to = time.monotonic(), neighbours.core_time()
             await self.session.refresh()  # while there still is a far side
             await self._end(task, quietly=True)
+            self._final = self.session.snapshot()
 
     async def _end(self, task: asyncio.Task[None], quietly: bool = False) -> None:
         if not task.done():
@@ -261,9 +252,13 @@ class _Execution:
             return None
         return self._cores_to.since(self._cores_from)
 
+    def snapshot(self) -> Snapshot:
+        """What was counted while the clock ran; what comes after it is nobody's."""
+        return self._final or self.session.snapshot()
+
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
-        snapshot = self.session.snapshot()
+        snapshot = self.snapshot()
         for notice in (*self.backend.notices, *snapshot.notices):
             if notice not in self._noticed:
                 self._noticed.add(notice)
@@ -280,7 +275,7 @@ class _Execution:
                 wall_s=self.wall_s(),
                 status=status,
                 setup=self.backend.setup,
-                snapshot=self.session.snapshot(),
+                snapshot=self.snapshot(),
                 progress=self.progress,
                 counts_before=self._counts_before,
                 roofline=self.session.roofline,

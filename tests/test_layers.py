@@ -18,6 +18,7 @@ LAYERS = [
     ["gpuinfer.screen", "gpuinfer.testing"],
     ["gpuinfer.bench", "gpuinfer.verifying"],
     ["gpuinfer.run"],
+    ["gpuinfer.measuring"],
     ["gpuinfer.report"],
     ["gpuinfer.verdict"],
     ["gpuinfer.evidence"],

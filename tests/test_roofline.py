@@ -1,5 +1,6 @@
 """The roofline: the search for the best arrangement, and the process of its own that it runs in."""
 
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -8,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from gpuinfer.api import ModelSpec
+from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.models.bare import Arrangement, Candidate, climb, cpu_arrangements, cpu_rate, measure, search
-from gpuinfer.models.roofline import measure_in_child
+from gpuinfer.measuring import AFTER_S, LONGER_S, reconciled
+from gpuinfer.models.bare import Arrangement, Candidate, climb, cpu_arrangements, cpu_looks, measure, search
+from gpuinfer.models.looks import Mark, looks, marked, sustained
+from gpuinfer.models.roofline import measure_in_child, outcome, unpacked
 
 ONE, TWO = Arrangement(1, 2), Arrangement(2, 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -28,10 +31,10 @@ def spec(name="blobnet-small"):
 def peaked(best_rows, height):
     """A machine whose rate grows up to `best_rows` and falls beyond."""
 
-    def rate(arrangement, rows, seconds):
-        return height[arrangement] * min(rows, best_rows) / max(rows, best_rows) ** 0.5
+    def look(arrangement, rows, seconds):
+        return [height[arrangement] * min(rows, best_rows) / max(rows, best_rows) ** 0.5]
 
-    return rate
+    return look
 
 
 @pytest.mark.parametrize(
@@ -46,45 +49,45 @@ def peaked(best_rows, height):
 def test_the_search_finds_the_peak(best_rows, height, expected):
     found = search(peaked(best_rows, height), [ONE, TWO], SIZES, budget_s=1.0)
     assert (found.arrangement, found.rows) == expected
-    assert found.rate == peaked(best_rows, height)(found.arrangement, found.rows, 1.0)
+    assert [found.rate] == peaked(best_rows, height)(found.arrangement, found.rows, 1.0)
 
 
 def test_the_search_keeps_to_its_budget():
     spent = []
 
-    def rate(arrangement, rows, seconds):
+    def look(arrangement, rows, seconds):
         spent.append(seconds)
-        return float(rows)
+        return [float(rows)]
 
-    search(rate, [ONE, TWO], SIZES, budget_s=2.0)
+    search(look, [ONE, TWO], SIZES, budget_s=2.0)
     assert sum(spent) <= 2.0 + 1e-9
     assert max(spent) > 2 * min(spent), "the best are measured for longer"
 
 
 def test_of_batches_that_are_as_good_the_smallest_is_named():
-    def rate(arrangement, rows, seconds):
-        return 100.0 + rows / 2048 if rows >= 256 else 50.0
+    def look(arrangement, rows, seconds):
+        return [100.0 + rows / 2048 if rows >= 256 else 50.0]
 
-    found = search(rate, [ONE, TWO], SIZES, budget_s=1.0)
+    found = search(look, [ONE, TWO], SIZES, budget_s=1.0)
     assert found.rows == 256
-    assert found.rate == max(rate(ONE, rows, 1.0) for rows in (256, 512, 1024))
+    assert [found.rate] == max(look(ONE, rows, 1.0) for rows in (256, 512, 1024))
 
 
 def test_the_climb_ends_when_two_doublings_gain_nothing():
     asked = []
 
-    def rate(arrangement, rows, seconds):
+    def look(arrangement, rows, seconds):
         asked.append(rows)
-        return min(rows, 128)
+        return [min(rows, 128)]
 
-    assert [candidate.rows for candidate in climb(rate, ONE, SIZES, 0.1)] == asked == [64, 128, 256, 512]
+    assert [candidate.rows for candidate in climb(look, ONE, SIZES, 0.1)] == asked == [64, 128, 256, 512]
 
 
 def test_a_batch_that_does_not_fit_ends_the_climb_and_is_not_chosen():
-    def rate(arrangement, rows, seconds):
-        return float(rows) if rows <= 128 else 0.0
+    def look(arrangement, rows, seconds):
+        return [float(rows) if rows <= 128 else 0.0]
 
-    assert search(rate, [ONE], SIZES, 1.0) == Candidate(ONE, 128, 128.0)
+    assert search(look, [ONE], SIZES, 1.0) == Candidate(ONE, 128, 128.0)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,13 @@ def test_the_rate_counts_the_rows_of_all_forwards():
             time.sleep(0.01)
             return x
 
-    rate = cpu_rate(Slow(), torch.ones(10, 3), Arrangement(3, 1), 0.05)
-    assert 0 < rate <= 3 * 10 / 0.01
+    rates = cpu_looks(Slow(), torch.ones(10, 3), Arrangement(3, 1), 0.05)
+    assert all(0 < rate <= 3 * 10 / 0.01 for rate in rates)
 
 
 def test_a_forward_that_raises_ends_the_measurement():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        cpu_rate(nn.Linear(4, 4), torch.ones(2, 3), Arrangement(2, 1), 0.1)
+        cpu_looks(nn.Linear(4, 4), torch.ones(2, 3), Arrangement(2, 1), 0.1)
 
 
 def test_a_roofline_of_a_real_model():
@@ -128,6 +131,100 @@ def test_a_roofline_of_a_real_model():
     assert found.rows_per_s > 0
     assert found.at_rows in (*SIZES, 4096)
     assert found.arrangement == "1 forward × 1 thread"
+
+
+def test_an_earlier_roofline_is_measured_again_where_it_was_reached():
+    found = measure(spec(), **RUN, only=Roofline(1.0, 256, "1 forward × 1 thread"))
+    assert (found.at_rows, found.arrangement) == (256, "1 forward × 1 thread")
+    assert found.rows_per_s > 0
+
+
+# Looking at it for short
+
+
+def steady(passes_per_s, seconds, *stalls, waits=False):
+    """The marks of a thread that runs at one pace, but in those stalls: (from, to). It may say that it waited then."""
+    marks, passes, waited = [], 0.0, 0.0
+    for step in range(round(seconds / 0.01) + 1):
+        at = step * 0.01
+        marks.append(Mark(at, waited, passes))
+        if any(start <= at + 1e-9 < stop for start, stop in stalls):
+            waited += 0.01 if waits else 0.0
+        else:
+            passes += passes_per_s * 0.01
+    return marks
+
+
+NOW_AND_THEN = [(tenth / 10, tenth / 10 + 0.03) for tenth in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("threads", "rate"),
+    [
+        pytest.param([steady(100, 2.0)], 100, id="one thread"),
+        pytest.param([steady(100, 2.0), steady(50, 2.0)], 150, id="two threads"),
+        pytest.param([steady(100, 2.0, (0.3, 0.7), (1.0, 1.1))], 100, id="stalls that nobody knows of"),
+        pytest.param([steady(100, 2.0, (0.0, 0.5)), steady(100, 2.0, (0.5, 0.9))], 200, id="one, then the other"),
+        pytest.param([steady(100, 0.5, (0.0, 0.4), waits=True)], 100, id="a neighbour that has most of the core"),
+        pytest.param([steady(100, 2.0, *NOW_AND_THEN, waits=True)], 100, id="a neighbour now and then"),
+    ],
+)
+def test_a_stall_lowers_no_rate(threads, rate):
+    assert sustained(looks(threads)) == pytest.approx(rate, rel=0.01)
+
+
+def test_a_single_look_that_is_higher_than_all_others_does_not_count():
+    assert sustained([10.0] * 9 + [30.0]) == 10.0
+    assert sustained([30.0, 29.0, 28.0] + [10.0] * 9) == 28.0
+    assert sustained([3.0]) == 3.0
+
+
+def test_threads_that_took_turns_are_told_by_what_each_did():
+    late = [Mark(mark.at + 5.0, mark.waited, mark.passes) for mark in steady(50, 1.0)]
+    assert looks([steady(100, 1.0), late]) == pytest.approx([150])
+
+
+def test_marks_tell_how_often_it_was_done_and_how_long_it_took():
+    done = []
+    marks = marked(lambda: done.append(time.perf_counter()), 0.05)
+    assert marks[-1].passes == len(done)
+    assert marks[0].at <= done[0] <= done[-1] <= marks[-1].at
+    assert marks[-1].at - marks[0].at >= 0.05
+    assert [mark.at for mark in marks] == sorted(mark.at for mark in marks)
+    assert len(marked(lambda: None, 0.0)) == 2, "once at least"
+
+
+# Before the run, and after it
+
+
+def again(*rates):
+    """Measures these, one after another, and remembers for how long it was asked to."""
+    left, asked = list(rates), []
+
+    def measured(seconds):
+        asked.append(seconds)
+        return Roofline(left.pop(0), 64, "one") if left else None
+
+    return measured, asked
+
+
+@pytest.mark.parametrize(
+    ("run", "rates", "expected", "asked"),
+    [
+        pytest.param(80.0, [90.0], (100.0, (100.0, 90.0), False), [AFTER_S], id="the higher one counts: before"),
+        pytest.param(80.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER_S], id="the higher one counts: after"),
+        pytest.param(105.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER_S], id="only the first was too low"),
+        pytest.param(120.0, [110.0, 130.0], (130.0, (100.0, 110.0, 130.0), False), [AFTER_S, LONGER_S], id="longer"),
+        pytest.param(120.0, [110.0, 115.0], (120.0, (100.0, 110.0, 115.0), True), [AFTER_S, LONGER_S], id="the run is"),
+        pytest.param(120.0, [], (120.0, (100.0,), True), [AFTER_S], id="it is not measured again"),
+        pytest.param(80.0, [], (100.0, (100.0,), False), [AFTER_S], id="nor is there a need"),
+    ],
+)
+def test_no_run_does_more_than_its_roofline(run, rates, expected, asked):
+    measured, seconds = again(*rates)
+    found = reconciled(Roofline(100.0, 64, "one", (100.0,)), run, measured)
+    assert (found.rows_per_s, tuple(found.measured), found.raised) == expected
+    assert seconds == asked
 
 
 # In a process of its own
@@ -150,19 +247,39 @@ def raises(): raise ValueError("no such layer")
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "timeout_s", "error", "said"),
-    [
-        pytest.param("blobnett", 120, UsageError, "Did you mean 'blobnet'", id="an unknown model"),
-        pytest.param("a_bad_model:raises", 120, UsageError, "no such layer", id="a factory that raises"),
-        pytest.param(
-            "a_bad_model:dies", 120, BackendError, "exit code -9 .* --no-roofline", id="a child that is killed"
-        ),
-        pytest.param("a_bad_model:hangs", 0.5, BackendError, "longer than 0.5 s", id="a child that hangs"),
-    ],
-)
-def test_what_goes_wrong_in_the_child_is_told(name, timeout_s, error, said, tmp_path, monkeypatch):
+@pytest.fixture
+def bad_models(tmp_path, monkeypatch):
     (tmp_path / "a_bad_model.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=said):
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("blobnett", "Did you mean 'blobnet'", id="an unknown model"),
+        pytest.param("a_bad_model:raises", "no such layer", id="a factory that raises"),
+    ],
+)
+def test_what_the_child_says_of_a_model_that_cannot_be_had_is_raised(name, said, bad_models):
+    with pytest.raises(UsageError, match=said):
+        unpacked(outcome(spec(name), RUN))
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout_s", "said"),
+    [
+        pytest.param("a_bad_model:dies", 120, "exit code -9 .* --no-roofline", id="a child that is killed"),
+        pytest.param("a_bad_model:hangs", 0.5, "longer than 0.5 s", id="a child that hangs"),
+    ],
+)
+def test_what_becomes_of_the_child_is_told(name, timeout_s, said, bad_models):
+    with pytest.raises(BackendError, match=said):
         measure_in_child(spec(name), **RUN, timeout_s=timeout_s)
+
+
+def test_who_stops_it_does_not_wait_for_it(bad_models):
+    """The child would take ten minutes; the second question whether it is still wanted ends it."""
+    answers = iter([False, True])
+    with pytest.raises(BackendError, match="was stopped"):
+        measure_in_child(spec("a_bad_model:hangs"), **RUN, stopped=lambda: next(answers))
+    assert not [child for child in multiprocessing.active_children() if child.name == "gpuinfer-roofline"]

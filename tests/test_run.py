@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import jsonschema
@@ -15,9 +16,9 @@ import pytest
 from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreachable
 from remotes import Far
 
-from gpuinfer import report
-from gpuinfer.api import Roofline, Setup
-from gpuinfer.errors import UsageError
+from gpuinfer import measuring, report
+from gpuinfer.api import ModelSpec, Roofline, Setup
+from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.run import execute, run
 
 HERE = str(Path(__file__).parent)
@@ -181,10 +182,50 @@ def serving_a_model():
     return Doubler(Setup(model=Modelled(total=3).model()))
 
 
-def test_a_backend_with_a_model_has_its_roofline_measured_first():
-    pytest.importorskip("gpuinfer.models.roofline")
-    made = checked(go(Modelled(total=3), serving_a_model))
-    assert made["roofline"]["rows_per_s"] > 0
+def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
+    for name, seconds in (("BEFORE_S", 0.3), ("AFTER_S", 0.05), ("LONGER_S", 0.1)):
+        monkeypatch.setattr(measuring, name, seconds)
+    phases = []
+    made = checked(go(Modelled(total=3), serving_a_model, on_update=lambda update: phases.append(update.phase)))
+    found = made["roofline"]
+    assert len(found["measured"]) == 2
+    assert found["rows_per_s"] == max(found["measured"])
+    assert list(dict.fromkeys(phases))[::2] == ["measuring the roofline", "measuring the roofline again"]
+    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
+
+
+def test_a_run_that_does_more_than_a_given_roofline_is_its_own():
+    made = checked(go(Counting(total=10), roofline=Roofline(1e-3, 64, "one", (1e-3,))))
+    assert made["roofline"]["raised"]
+    assert made["roofline"]["efficiency"] == pytest.approx(1.0)
+    assert made["roofline"]["measured"] == [1e-3]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("phase", ["measuring the roofline", "measuring the roofline again"])
+def test_a_signal_while_the_roofline_is_measured_ends_that_at_once(phase, tmp_path, monkeypatch):
+    """The first time the model takes ten minutes to build; the second time what was finished is kept."""
+    (tmp_path / "slow.py").write_text("import time\ndef net(): time.sleep(600)\n")
+    monkeypatch.chdir(tmp_path)
+    if phase.endswith("again"):
+        first = Roofline(1e9, 64, "one", (1e9,))
+        monkeypatch.setattr(measuring, "roofline_of", lambda *_, only=None, **more: hangs(**more) if only else first)
+    backend = Doubler(Setup(model=ModelSpec("slow:net")))
+
+    def hangs(*, stopped, **_):
+        while not stopped():
+            time.sleep(0.01)
+        raise BackendError("it was stopped. Start it again.")
+
+    def interrupt(update):
+        if update.phase == phase:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    made = checked(go(Counting(total=3), lambda: backend, on_update=interrupt))
+    done = 3 if phase.endswith("again") else 0
+    assert made["progress"]["done"] == done
+    assert made["status"] == ("done" if done else "partial")
+    assert (made["roofline"] is None) == (not done)
 
 
 def test_no_roofline_is_measured_when_none_is_wanted():

@@ -76,9 +76,14 @@ def _row(row: Row, comparison: Comparison, parity: Parity | None) -> dict[str, A
         "rows_per_batch": batches["rows_mean"],
         "reasons": {name: count for name, count in batches["reasons"].items() if count},
         "efficiency": roofline["efficiency"] if roofline else None,
+        "exceeded": roofline["rows_per_s"] / max(roofline["measured"]) if roofline and _raised(roofline) else None,
         "bottleneck": {name: row.report["bottleneck"][name] for name in ("class", "why")},
         "parity": None if parity is None else _parity(parity),
     }
+
+
+def _raised(roofline: Mapping[str, Any]) -> bool:
+    return bool(roofline["raised"] and roofline["measured"])
 
 
 def _parity(parity: Parity) -> dict[str, Any]:

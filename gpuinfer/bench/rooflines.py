@@ -6,7 +6,8 @@ import logging
 
 from gpuinfer.api import Roofline
 from gpuinfer.errors import WorkError
-from gpuinfer.run import Plan, roofline_of
+from gpuinfer.measuring import has_roofline, roofline_of
+from gpuinfer.run import Plan
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,7 @@ class Rooflines:
 
     def missing(self, plan: Plan) -> bool:
         """Whether asking for this plan's would have to measure."""
-        spec = plan.backend.setup.model
-        return self._wanted and spec is not None and spec.kind == "rows" and _key(plan) not in self._known
+        return self._wanted and has_roofline(plan.backend) and _key(plan) not in self._known
 
     def of(self, plan: Plan) -> Roofline | bool:
         """What `run` takes: the roofline, or False where there is none. Raises `UsageError` for an impossible model."""
@@ -36,5 +36,5 @@ class Rooflines:
 
 def _key(plan: Plan) -> str:
     """Models hold mappings, which cannot be keys; what they print can. The seed only draws the weights."""
-    setup = plan.backend.setup
-    return repr((setup.model, setup.device, setup.dtype, setup.deterministic))
+    setup, compute = plan.backend.setup, getattr(plan.backend.options, "compute", "auto")
+    return repr((setup.model, setup.device, setup.dtype, setup.deterministic, compute))

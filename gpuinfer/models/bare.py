@@ -6,20 +6,19 @@ No engine, no queue, no copies: inputs already lie there in the run's dtype. Wha
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.models.allocator import keep_freed_memory
-from gpuinfer.models.bare_cuda import cuda_rate
+from gpuinfer.models.bare_cuda import cuda_looks
 from gpuinfer.models.formats import computed_in
 from gpuinfer.models.load import build, resolve_device, resolve_dtype
+from gpuinfer.models.looks import Mark, looks, marked, sustained
 from gpuinfer.models.memory import is_out_of_memory
 
 CPU_SIZES = tuple(64 << doubling for doubling in range(7))  # 64 to 4,096 rows
@@ -51,8 +50,9 @@ class Candidate:
     rate: float  # rows per second
 
 
-Rate = Callable[[Arrangement, int, float], float]
-"""Rows per second of an arrangement at a batch size, measured for about so many seconds; 0 when it does not fit."""
+Look = Callable[[Arrangement, int, float], Sequence[float]]
+"""Rows per second of an arrangement at a batch size in each of some looks, for about so many seconds in all; 0 when it
+does not fit."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -69,8 +69,10 @@ def measure(
     budget_s: float = 3.0,
     deterministic: bool = False,
     compute: str = "auto",
+    only: Roofline | None = None,
 ) -> Roofline:
-    """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`.
+    """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`. `only`
+    asks for no more than the batch size and arrangement of an earlier measurement.
 
     It sets torch's thread count and the allocator for the whole process: `roofline.measure_in_child` gives it its own.
     Raises `UsageError` when the model cannot be built.
@@ -82,20 +84,22 @@ def measure(
     inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=computed)
     inputs = inputs.to(place)
 
-    def rate(arrangement: Arrangement, rows: int, seconds: float) -> float:
+    def look(arrangement: Arrangement, rows: int, seconds: float) -> Sequence[float]:
         try:
             if place.type == "cuda":
-                return cuda_rate(module, inputs[:rows], arrangement.forwards, seconds)
-            return cpu_rate(module, inputs[:rows], arrangement, seconds)
+                return cuda_looks(module, inputs[:rows], arrangement.forwards, seconds)
+            return cpu_looks(module, inputs[:rows], arrangement, seconds)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return 0.0
+            return [0.0]
 
-    if place.type == "cuda":
-        best = search(rate, [Arrangement(1), Arrangement(2)], CUDA_SIZES, budget_s)
-    else:
-        best = search(rate, cpu_arrangements(cores, deterministic), CPU_SIZES, budget_s)
+    cuda = place.type == "cuda"
+    arrangements = [Arrangement(1), Arrangement(2)] if cuda else cpu_arrangements(cores, deterministic)
+    if only is not None:
+        known = [arrangement for arrangement in arrangements if str(arrangement) == only.arrangement]
+        return Roofline(sustained(look(known[0], only.at_rows, budget_s)), only.at_rows, only.arrangement)
+    best = search(look, arrangements, CUDA_SIZES if cuda else CPU_SIZES, budget_s)
     return Roofline(best.rate, best.rows, str(best.arrangement))
 
 
@@ -109,26 +113,26 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
     return arrangements
 
 
-def search(rate: Rate, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Candidate:
+def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Candidate:
     """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn.
 
-    The rate is the best one seen; the batch is the smallest that comes as near to it as noise lets one tell.
+    The rate is the best one sustained; the batch is the smallest that comes as near to it as noise lets one tell.
     """
     coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
-    found = [c for arrangement in arrangements for c in climb(rate, arrangement, sizes, coarse_s)]
+    found = [c for arrangement in arrangements for c in climb(look, arrangement, sizes, coarse_s)]
     finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
-    rounds = [[rate(c.arrangement, c.rows, final_s) for c in finalists] for _ in range(FINAL_ROUNDS)]
-    # medians: the highest of several short looks at a busy machine is more than it can keep up
-    settled = [replace(c, rate=median(rates)) for c, rates in zip(finalists, zip(*rounds, strict=True), strict=True)]
+    rounds = [[look(c.arrangement, c.rows, final_s) for c in finalists] for _ in range(FINAL_ROUNDS)]
+    seen = [[rate for looks in of_one for rate in looks] for of_one in zip(*rounds, strict=True)]
+    settled = [replace(c, rate=sustained(rates)) for c, rates in zip(finalists, seen, strict=True)]
     return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
 
 
-def climb(rate: Rate, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:
+def climb(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:
     found: list[Candidate] = []
     best, stale = 0.0, 0
     for rows in sizes:
-        found.append(Candidate(arrangement, rows, rate(arrangement, rows, seconds)))
+        found.append(Candidate(arrangement, rows, sustained(look(arrangement, rows, seconds))))
         stale = 0 if found[-1].rate > WORTH * best else stale + 1
         best = max(best, found[-1].rate)
         if stale == STALE:
@@ -145,13 +149,13 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     return max(candidates, key=lambda candidate: candidate.rate)
 
 
-def cpu_rate(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement, seconds: float) -> float:
-    """Rows per second of all forwards together."""
+def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement, seconds: float) -> list[float]:
+    """Rows per second of all forwards together, in each look."""
     # OpenMP keeps a team size for each calling thread, taken over when the thread first computes: hence fresh threads.
     torch.set_num_threads(arrangement.threads)
     together = threading.Barrier(arrangement.forwards)
 
-    def forwards() -> float:
+    def forwards() -> list[Mark]:
         try:
             return repeat(module, inputs.clone(), together, seconds)
         except BaseException:
@@ -164,16 +168,11 @@ def cpu_rate(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement, 
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
-    return sum(future.result() for future in futures)
+    return [len(inputs) * rate for rate in looks([future.result() for future in futures])]
 
 
-def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> float:
+def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> list[Mark]:
     with torch.inference_mode():
         module(inputs)  # allocates, and lays weights out
         together.wait(THREADS_TOGETHER_S)
-        started, done, elapsed = time.perf_counter(), 0, 0.0
-        while elapsed < seconds:
-            module(inputs)
-            done += len(inputs)
-            elapsed = time.perf_counter() - started
-    return done / elapsed
+        return marked(lambda: module(inputs), seconds)

@@ -8,16 +8,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gpuinfer.models.looks import LOOK_S
+
 MOST_LAUNCHES = 20_000
+MOST_LOOKS = 100
 
 
-def cuda_rate(module: nn.Module, inputs: Tensor, streams: int, seconds: float) -> float:
-    """Rows per second of `streams` streams together, each replaying a CUDA graph of one forward over `inputs`."""
+def cuda_looks(module: nn.Module, inputs: Tensor, streams: int, seconds: float) -> list[float]:
+    """Rows per second of `streams` streams together, each replaying a CUDA graph of one forward over `inputs`, in each
+    look.
+    """
     with torch.inference_mode(), torch.cuda.device(inputs.device):
         launches = [launcher(module, inputs.clone()) for _ in range(streams)]
-        once = timed(launches, 1)
-        rounds = min(max(1, int(seconds / once)), MOST_LAUNCHES)
-        return rounds * streams * len(inputs) / timed(launches, rounds)
+        once = min(timed(launches, 1) for _ in range(3))
+        rounds = min(max(1, int(min(LOOK_S, seconds) / once)), MOST_LAUNCHES)
+        times = max(1, round(seconds / (rounds * once)))
+        return [rounds * streams * len(inputs) / timed(launches, rounds) for _ in range(min(times, MOST_LOOKS))]
 
 
 def timed(launches: Sequence[Callable[[], None]], rounds: int) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,6 +15,7 @@ from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
 
 LONGEST_S = 180.0  # a child that has not answered by then never will
+LOOK_S = 0.1  # between two looks at whether it is still wanted
 CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
 
 
@@ -26,11 +29,14 @@ def measure_in_child(
     budget_s: float = 6.0,
     deterministic: bool = False,
     compute: str = "auto",
+    only: Roofline | None = None,
     timeout_s: float = LONGEST_S,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Roofline:
-    """`bare.measure` in a spawned process. Blocks, at most `timeout_s`.
+    """`bare.measure` in a spawned process. Blocks, at most `timeout_s`, and ends it as soon as `stopped` says so.
 
-    Raises `UsageError` when the model cannot be built, `BackendError` when the process dies or takes too long.
+    Raises `UsageError` when the model cannot be built, `BackendError` when the process dies, takes too long or is
+    stopped.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -42,12 +48,13 @@ def measure_in_child(
         "budget_s": budget_s,
         "deterministic": deterministic,
         "compute": compute,
+        "only": only,
     }
     child = context.Process(target=answer, args=(theirs, spec, arguments), name="gpuinfer-roofline", daemon=True)
     child.start()
     theirs.close()
     try:
-        return unpacked(message_from(ours, child, timeout_s))
+        return unpacked(message_from(ours, child, timeout_s, stopped))
     finally:
         ours.close()
         child.kill()
@@ -55,9 +62,13 @@ def measure_in_child(
         child.close()
 
 
-def message_from(line: Connection, child: Any, timeout_s: float) -> dict[str, Any]:
-    if not line.poll(timeout_s):
-        raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
+def message_from(line: Connection, child: Any, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while not line.poll(min(LOOK_S, timeout_s)):
+        if stopped():
+            raise BackendError("measuring the roofline was stopped. Start it again for the efficiency.")
+        if time.monotonic() > deadline:
+            raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
     try:
         return dict(msgpack.unpackb(line.recv_bytes()))
     except (EOFError, OSError):

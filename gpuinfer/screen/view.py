@@ -155,7 +155,8 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
     parts = [f"{whole(update.snapshot.waiting)} rows waiting", *device_of(update.snapshot.device)]
     if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
-        parts.append(f"{rates['rows'] / update.roofline.rows_per_s:.0%} of the roofline")
+        share = rates["rows"] / update.roofline.rows_per_s
+        parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
     return parts
 
 
