@@ -194,7 +194,7 @@ def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
 def _charts(update: Update, width: int, height: int) -> RenderableType:
     side_by_side = width >= WIDE
     rows = max(1, min(10, height - 10 if side_by_side else (height - 11) // 2))
-    time = view.time_chart(update.snapshot, rows)
+    time = view.time_chart(update, rows)
     if not update.snapshot.batches:  # the workload brings its own answers, or nothing was asked yet
         return _chart(time, width)
     batches = view.batch_chart(update.snapshot, rows)
@@ -211,7 +211,7 @@ def _chart(chart: view.Chart, width: int) -> RenderableType:
     room = max(4, width - label - len("  100%"))
     lines = [Text.assemble((chart.title, "bold"), "  ", (chart.remark, FAINT))]
     for name, share, value in chart.bars:
-        colour = FAINT if name == "idle" else ACCENT
+        colour = FAINT if name in view.NOT_OURS else ACCENT
         lines.append(Text.assemble((name.rjust(label), FAINT), " ", (bar(share, room), colour), f" {value:>4}"))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 

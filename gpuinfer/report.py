@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import metadata, resources
 from typing import Any
 
-from gpuinfer import machine
+from gpuinfer import machine, sharing
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.evidence import Evidence, is_forward
 from gpuinfer.models.processor import has_bfloat16
@@ -78,7 +78,7 @@ def build(run: Run) -> dict[str, Any]:
         "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
-        "cores": cores(run),
+        "cores": sharing.cores(snapshot, run.wall_s, run.cores),
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
@@ -211,32 +211,6 @@ def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dic
     return found
 
 
-def cores(run: Run) -> dict[str, Any]:
-    """Whose the cores were while the clock ran, in seconds of all of them: busy, others, stolen and idle sum to
-    `wall_s` × count. Where the system does not tell of other programs, those three are null.
-
-    `waiting_s` is beside that sum: threads of ours that were ready to run and had no core, which somebody else had.
-    """
-    count, snapshot = machine.cores(), run.snapshot
-    all_s = run.wall_s * count
-    if run.cores is None:
-        others = stolen = idle = None
-        busy = min(snapshot.cpu_s, all_s)
-    else:
-        busy = min(run.cores.ours, all_s)
-        others = min(run.cores.others, all_s - busy)
-        stolen = min(run.cores.stolen, all_s - busy - others)
-        idle = all_s - busy - others - stolen
-    return {
-        "count": count,
-        "busy_s": busy,
-        "waiting_s": snapshot.cpu_wait_s,
-        "others_s": others,
-        "stolen_s": stolen,
-        "idle_s": idle,
-    }
-
-
 def against_roofline(run: Run) -> dict[str, Any] | None:
     if run.roofline is None:
         return None
@@ -296,7 +270,7 @@ def evidence(run: Run) -> Evidence:
 
 def _on_average(run: Run, whose: str) -> float | None:
     """How many cores were theirs at once."""
-    seconds = cores(run)[whose]
+    seconds = sharing.cores(run.snapshot, run.wall_s, run.cores)[whose]
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuinfer import errors, measuring, neighbours, precise_loop, report
+from gpuinfer import errors, measuring, neighbours, precise_loop, report, sharing
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
 from gpuinfer.neighbours import CoreTime
@@ -24,6 +24,8 @@ from gpuinfer.trace.merge import Merged, recording
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
+ASK_S = 1.0  # between two questions whose the cores are
+ASK_SHARE = 100  # times as long as one took
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
 
 
@@ -47,6 +49,7 @@ class Update:
     setup_s: float  # spent on preparing, so far or in all
     phase: str  # for people: "measuring the roofline", "running", "stopping", or the workload's own note
     roofline: Roofline | None
+    cores: Mapping[str, Any] | None = None  # whose they were, as in the report; None while the run prepares
 
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
@@ -133,6 +136,8 @@ class _Execution:
         self._counts_before: Mapping[str, float] = {}
         self._cores_from: CoreTime | None = None  # when the clock started
         self._cores_to: CoreTime | None = None
+        self._ask_at = 0.0  # whose the cores are, for those who watch
+        self._seen: tuple[float, CoreTime | None] | None = None
         self._give_up_at = float("inf")
         self._interrupted = 0
         self._noticed: set[str] = set()  # what the strategy had to say
@@ -219,7 +224,7 @@ class _Execution:
         elif self._clock_from is None:
             await self.session.mark()
             self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
-            self._counts_before = dict(progress.counts)
+            self._counts_before, self._seen = dict(progress.counts), None
         self._at_work |= not progress.setup
         self.progress = progress
         self.phase = progress.note or ("preparing" if progress.setup else "running")
@@ -263,7 +268,20 @@ class _Execution:
             if notice not in self._noticed:
                 self._noticed.add(notice)
                 log.warning("%s", notice)
-        return Update(self.progress, snapshot, self.wall_s(), self.setup_s(), phase, self.session.roofline)
+        elapsed_s, setup_s = self.wall_s(), self.setup_s()
+        cores = sharing.cores(snapshot, *self._used()) if elapsed_s else None
+        return Update(self.progress, snapshot, elapsed_s, setup_s, phase, self.session.roofline, cores)
+
+    def _used(self) -> tuple[float, CoreTime | None]:
+        """For how long somebody has had the cores, and who: as of a little ago, since asking takes its time."""
+        if self._clock_to is not None:
+            return self.wall_s(), self.cores()
+        now = time.monotonic()
+        if self._seen is None or now >= self._ask_at:
+            used, wall_s = neighbours.core_time(), self.wall_s()
+            self._seen = wall_s, used.since(self._cores_from) if used and self._cores_from else None
+            self._ask_at = now + max(ASK_S, ASK_SHARE * (time.monotonic() - now))
+        return self._seen
 
     def report(self, status: str, settings: Mapping[str, Any], command: str | None) -> dict[str, Any]:
         names = {kind: _name(getattr(self, kind), settings.get(kind)) for kind in ("workload", "backend", "strategy")}

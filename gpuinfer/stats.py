@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gpuinfer import spending
+
 SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
+COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 
 
@@ -85,11 +88,12 @@ def mean_size(sizes: Mapping[int, int]) -> float:
 class Lane:
     """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
 
-    __slots__ = ("_clock", "_since", "_spent", "_station", "name")
+    __slots__ = ("_clock", "_real", "_since", "_spent", "_station", "name", "ran", "stays")
 
     def __init__(self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        self._clock = clock
+        self.stays, self.ran = 0, dict[str, float]()  # see `spending`
+        self._clock, self._real = clock, clock is time.monotonic
         self._spent: dict[str, list[float]] = {}  # station → [seconds, visits that have ended]
         self._station = station
         self._since = clock()
@@ -103,6 +107,9 @@ class Lane:
             spent[0] += now - self._since
             spent[1] += 1
         self._station, self._since = station, now
+        self.stays += 1
+        if self._real:  # on a virtual clock nobody runs
+            spending.entered(self, station)
 
     def stations(self) -> dict[str, float]:
         """Seconds in each station until now."""
@@ -115,7 +122,7 @@ class Lane:
         return {station: int(spent[1]) for station, spent in list(self._spent.items())}
 
     def to_wire(self) -> dict[str, Any]:
-        return {"name": self.name, "stations": self.stations(), "visits": self.visits()}
+        return {"name": self.name, "stations": self.stations(), "visits": self.visits(), "ran": dict(self.ran)}
 
 
 class ClassCount:
@@ -159,7 +166,8 @@ class Snapshot:
     notices: tuple[str, ...] = ()  # what the strategy has to say to the user
     waiting: int = 0  # rows in the queue now
     slots: int = 0  # rows that may be generated at once: batches are then forward steps. 0: there are no slots
-    lanes: tuple[Mapping[str, Any], ...] = ()  # {name, stations{station: seconds}, visits{station: how often}}
+    lanes: tuple[Mapping[str, Any], ...] = ()
+    """{name, stations{station: seconds}, visits{station: how often}, ran{station: seconds on a core}}"""
     cpu_s: float = 0.0  # that the processes' threads ran on a core
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for a core; 0 where the system does not tell
     rss_peak_mb: float = 0.0
@@ -271,8 +279,8 @@ def _joined(lanes: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]
     """Lanes of one name as one, in the order in which the names first appear."""
     found: dict[str, dict[str, Any]] = {}
     for lane in lanes:
-        known = found.setdefault(lane["name"], {"name": lane["name"], "stations": {}, "visits": {}})
-        for what in ("stations", "visits"):
+        known = found.setdefault(lane["name"], {"name": lane["name"], **{what: {} for what in COUNTED}})
+        for what in COUNTED:
             for station, counted in lane.get(what, {}).items():
                 known[what][station] = known[what].get(station, 0) + counted
     return tuple(found.values())
@@ -302,7 +310,7 @@ def since(now: Snapshot, then: Snapshot) -> Snapshot:
         }
 
     def lane_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-        counted = {name: beyond(late.get(name, {}), early.get(name, {})) for name in ("stations", "visits")}
+        counted = {name: beyond(late.get(name, {}), early.get(name, {})) for name in COUNTED}
         return {**late, **counted}
 
     earlier = {lane["name"]: lane for lane in then.lanes}

@@ -141,7 +141,7 @@ def test_batches_fall_into_powers_of_two():
 
 
 def test_stations_are_shares_of_all_lanes_largest_first_and_trifles_are_left_out():
-    chart = view.time_chart(Snapshot(lanes=LANES), rows=10)
+    chart = view.time_chart(update(snapshot=Snapshot(lanes=LANES)), rows=10)
     assert [label for label, _, _ in chart.bars] == ["forward", "search", "idle"]
 
 

@@ -31,6 +31,7 @@ LAYERS = [
     ["gpuinfer.settings"],
     ["gpuinfer.trace"],
     ["gpuinfer.registry"],
+    ["gpuinfer.sharing"],
     ["gpuinfer.neighbours"],
     [
         "gpuinfer.options",
@@ -40,7 +41,7 @@ LAYERS = [
         "gpuinfer.service",
         "gpuinfer.pauses",
     ],
-    ["gpuinfer.precise_loop"],
+    ["gpuinfer.precise_loop", "gpuinfer.spending"],
     ["gpuinfer.api", "gpuinfer.error_wire", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

@@ -37,5 +37,5 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
         return ()
     return (
         f"this processor has no products of {setup.dtype}: weights are rounded to {setup.dtype} and computed with in "
-        f"{computed}, which is several times as fast here (-B compute={setup.dtype} does without).",
+        f"{computed}, which is several times as fast here (-B compute={setup.dtype} prevents that).",
     )

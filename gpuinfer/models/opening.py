@@ -89,13 +89,13 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline
         fixed_shape = setup.deterministic or tuning.compile
         bits = spec.inputs if spec.input_dtype == BITS else None
         forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
-    gauge = Gauge(device)
+    gauge, threads = Gauge(device), threads_for(setup, tuning)
     return Opened(
         spec,
         limits,
         forward,
         answer,
-        lambda: {**gauge.read(), "computes_in": computed},
+        lambda: {**gauge.read(), "computes_in": computed, "threads": threads},
         partial(register, device=device),
     )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpuinfer.screen.units import number, short, whole
-from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of
+from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores
 
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
+WAITED = 0.25  # of the time at work: less waiting for a core is what any machine has
 FIRST_RATES = (
     *("games_per_min", "simulations_per_s", "evaluations_per_s"),
     *("output_tokens_per_s", "input_tokens_per_s", "cached_tokens_per_s"),
@@ -86,8 +87,22 @@ def _times(report: Mapping[str, Any]) -> Iterator[Row]:
     classes = report.get("classes") or {}
     for name, found in classes.items() if len(classes) > 1 else ():
         yield Row(name, _class(found))
-    if stations := _shares(report.get("time_s") or {}):
-        yield Row("time", stations)
+    yield from _time(report)
+
+
+def _time(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Where it went: of the cores where the model computes on them, of the lanes where it does so elsewhere."""
+    cores, device = report.get("cores"), report.get("device") or {}
+    if not cores or not cores["stations"] or device.get("reserved_mb"):
+        if stations := _shares(report.get("time_s") or {}):
+            yield Row("time", stations)
+        return
+    count = cores["count"]
+    of = f"of {count} cores" if count > 1 else "of one core"
+    yield Row("time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores)))
+    if cores["waiting_s"] > WAITED * cores["busy_s"]:
+        waited = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
+        yield Row("", f"threads that were ready to run waited for a core {waited:.0%} of their time")
 
 
 def _class(found: Mapping[str, Any]) -> str:

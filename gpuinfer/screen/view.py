@@ -20,7 +20,9 @@ LINE_EVERY_S = 5.0
 FIRST_COUNTS = ("games", "simulations", "evaluations", "output_tokens", "input_tokens")
 PER_MINUTE = ("games",)
 RATES = 4  # at most, on one line
-LEAST_SHARE = 0.005  # of the lanes' time: less is not worth a line
+LEAST_SHARE = 0.005  # of all time: less is not worth a line
+REST = "around it"  # event loops, threads that no lane knows of: between the stations
+NOT_OURS = ("other programs", "other machines", "idle")  # of the cores' time
 
 
 class Pace:
@@ -94,18 +96,35 @@ def batch_chart(snapshot: Snapshot, rows: int) -> Chart:
     return Chart("rows in a batch", mean, bars)
 
 
-def time_chart(snapshot: Snapshot, rows: int) -> Chart:
-    """Each station's share of all lanes' time; the `rows` largest."""
-    stations: Counter[str] = Counter()
-    for lane in snapshot.lanes:
-        stations.update(lane["stations"])
-    total = sum(stations.values())
+def time_chart(update: Update, rows: int) -> Chart:
+    """Where the time goes, the `rows` largest parts: of the cores where the model is on them, else of the lanes."""
+    snapshot = update.snapshot
+    cores = None if "reserved_mb" in snapshot.device else update.cores
+    parts: Counter[str] = Counter()
+    if cores is not None and cores["stations"]:
+        parts.update(on_cores(cores))  # type: ignore[arg-type]  # seconds
+        count, of = cores["count"], "core"
+    else:
+        for lane in snapshot.lanes:
+            parts.update(lane["stations"])
+        count, of = len(snapshot.lanes), "lane"
+    remark = f"{count} {of}{'' if count == 1 else 's'}"
+    total = sum(parts.values())
     shares = [
-        (name, seconds / total) for name, seconds in stations.most_common(rows) if seconds >= LEAST_SHARE * total > 0
+        (name, seconds / total) for name, seconds in parts.most_common(rows) if seconds >= LEAST_SHARE * total > 0
     ]
-    lanes = len(snapshot.lanes)
-    remark = f"{lanes} lane{'' if lanes == 1 else 's'}" if shares else "none yet"
-    return Chart("where the time goes", remark, [(name, share, f"{share:.0%}") for name, share in shares])
+    bars = [(name, share, f"{share:.0%}") for name, share in shares]
+    return Chart("where the time goes", remark if shares else "none yet", bars)
+
+
+def on_cores(cores: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of the cores' time, of a report's `cores`: stations, what else this program ran, and what was not its
+    own as far as that is known.
+    """
+    busy, stations = cores["busy_s"], cores["stations"]
+    ours = {**stations, REST: stations.get(REST, 0.0) + max(0.0, busy - math.fsum(stations.values()))}
+    theirs = zip(NOT_OURS, (cores["others_s"], cores["stolen_s"], cores["idle_s"]), strict=True)
+    return {**ours, **{name: seconds for name, seconds in theirs if seconds}}
 
 
 def preparing(update: Update) -> bool:
