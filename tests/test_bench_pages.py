@@ -6,11 +6,14 @@ from html.parser import HTMLParser
 
 import jsonschema
 import pytest
-from bench_outcomes import RIGHT, WRONG, document
+from bench_outcomes import RIGHT, WRONG, document, outcome
 
 from gpuinfer.bench import pages, plots
-from gpuinfer.bench.document import schema
+from gpuinfer.bench.compare import compare
+from gpuinfer.bench.document import build, schema
 from gpuinfer.bench.folder import write
+from gpuinfer.bench.series import Course
+from gpuinfer.bench.tables import notes
 from gpuinfer.errors import WorkError
 
 RATES = {"inprocess": [100, 102, 98], "central": [131, 133, 129]}
@@ -77,3 +80,14 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "bench.json").mkdir()
     with pytest.raises(WorkError, match="give another --report"):
         write(tmp_path, document(RATES))
+
+
+def test_runs_that_did_more_than_the_bare_model_tell_of_a_busy_machine():
+    made = outcome({"a": [1e3, 1e3], "b": [1e3, 1e3]})
+    quiet = build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    for run in made.runs:
+        run.report["roofline"].update(raised=True, rows_per_s=124.0, measured=[90.0, 100.0])
+    busy = build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    jsonschema.validate(busy, schema())
+    assert "unquiet" not in dict(notes(quiet))
+    assert "a run reached 124% of what the bare model had been measured to do" in dict(notes(busy))["unquiet"]

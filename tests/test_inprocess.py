@@ -181,6 +181,7 @@ async def test_the_event_loop_runs_on_while_the_model_does():
     assert all(thread.startswith("gpuinfer-forward") for _, thread in names)
 
 
+@pytest.mark.thorough  # ten seconds of a compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from inside torch.compile
 async def test_a_compiled_model_answers_the_same():

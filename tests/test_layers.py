@@ -99,6 +99,7 @@ def layer(name: str) -> tuple[int, str]:
 
 
 MODULES = dict(modules())
+IMPORTS = {name: list(imports(tree)) for name, tree in MODULES.items()}
 
 
 def test_every_module_has_a_layer():
@@ -109,7 +110,7 @@ def test_every_module_has_a_layer():
 def test_imports_point_down(name):
     own_level, own = layer(name)
     upward = []
-    for target, now in imports(MODULES[name]):
+    for target, now in IMPORTS[name]:
         if not inside(target, "gpuinfer") and not target.startswith("gpuinfer."):
             continue
         if target.startswith(FREE):
@@ -123,14 +124,14 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_library_for_the_screen_is_imported_in_its_place_only(name):
     for library, places in ONLY_IN.items():
-        used = [target for target, _ in imports(MODULES[name]) if inside(target, library)]
+        used = [target for target, _ in IMPORTS[name] if inside(target, library)]
         assert not used or any(inside(name, place) for place in places), used
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_heavy_libraries_are_imported_where_they_are_used(name):
     for library, places in HEAVY.items():
-        used = [target for target, now in imports(MODULES[name]) if now and inside(target, library)]
+        used = [target for target, now in IMPORTS[name] if now and inside(target, library)]
         assert not used or any(inside(name, place) for place in places), used
 
 
@@ -138,7 +139,7 @@ def test_no_plugin_is_named_by_the_engine():
     plugins = ("gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.workloads")
     for name in MODULES:
         if name == "gpuinfer.engine" or name.startswith("gpuinfer.batching"):
-            assert not [target for target, _ in imports(MODULES[name]) if target.startswith(plugins)]
+            assert not [target for target, _ in IMPORTS[name] if target.startswith(plugins)]
 
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
@@ -146,7 +147,7 @@ FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_is_unpickled(name):
-    assert [target for target, _ in imports(MODULES[name]) if target.split(".")[0] in FORBIDDEN] == []
+    assert [target for target, _ in IMPORTS[name] if target.split(".")[0] in FORBIDDEN] == []
     for node in ast.walk(MODULES[name]):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
