@@ -47,6 +47,7 @@ def test_a_lane_counts_the_visits_that_have_ended():
         "name": "search",
         "stations": {"idle": 1.0, "search": 3.0, "transfer": 1.0},
         "visits": {"idle": 2, "search": 2, "transfer": 1},
+        "ran": {},  # a clock of the test's own: nobody runs
     }
 
 
@@ -79,7 +80,7 @@ def test_what_a_server_did_since_holds_over_its_restarts(before, after):
     """Each process that takes another's place begins its lanes anew, under the same names."""
 
     def life(stations):
-        lane = {"name": "forward 0", "stations": stations, "visits": stations}
+        lane = {"name": "forward 0", "stations": stations, "visits": stations, "ran": stations}
         return Snapshot(waiting=len(stations), lanes=(lane,), rss_peak_mb=100.0 + len(stations))
 
     def counted(lives):
@@ -87,7 +88,8 @@ def test_what_a_server_did_since_holds_over_its_restarts(before, after):
 
     then, now = (merge_in_turn(map(life, lives)) for lives in (before, [*before, *after]))
     (lane,) = since(now, then).lanes
-    assert lane == {"name": "forward 0", "stations": counted(after), "visits": counted(after)}
+    ended = counted(after)
+    assert lane == {"name": "forward 0", "stations": ended, "visits": ended, "ran": ended}
     assert now.waiting == len(after[-1])
     assert now.rss_peak_mb == 100.0 + max(map(len, [*before, *after]))
 
