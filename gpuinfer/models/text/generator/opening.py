@@ -128,7 +128,6 @@ def _assembled(
         gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
         facts={
             "model": checkpoint.name,
-            "fingerprint": checkpoint.fingerprint,
             "device": str(device),
             "dtype": setup.dtype,
             "slots": decoder.slots,
