@@ -110,6 +110,9 @@ class QueueView:
         return self.live > 0 and self.thinking == 0
 
 
+ModelKind = Literal["rows", "text"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """How to build a model. It is picklable and holds no weights, so that each process can build its own."""
@@ -119,7 +122,7 @@ class ModelSpec:
     inputs: int = 0  # features per row, for models that take rows
     input_dtype: str = "float32"  # as the rows arrive; the backend casts them to the run's dtype
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the factory as far as it takes them
-    kind: Literal["rows", "text"] = "rows"  # text: payloads are `generation.Prompt`, results `generation.Generation`
+    kind: ModelKind = "rows"  # text: payloads are `generation.Prompt`, results `generation.Generation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ class Backend(Plugin, ABC):
     """Turns a batch into results, here or elsewhere. `limits` and `infer` are enough."""
 
     limits: Limits
+    serves: ClassVar[Sequence[ModelKind]] = ("rows",)  # the kinds of model whose payloads it answers
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
     strategy: Strategy | None = None  # the run's, set before `start`: a remote backend takes it to where batches form
     roofline: Roofline | None = None  # what the bare model was measured to do here, set before `start`

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections.abc
+import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -19,6 +21,8 @@ from gpuinfer.errors import UsageError
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ]*)")
+
+LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)
 
 SHOWN = 3  # problems in one message
 VARIABLE = "GPUINFER_"  # of the environment: there an empty value is as good as none
@@ -50,28 +54,57 @@ class Given:
     origin: str
 
 
-def check(model: type[BaseModel], given: Mapping[str, Given], owner: str) -> dict[str, Any]:
+class Several(list[str]):
+    """The texts of a flag that was given several times. A field that takes no list takes the last."""
+
+
+def several(given: Iterable[tuple[str, Given]]) -> dict[str, Given]:
+    """Values by key, in the order in which they were given; those of one key become `Several`."""
+    found: dict[str, Given] = {}
+    for key, one in given:
+        before = found.get(key)
+        if before is None:
+            found[key] = one
+        else:
+            earlier = before.value if isinstance(before.value, Several) else [before.value]
+            found[key] = Given(Several([*earlier, one.value]), one.origin)
+    return found
+
+
+def missing(model: type[BaseModel], given: Iterable[str]) -> list[str]:
+    """The options without a default that were not given."""
+    return [key for key, field in fields_of(model).items() if field.is_required() and key not in set(given)]
+
+
+def check(model: type[BaseModel], given: Mapping[str, Given], owner: str, *, complete: bool = True) -> dict[str, Any]:
     """The given values as `model` takes them, ready for `model(**values)`.
 
-    Raises `UsageError` for unknown, ill-typed and refused values: one line each, with origin and cure.
+    Raises `UsageError` for unknown, ill-typed and refused values: one line each, with origin and cure. So does, unless
+    `complete` is False, an option without a default that is not given.
     """
     fields = fields_of(model)
     for key, one in given.items():
         if key not in fields:
             raise UsageError(_unknown(key, one.origin, list(fields), owner))
-        if one.value == "" and accepts(fields[key].annotation, type(None)) and not one.origin.startswith(VARIABLE):
+        if _is_empty(one) and accepts(fields[key].annotation, type(None)) and not one.origin.startswith(VARIABLE):
             raise UsageError(f"{one.origin} is empty, which sets nothing. Give it a value, or leave it out.")
-    values = {key: natural(one.value, fields[key].annotation) for key, one in given.items()}
+    values = {key: _natural_of(fields[key], one.value) for key, one in given.items()}
     try:
         model(**values)
     except ValidationError as error:
-        raise UsageError(explain(error, given, model, owner)) from error
+        details = [one for one in error.errors(include_url=False) if complete or one["type"] != "missing"]
+        if details:
+            raise UsageError(explain(details, given, model, owner)) from error
     return values
 
 
-def explain(error: ValidationError, given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
+def _is_empty(one: Given) -> bool:
+    return one.value == "" or (isinstance(one.value, Several) and one.value == [""])
+
+
+def explain(details: Iterable[ErrorDetails], given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
     """At most three lines: what was given and where, what is wrong with it, what is allowed."""
-    lines = [_explain_one(detail, given, model, owner) for detail in error.errors(include_url=False)]
+    lines = [_explain_one(detail, given, model, owner) for detail in details]
     more = len(lines) - SHOWN
     return "\n".join(lines[:SHOWN] if more < 1 else [*lines[: SHOWN - 1], f"And {more + 1} more of this kind."])
 
@@ -79,18 +112,62 @@ def explain(error: ValidationError, given: Mapping[str, Given], model: type[Base
 def natural(value: Any, annotation: Any) -> Any:
     """Text such as `4k`, `64Ki`, `5ms` or `none` as the value that a field of this annotation takes.
 
-    Sizes become numbers, durations seconds, and `a,b` a list. What is no such text stays as it is.
+    Sizes become numbers, durations seconds; `a,b`, JSON such as `["a", "b"]` and a flag given several times a list.
+    What is no such text stays as it is.
     """
+    members = list(_members(annotation))
+    lists = [member for member in members if takes_list(member)]
+    if isinstance(value, Several):
+        return [part for text in value for part in _parts(text, lists)] if lists else natural(value[-1], annotation)
     if not isinstance(value, str):
         return value
-    members = list(_members(annotation))
     if value.strip().lower() in ("none", "") and type(None) in members:
         return None
-    if any(typing.get_origin(member) in (list, tuple, set) for member in members):
-        return [part.strip() for part in value.split(",") if part.strip()]
+    if lists:
+        return _parts(value, lists)
+    if value.lstrip().startswith("{") and any(_kind(member) in (dict, collections.abc.Mapping) for member in members):
+        return _json(value)
     if {int, float} & set(members) and not {str, bool} & set(members):
         return _number(value)
     return value
+
+
+def takes_list(annotation: Any) -> bool:
+    """Whether a field of this annotation takes several values."""
+    return any(_kind(member) in LISTS for member in _members(annotation))
+
+
+def repeatable(field: FieldInfo) -> bool:
+    """Whether each value of a list has a flag of its own, since a value may hold a comma."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("repeatable"))
+
+
+def _natural_of(field: FieldInfo, value: Any) -> Any:
+    return list(value) if isinstance(value, Several) and repeatable(field) else natural(value, field.annotation)
+
+
+def _parts(text: str, lists: Iterable[Any]) -> list[Any]:
+    """The elements of one text, each as the list's own elements are written."""
+    kinds = [inner for member in lists for inner in typing.get_args(member) if inner is not Ellipsis]
+    element = kinds[0] if len(set(kinds)) == 1 else Any
+    read = _json(text) if text.lstrip().startswith("[") else None
+    if isinstance(read, list):
+        return [natural(one, element) for one in read]
+    return [natural(part.strip(), element) for part in text.split(",") if part.strip()]
+
+
+def _json(text: str) -> Any:
+    """What the text says as JSON; the text itself when it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _kind(annotation: Any) -> Any:
+    """`list` for `list[str]` and for `list`."""
+    return typing.get_origin(annotation) or annotation
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -120,7 +197,8 @@ def default_text(field: FieldInfo) -> str | None:
         return None
     if isinstance(default, bool):
         return "true" if default else "false"
-    return (",".join(map(str, default)) if isinstance(default, (list, tuple, set)) else str(default)) or None
+    several = isinstance(default, (list, tuple, set, frozenset))
+    return (",".join(map(str, default)) if several else str(default)) or None
 
 
 def _members(annotation: Any) -> Iterator[Any]:

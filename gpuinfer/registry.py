@@ -7,6 +7,7 @@ with the user's rights, so each one says which package it came from, and can be 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -27,6 +28,13 @@ KINDS = {
 """Each kind of plugin and the word for one of it. `gpuinfer.<kind>` is its entry-point group."""
 
 BASES = {"backends": "Backend", "strategies": "Strategy", "workloads": "Workload"}  # classes of gpuinfer.api
+
+COMMANDS = ("bench", "tune", "verify", "simulate", "plugins", "doctor", "config")  # ours, whoever is installed
+SETTINGS = (
+    "backend", "strategy", "device", "dtype", "seed", "json", "trace", "live", "quiet", "verbose", "roofline",
+    "disabled_plugins", "backends", "strategies",
+)  # fmt: skip
+"""Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
 
 DISABLED = "GPUINFER_DISABLED_PLUGINS"  # in the environment, so that worker processes inherit it
 
@@ -49,15 +57,16 @@ class Record:
 
 
 def names(kind: str) -> list[str]:
-    """The names that are installed and not switched off, sorted. Imports nothing."""
-    return sorted({record.name for record in _offers(plural(kind)) if not _switched_off(record)})
+    """The names that are installed, allowed and not switched off, sorted. Imports nothing."""
+    usable = (record for record in _offers(plural(kind)) if not (_switched_off(record) or _taken(record)))
+    return sorted({record.name for record in usable})
 
 
 def load(kind: str, name: str) -> Any:
     """The plugin class of that name.
 
     Raises `UnknownName` when nobody offers it, and `PluginError` when it is switched off, offered by two packages,
-    cannot be imported or is no class of its kind.
+    named like a command of ours, cannot be imported or is no class of its kind.
     """
     return _load(_only_offer(plural(kind), name))
 
@@ -70,7 +79,8 @@ def find(kind: str, name: str) -> Record:
 def listing(kind: str | None = None) -> list[Record]:
     """Every plugin that is offered, sorted by kind and name; imports nothing.
 
-    `ok` is False, with the reason, for those that are switched off and for a name that two packages offer.
+    `ok` is False, with the reason, for those that are switched off, for a name that two packages offer, and for a
+    workload that is named like a command or a setting of ours.
     """
     kinds = [plural(kind)] if kind else list(KINDS)
     offers = (sorted(_offers(each), key=lambda record: (record.name, record.distribution)) for each in kinds)
@@ -99,7 +109,21 @@ def switch_off(plugins: Iterable[str]) -> None:
 
 
 def switched_off() -> list[str]:
-    return [entry.strip() for entry in os.environ.get(DISABLED, "").split(",") if entry.strip()]
+    """Package names, or `backends.echo`: what the environment says, as `a,b` or as the JSON `["a", "b"]`."""
+    text = os.environ.get(DISABLED, "").strip()
+    if text.startswith("["):
+        try:
+            return [str(entry) for entry in json.loads(text)]
+        except ValueError:  # settings complain about it, by name
+            return []
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def unknown_of(entries: Iterable[str]) -> list[str]:
+    """Those of `entries` that name neither an installed package nor a plugin of one."""
+    offers = [record for kind in KINDS for record in _offers(kind)]
+    known = {name for record in offers for name in (record.distribution, f"{record.kind}.{record.name}")}
+    return [entry for entry in entries if entry not in known]
 
 
 def refresh() -> None:
@@ -137,9 +161,16 @@ def _switched_off(record: Record) -> bool:
     return any(entry in (f"{record.kind}.{record.name}", record.distribution) for entry in switched_off())
 
 
+def _taken(record: Record) -> bool:
+    """Whether it is a workload that would stand in the way of a command or a setting of everyone's."""
+    return record.kind == "workloads" and record.name.replace("-", "_").lower() in (*COMMANDS, *SETTINGS)
+
+
 def _judged(record: Record) -> Record:
     if _switched_off(record):
         return replace(record, ok=False, reason="switched off by disabled_plugins")
+    if _taken(record):
+        return replace(record, ok=False, reason=_named_like_ours(record))
     try:
         _only_offer(record.kind, record.name)
     except PluginError as error:
@@ -157,9 +188,19 @@ def _only_offer(kind: str, name: str) -> Record:
             f"{KINDS[kind]} '{name}' is switched off. To use it, take '{kind}.{name}' or '{offers[0].distribution}' "
             "out of disabled_plugins."
         )
+    if _taken(active[0]):
+        raise PluginError(_named_like_ours(active[0]))
     if len(active) > 1:
         raise PluginError(_clash(kind, name, active))
     return active[0]
+
+
+def _named_like_ours(record: Record) -> str:
+    what = "command" if record.name in COMMANDS else "setting"
+    return (
+        f"workload '{record.name}' of {record.package} has the name of a {what} of gpuinfer and is not used. "
+        f"Rename its entry point, such as {record.name}-{record.distribution.removeprefix('gpuinfer-')}."
+    )
 
 
 def _clash(kind: str, name: str, offers: list[Record]) -> str:

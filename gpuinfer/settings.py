@@ -6,12 +6,14 @@ that is `GPUINFER_SELFPLAY__GAMES`; in the file, `games` under `[selfplay]`.
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from gpuinfer import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, check, fields_of
+
+log = logging.getLogger(__name__)
 
 FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
@@ -62,10 +66,11 @@ class Settings:
         prefix = f"{name}."
         return {key.removeprefix(prefix): one for key, one in self.given.items() if key.startswith(prefix)}
 
-    def options(self, kind: str, name: str, plugin: Any) -> dict[str, Any]:
-        """The options given for a plugin, as its class takes them. Raises `UsageError`."""
+    def options(self, kind: str, name: str, plugin: Any, *, complete: bool = True) -> dict[str, Any]:
+        """The options given for a plugin, as its class takes them. Raises `UsageError`, as `options.check` does."""
         kind = registry.plural(kind)
-        return check(plugin.Options, self.table(table_name(kind, name)), f"{registry.KINDS[kind]} '{name}'")
+        owner = f"{registry.KINDS[kind]} '{name}'"
+        return check(plugin.Options, self.table(table_name(kind, name)), owner, complete=complete)
 
     def origin(self, key: str) -> str:
         return self.given[key].origin if key in self.given else "default"
@@ -82,7 +87,15 @@ def load(flags: Mapping[str, Given] | None = None, config: Path | None = None) -
     given = {key: one for layer in layers for key, one in layer.items()}
     common = Common(**check(Common, {key: one for key, one in given.items() if "." not in key}, "gpuinfer"))
     registry.switch_off(common.disabled_plugins)
+    for entry in registry.unknown_of(common.disabled_plugins):
+        _say_unknown(entry, given["disabled_plugins"].origin)
     return Settings(common, given, file)
+
+
+@cache
+def _say_unknown(entry: str, origin: str) -> None:
+    """Once in a process: it does no harm, and may be meant for another machine."""
+    log.warning("%s: nothing is installed that '%s' names. See gpuinfer plugins list, or take it out.", origin, entry)
 
 
 def table_name(kind: str, name: str) -> str:

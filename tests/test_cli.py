@@ -32,7 +32,7 @@ def site(tmp_path, monkeypatch):
     folder.mkdir()
     install_count(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -347,10 +347,24 @@ def test_a_report_that_cannot_be_finished_leaves_the_old_one_whole(tmp_path):
 def test_plugins_list_shows_origin_and_reason(gpuinfer, site):
     install(site, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no luck')"})
     registry.refresh()
-    code, out, _ = gpuinfer("plugins", "list")
+    code, out, _ = gpuinfer("plugins", "list", "--load")
     assert code == 0
     for words in ("✓ parrot", "gpuinfer-count 1.2", "Answers each row with itself.", "✗ bad", "OSError: no luck"):
         assert words in out
+
+
+def test_plugins_list_imports_none(site):
+    source = "raise SystemExit('imported')"
+    install(
+        site,
+        "bad",
+        {"backends": {"bad": "bad_module:X"}, "workloads": {"seed": "bad_module:X"}},
+        {"bad_module": source},
+    )
+    done = process("plugins", "list")
+    assert done.returncode == 0
+    for words in ("· parrot", "Answers each row with itself.", "· bad", "✗ seed", "has the name of a setting"):
+        assert words in done.stdout
 
 
 def test_plugins_show_tells_options_and_origin(gpuinfer):
@@ -386,6 +400,76 @@ def test_config_tells_each_value_and_its_origin(gpuinfer, monkeypatch):
     assert shown["count.games"] == {"value": 5, "origin": "gpuinfer.toml [count] games"}
     assert shown["count.order"] == {"value": "up", "origin": "default"}
     assert "GPUINFER_DEVICE" in gpuinfer("config")[1]
+
+
+NEEDY = """
+    from gpuinfer.api import Options, Progress, Workload
+    class Needy(Workload):
+        class Options(Options):
+            place: str
+            names: list[str] = []
+            counts: list[int] = [1]
+        async def run(self, infer):
+            yield Progress(len(self.options.names), note=self.options.place)
+"""
+
+
+@pytest.fixture
+def needy(site):
+    install(site, "needy", {"workloads": {"needy": "bad_module:Needy"}}, {"bad_module": NEEDY})
+    registry.refresh()
+
+
+def test_config_bears_a_workload_with_an_option_that_must_be_given(gpuinfer, needy):
+    shown = json.loads(gpuinfer("config", "--json")[1])
+    assert shown["needy.place"] == {"value": None, "origin": "required, not set"}
+    assert shown["needy.counts"] == {"value": [1], "origin": "default"}
+    Path("gpuinfer.toml").write_text("[needy]\nplace = 'here'")
+    assert json.loads(gpuinfer("config", "--json")[1])["needy.place"]["value"] == "here"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "toml"),
+    [
+        pytest.param(["--names", "a,b", "--counts", "1,4k"], {}, "", id="one flag"),
+        pytest.param(
+            ["--names", "a", "--names", "b", "--counts", "1", "--counts", "4000"], {}, "", id="a flag for each"
+        ),
+        pytest.param([], {"NAMES": '["a", "b"]', "COUNTS": "[1, 4000]"}, "", id="JSON in the environment"),
+        pytest.param([], {"NAMES": "a,b", "COUNTS": "1,4k"}, "", id="text in the environment"),
+        pytest.param([], {}, 'names = ["a", "b"]\ncounts = [1, 4000]', id="an array in the file"),
+    ],
+)
+def test_lists_can_be_given_in_every_way(gpuinfer, needy, flags, variable, toml, monkeypatch):
+    Path("gpuinfer.toml").write_text(f"[needy]\nplace = 'here'\n{toml}")
+    for name, text in variable.items():
+        monkeypatch.setenv(f"GPUINFER_NEEDY__{name}", text)
+    code, out, _ = gpuinfer("needy", *flags, "--backend", "parrot", "--json", "-")
+    settings = json.loads(out)["settings"]["needy"]
+    assert (code, settings["names"], settings["counts"]) == (0, ["a", "b"], [1, 4000])
+
+
+def test_lists_are_options_of_backends_too(needy):
+    words = ["names=a,b", "names=c", "place=x", "place=y", "counts=[1, 2]"]
+    from gpuinfer.cli.flags import pairs
+    from gpuinfer.options import check
+
+    plugin, given = registry.load("workloads", "needy"), pairs(words, "-B", "needy")
+    values = check(plugin.Options, {key.removeprefix("needy."): one for key, one in given.items()}, "it")
+    assert values == {"names": ["a", "b", "c"], "place": "y", "counts": [1, 2]}
+
+
+def test_a_name_that_disabled_plugins_does_not_find_is_told():
+    done = process("config", GPUINFER_DISABLED_PLUGINS='["no-such-package", "strategies.at-once"]')
+    assert done.returncode == 0
+    assert "GPUINFER_DISABLED_PLUGINS: nothing is installed that 'no-such-package' names" in done.stderr
+    assert "at-once" not in done.stderr
+
+
+def test_a_backend_of_rows_is_not_given_prompts(gpuinfer):
+    code, _, err = gpuinfer("generate", "--model", "null", "--input", os.devnull, "--backend", "parrot")
+    assert code == 2
+    assert "generate has a model of text, and the backend 'parrot' serves rows." in err
 
 
 def test_doctor_exits_1_when_a_plugin_is_broken(gpuinfer, site):

@@ -398,3 +398,13 @@ def test_devices_that_are_not_there(name, error):
 def test_an_unknown_number_format_is_refused():
     with pytest.raises(UnknownName, match="Did you mean 'float16'"):
         resolve_dtype("floats16")
+
+
+def test_the_public_way_builds_the_same_module_from_what_a_run_says():
+    from gpuinfer import models
+
+    module = models.build(spec(), device="cpu", dtype="float32", seed=3)
+    for ours, theirs in zip(module(positions(5)), built(spec(), seed=3)(positions(5)), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(UsageError, match="is a model of text"):
+        models.build(ModelSpec("tiny", kind="text"))

@@ -134,3 +134,27 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_what_is_installed(site):
 def test_an_unknown_kind_suggests_the_nearest():
     with pytest.raises(UnknownName, match="Did you mean 'backends'"):
         registry.names("bakends")
+
+
+WORK = """
+    from gpuinfer.api import Progress, Workload
+    class Work(Workload):
+        async def run(self, infer):
+            yield Progress(1, 1)
+"""
+
+
+@pytest.mark.parametrize("name", ["bench", "config", "seed", "disabled-plugins"])
+def test_a_workload_named_like_a_command_or_a_setting_is_refused_by_name_and_harms_no_other(site, name):
+    install(site, "acme", {"workloads": {name: "acme:Work", "harmless": "acme:Work"}}, {"acme": WORK})
+    assert registry.load("workloads", "harmless").__name__ == "Work"
+    assert name not in registry.names("workloads")
+    assert (record_of(name, "workloads").ok, record_of("harmless", "workloads").ok) == (False, None)
+    with pytest.raises(PluginError, match=rf"workload '{name}' of acme 1\.0 has the name of a .* Rename its entry"):
+        registry.load("workloads", name)
+
+
+@pytest.mark.parametrize("text", ["acme,backends.x", " acme , backends.x ", '["acme", "backends.x"]'])
+def test_plugins_are_switched_off_as_a_list_or_as_json(site, text, monkeypatch):
+    monkeypatch.setenv(registry.DISABLED, text)
+    assert registry.switched_off() == ["acme", "backends.x"]

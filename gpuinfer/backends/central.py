@@ -26,6 +26,7 @@ PASSING = 64  # batches that pass through at once; how many run is for the serve
 class Remote(Backend):
     """A way to a server that somebody else started."""
 
+    serves = ("rows", "text")
     remote = True
 
     def __init__(

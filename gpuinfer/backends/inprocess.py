@@ -40,6 +40,8 @@ class InProcess(Backend):
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
 
+    serves = ("rows", "text")
+
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)

@@ -14,15 +14,14 @@ from typer.core import TyperGroup
 
 from gpuinfer import registry
 from gpuinfer.errors import UnknownName
-
-OWN = ("bench", "tune", "verify", "simulate", "plugins", "doctor", "config")
+from gpuinfer.registry import COMMANDS as OWN
 
 
 class Commands(TyperGroup):
     """Our commands and the workloads, each loaded when it is called and only named when they are listed."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return [*(name for name in registry.names("workloads") if name not in OWN), *OWN]
+        return [*registry.names("workloads"), *OWN]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         """A stand-in that knows the command's name and one line about it: enough for --help and completion."""

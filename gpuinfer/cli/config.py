@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from gpuinfer import registry
 from gpuinfer.errors import PluginError
+from gpuinfer.options import fields_of, missing
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -54,6 +56,20 @@ def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, 
         yield from ((f"{table}.{key}", one.value, one.origin) for key, one in merged.table(table).items())
         yield table, None, f"cannot be loaded: {error}"
         return
-    values = plugin.Options(**merged.options(kind, name, plugin))
-    for key, value in values.model_dump(mode="json", by_alias=True).items():
+    given = merged.options(kind, name, plugin, complete=False)
+    wanting = missing(plugin.Options, given)
+    values = _defaults(plugin.Options) | given if wanting else _dumped(plugin.Options(**given))
+    for key, value in values.items():
         yield f"{table}.{key}", value, merged.origin(f"{table}.{key}")
+    for key in wanting:
+        yield f"{table}.{key}", None, "required, not set"
+
+
+def _dumped(values: BaseModel) -> dict[str, Any]:
+    return values.model_dump(mode="json", by_alias=True)
+
+
+def _defaults(model: type[BaseModel]) -> dict[str, Any]:
+    """Of the options that have one."""
+    fields = {key: field for key, field in fields_of(model).items() if not field.is_required()}
+    return {key: field.get_default(call_default_factory=True, validated_data={}) for key, field in fields.items()}

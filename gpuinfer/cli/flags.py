@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,19 @@ def flag(name: str) -> str:
 
 
 def pairs(given: list[str], short: str, table: str) -> dict[str, Given]:
-    """`key=value` words as settings of a plugin's table, such as `backends.inprocess`. Raises `UsageError`."""
-    found = {}
+    """`key=value` words as settings of a plugin's table, such as `backends.inprocess`; a key that is there often has
+    all its values. Raises `UsageError`.
+    """
+    return options.several(_pairs_of(given, short, table))
+
+
+def _pairs_of(given: list[str], short: str, table: str) -> Iterator[tuple[str, Given]]:
     for word in given:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise UsageError(f"{short} {word}: not of the form key=value. Write {short} {key or 'key'}=VALUE.")
         key = key.strip().replace("-", "_")
-        found[f"{table}.{key}"] = Given(value, f"{short} {key}")
-    return found
+        yield f"{table}.{key}", Given(value, f"{short} {key}")
 
 
 def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -92,8 +96,8 @@ def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     kind = extra.get("kind")  # of plugins, such as "games", whose names the option takes
     complete = _names(str(kind)) if kind else _from(*allowed) if allowed else None
-    if extra.get("repeatable"):  # a value may hold a comma
-        return _parameter(name, list[str] | None, [flag(name)], text, metavar="TEXT")
+    if options.takes_list(field.annotation):  # `--names a,b`, or the flag once for each
+        return _parameter(name, list[str] | None, [flag(name)], text, metavar=_metavar(field, allowed))
     return _parameter(name, str | None, [flag(name)], text, metavar=_metavar(field, allowed), autocompletion=complete)
 
 

@@ -30,20 +30,23 @@ def _packages(incomplete: str) -> list[str]:
 
 
 @app.command("list")
-def show_list() -> None:
-    """Every plugin, where it comes from, and whether it can be used. Loads each to find out."""
+def show_list(
+    load: bool = typer.Option(False, "--load", help="Import each, to see whether it can be used."),
+) -> None:
+    """Every plugin and where it comes from. None is imported, unless --load asks for it."""
     from gpuinfer.display import facts
 
     _apply_settings()
     for kind in registry.KINDS:
-        rows = [_row(registry.inspect(record)) for record in registry.listing(kind)]
+        records = registry.listing(kind)
+        rows = [_row(registry.inspect(record) if load else record) for record in records]
         if rows:
             facts(kind, rows)
 
 
 def _row(record: registry.Record) -> tuple[str, str, str]:
-    mark = "✓" if record.ok else "✗"
-    return f"  {mark} {record.name}", record.package, first_sentence(record.module) if record.ok else record.reason
+    mark = {True: "✓", False: "✗", None: "·"}[record.ok]
+    return f"  {mark} {record.name}", record.package, record.reason or first_sentence(record.module)
 
 
 @app.command("show")

@@ -20,7 +20,7 @@ from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given
+from gpuinfer.options import Given, Several
 
 if TYPE_CHECKING:
     from gpuinfer.display import Display
@@ -154,10 +154,14 @@ def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
     """What was given by flags of their own, as settings."""
     common = flags.common()
     return {
-        key if key in common else f"{name}.{key}": Given(value, flags.flag(key))
+        key if key in common else f"{name}.{key}": Given(_given(value), flags.flag(key))
         for key, value in values.items()
         if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }
+
+
+def _given(value: Any) -> Any:
+    return Several(value) if isinstance(value, list) else value
 
 
 def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, Given]:
@@ -190,9 +194,19 @@ def build(name: str, merged: settings.Settings) -> Plan:
         processes=workload.processes,
         deterministic=bool(getattr(workload.options, "deterministic", False)),
     )
+    _refuse_what_it_does_not_serve(name, common.backend, classes["backends"], setup)
     backend = classes["backends"](setup, **given["backends"])
     strategy = classes["strategies"](setup, **given["strategies"])
     return Plan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+
+
+def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend], setup: Setup) -> None:
+    """Before anything is started: payloads of a kind that it cannot read would fail one by one."""
+    if setup.model is not None and setup.model.kind not in backend.serves:
+        raise UsageError(
+            f"{name} has a model of {setup.model.kind}, and the backend '{chosen}' serves "
+            f"{' and '.join(backend.serves)}. Choose another with --backend; `gpuinfer plugins list` names them."
+        )
 
 
 def shown(

@@ -189,7 +189,7 @@ def _records(report: Mapping[str, Any]) -> Iterator[Row]:
         if place:
             yield Row(name, str(place), "command")
     if report.get("status") == "partial":
-        cure = " The same command with --resume goes on." if out or answers else ""
+        cure = " The same command with --resume goes on." if "resume" in names and (out or answers) else ""
         yield Row("", f"Stopped with work left.{cure}", "warning")
 
 

@@ -22,6 +22,8 @@ from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prom
 class Instant(Backend):
     """Answers prompts without a model."""
 
+    serves = ("text",)
+
     class Options(api.Options):
         slots: int = 64
         max_rows: int = 64
