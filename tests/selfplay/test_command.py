@@ -189,6 +189,11 @@ def test_a_game_of_ones_own_plays(tmp_path):
             "mine has no compiled function 'to_move'",
             id="has half of the rules",
         ),
+        pytest.param(
+            "from nim import Nim\nclass Mine(Nim):\n    rules = 'nim'\n    words = property(lambda _: 4, lambda *_: None)",
+            "reaches for number 4 where words = 4 says there are so many. Declare words = 5 or more.",
+            id="is larger than it says",
+        ),
     ],
 )
 def test_a_game_that_is_none_is_refused(tmp_path, source, message):

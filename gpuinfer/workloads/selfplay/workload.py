@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from pydantic import Field
 from gpuinfer import api, machine
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.workloads.selfplay import games
+from gpuinfer.workloads.selfplay import games, rehearsal
 from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.records import Folder
 
@@ -129,6 +130,9 @@ class SelfPlay(Workload):
                 f"{self.options.games}. Ask for {max(finished) + 1} or more."
             )
         on_disk = folder.finished if folder else set
+        if rehearsal.is_due(self.game):
+            yield Progress(0, note="playing the game once with its bounds checked", setup=True)
+            await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
         match = Match(self.options.games, finished, self.arguments(infer, len(finished)), on_disk)
         if match.left:
             yield match.progress("starting the workers", setup=True)

@@ -1,0 +1,326 @@
+"""Plays a game at random and looks at each thing its rules say: run in a child process where no slip can do harm.
+
+There Numba compiles nothing (NUMBA_DISABLE_JIT), so that the rules are plain Python on arrays that know their bounds;
+or it compiles them with bounds checked (NUMBA_BOUNDSCHECK), where they use what plain Python does not have. The search
+gives the rules memory that it has used before; so does this. `rehearsal.py` is the parent's side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from gpuinfer.errors import GpuinferError
+from gpuinfer.workloads.selfplay import bits, games
+from gpuinfer.workloads.selfplay.game import Game
+
+GUESSES = 2  # determinizations of a position
+LEFTOVER = -7_777  # what lies in memory that nobody has written for this game
+WIDEST = 127  # seats: records keep the player in an int8
+MOST_ACTIONS = 32_767  # an action is an int16
+
+
+class Fault(Exception):
+    """What a game does wrong, and the cure."""
+
+
+class Sized(np.ndarray):
+    """An array that says which of the game's sizes it was made by when somebody reaches beyond it."""
+
+    made_by = ""  # such as "words"
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.made_by = getattr(other, "made_by", "")
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except IndexError:
+            raise self._beyond(key) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse_what_does_not_fit(value)
+        try:
+            super().__setitem__(key, value)
+        except IndexError:
+            raise self._beyond(key) from None
+
+    def _beyond(self, key: Any) -> Fault:
+        index: Any = key[-1] if isinstance(key, tuple) else key
+        counts = isinstance(index, int | np.integer) and index >= 0
+        needed = f" Declare {self.made_by} = {int(index) + 1} or more." if counts else ""
+        return Fault(
+            f"reaches for number {index} where {self.made_by} = {self.shape[-1]} says there are so many.{needed}"
+        )
+
+    def _refuse_what_does_not_fit(self, value: Any) -> None:
+        if self.dtype.kind not in "iu" or not isinstance(value, int | np.integer):
+            return
+        info = np.iinfo(self.dtype)
+        if not info.min <= int(value) <= info.max:
+            raise Fault(
+                f"writes {int(value)} into {self.made_by}, which are {self.dtype}. Keep to {info.min}…{info.max}."
+            )
+
+
+class Playthrough:
+    """One game's rules, asked as the search asks them. `plain`: they are plain Python."""
+
+    def __init__(self, game: Game, rules: ModuleType, plain: bool) -> None:
+        check_sizes(game)
+        self.game, self.rules, self.plain = game, rules, plain
+        self.positions = 0
+        self.digests: list[str] = []  # of each game: all that the rules said, but for guesses
+        self._stream = np.zeros(2, np.uint64)
+        self._state = self._array("words", np.int64)
+        self._actions = self._array("max_legal", np.int16)
+        self._values = self._array("seats", np.float32)
+        self._samples = self._array("words", np.int64, GUESSES)
+        self._scratch = (
+            self._sized(np.full(game.scratch[0], LEFTOVER, np.int64), "scratch[0]"),
+            self._sized(np.full(game.scratch[1], LEFTOVER, np.float64), "scratch[1]"),
+        )
+
+    def _array(self, size: str, dtype: Any, *first: int) -> np.ndarray:
+        return self._sized(np.full((*first, getattr(self.game, size)), LEFTOVER, dtype), size)
+
+    def _sized(self, array: np.ndarray, size: str) -> np.ndarray:
+        if not self.plain:
+            return array
+        sized = array.view(Sized)
+        sized.made_by = size
+        return sized
+
+    def play(self, number: int) -> None:
+        """One game, from the deal to its returns. Raises `Fault`."""
+        moves, digest = random.Random(number), hashlib.sha256()
+        self._deal(number)
+        made = 0
+        while (mover := self._mover(self._state)) >= 0:
+            legal, row = self._look(self._state, mover)
+            self.positions += 1
+            digest.update(repr((mover, legal, np.round(row.astype(float), 4).tolist())).encode())
+            if len(legal) > 1:
+                self._guess(mover, legal, row)
+            if made == self.game.max_moves:
+                raise Fault(
+                    f"game {number} goes on after {made} moves where max_moves = {made}. Declare the longest game's."
+                )
+            self._call("apply", self._state, np.int16(self._choice(moves, number, legal)))
+            made += 1
+        digest.update(repr([round(value, 4) for value in self._returns(number)]).encode())
+        self.digests.append(digest.hexdigest())
+
+    def _choice(self, moves: random.Random, number: int, legal: list[int]) -> int:
+        """The first two games go to the edges of the rules: always the first action, always the last."""
+        return legal[0] if number == 0 else legal[-1] if number == 1 else moves.choice(legal)
+
+    def _deal(self, number: int) -> None:
+        """Into memory that holds another game: what `deal` does not write, the search has from the game before."""
+        fresh = self._sized(np.zeros(self.game.words, np.int64), "words")
+        for state in (fresh, self._state):
+            bits.seed_stream(self._stream, 0, number)
+            self._call("deal", state, self._stream)
+        mover = self._mover(fresh)
+        seen = self._look(fresh, mover) if mover >= 0 else ([], np.zeros(0))
+        try:
+            same = self._mover(self._state) == mover and (mover < 0 or _alike(seen, self._look(self._state, mover)))
+        except Fault:
+            same = False
+        if not same:
+            raise Fault(
+                "`deal` leaves words of the game before in the position, and what it shows depends on them. "
+                "Write every word of state: it is not zeroed."
+            )
+
+    def _mover(self, state: np.ndarray) -> int:
+        mover = int(self._call("to_move", state))
+        if not -1 <= mover < self.game.seats:
+            raise Fault(
+                f"`to_move` says {mover} where seats = {self.game.seats}: they count from 0. "
+                f"Declare seats = {mover + 1}, or say -1 for the end."
+            )
+        return mover
+
+    def _look(self, state: np.ndarray, mover: int) -> tuple[list[int], np.ndarray]:
+        """The legal actions and the features of a position, each checked; neither may change it."""
+        before = np.array(state)
+        legal = self._legal(state, mover)
+        row = self._sized(np.zeros(self.game.features, self.game.feature_dtype), "features")
+        self._call("observe", state, self._actions, len(legal), row)
+        mask = np.zeros(self.game.actions, bool)
+        mask[legal] = True
+        if not np.array_equal(np.asarray(row[: self.game.actions]), mask):
+            wrong = int(np.flatnonzero(np.asarray(row[: self.game.actions]) != mask)[0])
+            raise Fault(
+                f"`observe` writes {row[wrong]} to feature {wrong}, and action {wrong} is "
+                f"{'legal' if mask[wrong] else 'not legal'}. The first `actions` features are the mask: 1 for legal."
+            )
+        if not np.isfinite(np.asarray(row, float)).all():
+            raise Fault("`observe` writes features that are not finite. A network answers NaN to those.")
+        if not np.array_equal(before, np.asarray(state)):
+            raise Fault("`legal`, `to_move` or `observe` changes the position. Only `deal` and `apply` may.")
+        return legal, np.asarray(row)
+
+    def _legal(self, state: np.ndarray, mover: int) -> list[int]:
+        count = int(self._call("legal", state, self._actions))
+        if not 1 <= count <= self.game.max_legal:
+            cure = "Say in `to_move` that the game is over" if count < 1 else f"Declare max_legal = {count} or more"
+            raise Fault(f"`legal` counts {count} actions of seat {mover}; max_legal = {self.game.max_legal}. {cure}.")
+        legal: list[int] = np.asarray(self._actions)[:count].tolist()
+        if legal != sorted(set(legal)):
+            raise Fault(f"`legal` writes {_short(legal)}. Write each action once, in ascending order.")
+        if not 0 <= legal[0] <= legal[-1] < self.game.actions:
+            raise Fault(
+                f"`legal` writes action {legal[-1] if legal[0] >= 0 else legal[0]} where actions = {self.game.actions}:"
+                f" they count from 0. Declare actions = {legal[-1] + 1} or more."
+            )
+        return legal
+
+    def _guess(self, mover: int, legal: list[int], row: np.ndarray) -> None:
+        """Whoever moves cannot tell a guess from the position: same seat, same actions, same features."""
+        self._samples[:] = LEFTOVER
+        before = np.array(self._state)
+        self._call("determinize", self._state, self._samples, self._stream, *self._scratch)
+        if not np.array_equal(before, np.asarray(self._state)):
+            raise Fault("`determinize` changes the position. It may only write samples.")
+        for sample in map(self._samples.__getitem__, range(GUESSES)):
+            if self._mover(sample) != mover or not _alike(self._look(sample, mover), (legal, row)):
+                raise Fault(
+                    "`determinize` writes a position that the player to move can tell from the true one: other seat, "
+                    "actions or features. Fill whole positions, and change only what that player cannot see."
+                )
+
+    def _returns(self, number: int) -> list[float]:
+        self._values[:] = math.nan
+        self._call("returns", self._state, self._values)
+        values: list[float] = np.asarray(self._values).tolist()
+        if not all(map(math.isfinite, values)):
+            raise Fault(
+                f"`returns` leaves {values} for seats = {self.game.seats} (game {number}): write a finite value for "
+                "each seat. The memory is not zeroed."
+            )
+        return values
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.rules, name)(self.game.config, *arguments)
+        except Fault as fault:
+            said = str(fault)
+            raise Fault(said if said.startswith("`") else f"`{name}`{_place(fault, self.rules)} {said}") from None
+        except IndexError as error:
+            raise Fault(
+                f"`{name}`{_place(error, self.rules)} reaches beyond an array: {error}. Declare sizes that hold."
+            ) from None
+
+
+def check_sizes(game: Game) -> None:
+    """Raises `Fault` for a size that is none."""
+    for name in ("seats", "actions", "max_legal", "max_moves", "features", "words"):
+        value = getattr(game, name)
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise Fault(f"{name} is {value!r}. Set a whole number, at least 1.")
+    if game.seats > WIDEST or game.actions > MOST_ACTIONS:
+        raise Fault(f"seats = {game.seats}, actions = {game.actions}. At most {WIDEST} and {MOST_ACTIONS} can be kept.")
+    if game.features < game.actions:
+        raise Fault(
+            f"features = {game.features} is less than actions = {game.actions}: the first features are the mask of "
+            f"legal actions. Declare features = {game.actions} or more."
+        )
+    if not (isinstance(game.config, np.ndarray) and game.config.dtype == np.int64 and game.config.ndim == 1):
+        raise Fault("config is no vector of int64. Set np.array([…], np.int64).")
+    if len(game.scratch) != 2 or min(game.scratch) < 1:
+        raise Fault(f"scratch is {game.scratch!r}. Set how many integers and floats, at least 1 each: (1, 1).")
+
+
+def _alike(first: tuple[list[int], np.ndarray], second: tuple[list[int], np.ndarray]) -> bool:
+    return first[0] == second[0] and np.array_equal(first[1], second[1])
+
+
+def _place(error: BaseException, rules: ModuleType) -> str:
+    """Where in the rules it happened, when that can be told."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == rules.__file__]
+    return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+
+
+def _short(actions: list[int]) -> str:
+    return str(actions) if len(actions) < 9 else f"[{', '.join(map(str, actions[:8]))}, …]"
+
+
+def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float, *, plain: bool) -> dict[str, Any]:
+    """Plays one of these games, and others as far as the time allows. What was found, as plain values.
+
+    `fault` is what is wrong, or None; `odd` what the rules raised that need not be wrong of compiled code.
+    """
+    found: dict[str, Any] = {"fault": None, "odd": None, "games": 0, "positions": 0, "digests": []}
+    end: float | None = None  # from the end of the first, which may compile
+    try:
+        through = Playthrough(game, rules, plain)
+        for number in numbers:
+            through.play(number)
+            found |= {"games": found["games"] + 1, "positions": through.positions, "digests": through.digests}
+            end = end or time.monotonic() + seconds
+            if time.monotonic() > end:
+                break
+    except Fault as fault:
+        found["fault"] = str(fault)
+    except Exception as error:  # noqa: BLE001 (rules may raise anything)
+        found["odd"] = f"{type(error).__name__}: {error}{_place(error, rules)}"
+    return found
+
+
+def plain_bits() -> None:
+    """The intrinsics of `bits` as plain Python; rules that are imported from now on take these."""
+
+    def trailing_zeros(mask: Any) -> np.int64:
+        whole = int(mask) & 0xFFFF_FFFF_FFFF_FFFF
+        return np.int64((whole & -whole).bit_length() - 1 if whole else 64)
+
+    def popcount(mask: Any) -> np.int64:
+        return np.int64((int(mask) & 0xFFFF_FFFF_FFFF_FFFF).bit_count())
+
+    bits.trailing_zeros, bits.popcount = trailing_zeros, popcount
+
+
+def main() -> None:
+    """Reads an order from standard input, writes what was found to standard output. See `rehearsal.py`."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a game prints
+    order: Mapping[str, Any] = json.loads(sys.stdin.read())
+    warnings.simplefilter("ignore")
+    if order["plain"]:
+        plain_bits()
+    signal.signal(signal.SIGALRM, _hangs)
+    signal.setitimer(signal.ITIMER_REAL, order["limit_s"])
+    found: dict[str, Any]
+    try:
+        with np.errstate(all="ignore"):
+            game = games.build(order["game"], order["options"])
+            rules = importlib.import_module(game.rules)
+            found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])
+    except GpuinferError as error:
+        found = {"fault": str(error)}
+    json.dump(found, answer)
+    answer.close()
+
+
+def _hangs(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError("it did not come back")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A game is played in a child process before compiled code gets to play it: a size that is too small would have that
+write beyond its arrays, where it corrupts memory or is killed.
+
+A game of ours is not rehearsed: its tests do that. One of yours is, once for each version of its rules and its sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+from gpuinfer.workloads.selfplay import kernels
+from gpuinfer.workloads.selfplay.game import Game
+
+SECONDS = 1.0  # of play before a run
+GAMES = 200  # at most
+GRACE_S = 20.0  # beyond the time of play, for one call that takes long
+START_S = 60.0  # to import Numba on a busy machine, and to compile the rules where need be
+SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "scratch", "feature_dtype", "hidden")
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What came of it. `digests` are those of the games played, to be compared with compiled play."""
+
+    fault: str | None
+    games: int = 0
+    positions: int = 0
+    digests: tuple[str, ...] = ()
+    plain: bool = True  # False: compiled with bounds checked, as the rules use what plain Python does not have
+
+
+def is_due(game: Game) -> bool:
+    """Whether it is not ours, and has not been rehearsed as it is now."""
+    return not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
+
+
+def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:
+    """Rehearse it, and remember that. Blocks for a few seconds. Raises `UsageError` for what would harm the run."""
+    rehearsal = rehearse(name, options)
+    if rehearsal.fault is not None:
+        raise UsageError(f"game '{name}' is not played, since it does what it must not: {rehearsal.fault}")
+    _mark(game).touch()
+
+
+def rehearse(name: str, options: Mapping[str, Any], seconds: float = SECONDS, games: int = GAMES) -> Rehearsal:
+    """Play it for so long: in plain Python, or compiled with bounds checked where plain Python cannot."""
+    order: dict[str, Any] = {
+        "game": name,
+        "options": dict(options),
+        "seconds": seconds,
+        "games": games,
+        "limit_s": seconds + GRACE_S,
+    }
+    found = _child({**order, "plain": True})
+    if found.get("odd") is None:
+        return _rehearsal(found, plain=True)
+    compiled = _child({**order, "plain": False, "limit_s": order["limit_s"] + START_S})
+    if compiled.get("odd") is not None:
+        compiled["fault"] = f"{found['odd']}. Compiled, with bounds checked: {compiled['odd']}."
+    return _rehearsal(compiled, plain=False)
+
+
+def _rehearsal(found: Mapping[str, Any], plain: bool) -> Rehearsal:
+    counts = {key: found.get(key, 0) for key in ("games", "positions")}
+    return Rehearsal(found.get("fault"), **counts, digests=tuple(found.get("digests", ())), plain=plain)
+
+
+def _child(order: Mapping[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-rehearsal-") as cache:
+        how = {"NUMBA_DISABLE_JIT": "1"} if order["plain"] else {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
+        limit_s = order["limit_s"] + START_S
+        path = os.pathsep.join(filter(None, (os.path.abspath(folder) for folder in sys.path)))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "gpuinfer.workloads.selfplay.playthrough"],
+                input=json.dumps(order),
+                env={**os.environ, **how, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired:
+            return {"odd": f"TimeoutError: it did not come back within {limit_s:g} s"}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return {"odd": f"its process ended with {done.returncode}: {last}"}
+    return found
+
+
+def _mark(game: Game) -> Path:
+    """The file that says that this game was rehearsed, beside the compiled code of its rules."""
+    sizes = repr([(name, getattr(game, name)) for name in SIZES]).encode() + game.config.tobytes()
+    name = f"rehearsed-{hashlib.sha256(sizes).hexdigest()[:16]}"
+    return kernels.cache_folder(kernels.rules_of(game.rules)) / name
