@@ -8,11 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from msgspec import structs
 from pydantic import BaseModel
 
 from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.testing import (
     FakeInfer,
     assert_ok,
@@ -22,6 +24,7 @@ from gpuinfer.testing import (
     check_workload,
     run_virtual,
 )
+from gpuinfer.testing.fakes import made_up
 
 
 class Double(Backend):
@@ -81,7 +84,7 @@ class Hanging(Double):
 
 class Blocking(Double):
     async def infer(self, batch):
-        time.sleep(1.0)  # noqa: ASYNC251 (the fault itself)
+        time.sleep(2.0)  # noqa: ASYNC251 (the fault itself)
         return await super().infer(batch)
 
 
@@ -112,6 +115,45 @@ class CannotCancel(Double):
 class SilentOptions(Double):
     class Options(BaseModel):
         speed: float = 1.0
+
+
+class Hiding(Double):
+    class Options(api.Options):
+        device: str = "cpu"
+
+
+class Prose(Double):
+    serves = "text"
+
+
+class Poet(Double):
+    """In order: of text alone."""
+
+    serves = ("text",)
+
+    async def infer(self, batch):
+        return [made_up(request.payload) for request in batch]
+
+
+class NotOfText(Double):
+    serves = ("text",)
+
+    async def infer(self, batch):
+        return [request.payload for request in batch]
+
+
+class Overlong(Poet):
+    async def infer(self, batch):
+        return [made_up(structs.replace(one.payload, sampling=Sampling(max_tokens=9))) for one in batch]
+
+
+class Telling(Double):
+    def device(self):
+        return {"name": "card", "utilisation": 0.5, "tokens": {"input": 1}}
+
+
+def device_of(told):
+    return type("Told", (Double,), {"device": lambda self: told})
 
 
 class StreamStops(Streaming):
@@ -161,6 +203,8 @@ class ElsewhereTold(Generating):
         pytest.param(Double, id="plain"),
         pytest.param(Streaming, id="streaming"),
         pytest.param(Generating, id="with slots"),
+        pytest.param(Poet, id="of text"),
+        pytest.param(Telling, id="that knows its device"),
     ],
 )
 def test_a_backend_in_order_passes(backend):
@@ -187,6 +231,14 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(TooManyRows, "tells its forward steps", id="a step of more rows than slots"),
         pytest.param(ElsewhereTold, "tells its forward steps", id="a step told in another thread"),
         pytest.param(OddStats, "tells its measurements", id="stats that are no snapshot"),
+        pytest.param(Hiding, "has options of its own names", id="an option named like a setting"),
+        pytest.param(Prose, "says what it serves", id="serves what is no kind"),
+        pytest.param(NotOfText, "answers each request with its own rows", id="a prompt that is echoed"),
+        pytest.param(Overlong, "answers each request with its own rows", id="more tokens than were wanted"),
+        pytest.param(device_of("a card"), "tells its measurements", id="a device that is no dict"),
+        pytest.param(device_of({"utilisation": 87}), "tells its measurements", id="utilisation in per cent"),
+        pytest.param(device_of({"allocated_mb": "12 MB"}), "tells its measurements", id="memory in words"),
+        pytest.param(device_of({"model": {"at": object()}}), "tells its measurements", id="facts that are not plain"),
         pytest.param(lambda: object(), "builds", id="no backend at all"),
     ],
 )
@@ -194,8 +246,19 @@ def test_a_broken_backend_is_caught(backend, promise):
     assert promise in broken(check_backend(backend, timeout_s=1.0))
 
 
-def test_a_backend_that_blocks_the_event_loop_is_caught():
-    assert broken(check_backend(Blocking, timeout_s=0.01)) == {"never blocks"}
+def test_a_backend_that_blocks_the_event_loop_is_caught_and_the_check_is_named():
+    findings = check_backend(Blocking, timeout_s=0.1)
+    assert broken(findings) == {"never blocks"}
+    assert "'answers each request with its own rows' did not come back within 0.1 s" in findings[-1].detail
+
+
+def test_after_a_check_that_hangs_those_like_it_are_not_tried():
+    findings = check_backend(Hanging, timeout_s=0.2)
+    assert broken(findings) == {"answers each request with its own rows"}
+    skipped = [finding for finding in findings if finding.skipped]
+    assert skipped[0].name == "answers in order"
+    assert "'answers each request with its own rows' did not end" in skipped[0].detail
+    assert findings[-1].name == "closes"
 
 
 def test_payloads_can_be_the_backends_own():
@@ -259,6 +322,30 @@ class NoTime(Eager):
         return math.nan
 
 
+class Procrastinating(Eager):
+    def cut_at(self, queue):
+        return queue.now + 3600.0
+
+
+class ShedsAll(Eager):
+    def shed(self, queue, arriving):
+        return [arriving]
+
+
+class ShedRaises(Eager):
+    def shed(self, queue, arriving):
+        raise IndexError
+
+
+class NoRetry(Eager):
+    def retry_after(self, queue, request):
+        return math.inf
+
+
+class Mumbling(Eager):
+    notices = "one sentence"
+
+
 class NoReason(Eager):
     def reason(self, queue):
         return "because"
@@ -297,6 +384,11 @@ def test_a_strategy_in_order_passes():
         pytest.param(NoReason, "selects waiting requests within the limits", id="a reason that is none"),
         pytest.param(Never, "cuts in the end", id="waits for arrivals that may not come"),
         pytest.param(Receding, "cuts in the end", id="always a little later"),
+        pytest.param(Procrastinating, "cuts in the end", id="always in an hour"),
+        pytest.param(ShedsAll, "sheds only what waits", id="sheds what does not wait"),
+        pytest.param(ShedRaises, "sheds only what waits", id="shed raises"),
+        pytest.param(NoRetry, "tells when to try again", id="try again never"),
+        pytest.param(Mumbling, "says its notices in words", id="notices that are one text"),
         pytest.param(Dice, "answers the same queue the same way", id="rolls dice"),
         pytest.param(WallClock, "reads no clock", id="reads a clock"),
         pytest.param(Deaf, "observes", id="observe raises"),
@@ -327,6 +419,17 @@ class Looping(Eager):
 
 def test_a_strategy_that_never_answers_is_caught():
     assert broken(check_strategy(Looping, timeout_s=0.1)) == {"never blocks"}
+
+
+class Raising(Eager):
+    def cut_at(self, queue):
+        raise ZeroDivisionError
+
+
+def test_what_a_plugin_raises_is_said_with_the_case():
+    findings = {finding.name: finding.detail for finding in check_strategy(Raising)}
+    assert "with a lone request: " in findings["answers cut_at with a time"]
+    assert "ZeroDivisionError" in findings["answers cut_at with a time"]
 
 
 class Sums(Workload):
@@ -384,7 +487,50 @@ def test_a_workload_in_order_passes():
     ],
 )
 def test_a_broken_workload_is_caught(workload, promise):
-    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=1.0))
+    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=0.3))
+
+
+class Raises(Sums):
+    async def run(self, infer):
+        yield Progress(0)
+        raise OSError("no disk")
+
+
+class Stuck(Sums):
+    async def run(self, infer):
+        yield Progress(0)
+        await asyncio.Event().wait()
+
+
+class Prompts(Sums):
+    """Of a model of text, which a stand-in answers for."""
+
+    def model(self):
+        return api.ModelSpec("no-such-folder", kind="text")
+
+    async def run(self, infer):
+        answer = await infer(Prompt(text="once", sampling=Sampling(max_tokens=3)))
+        yield Progress(len(answer.completions[0].tokens), 3)
+
+
+@pytest.mark.parametrize("workload", [Sums, Prompts])
+def test_a_workload_is_run_for_real(workload):
+    assert_ok(check_workload(workload))
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        pytest.param(Raises, "no disk", id="raises"),
+        pytest.param(Stuck, "asked to stop, it went on for 0.15 s", id="hangs"),
+        pytest.param(Endless, "asked to stop, it went on for 0.15 s", id="deaf to stopping"),
+        pytest.param(Mute, "it yielded no Progress", id="says nothing"),
+    ],
+)
+def test_what_goes_wrong_in_a_real_run_is_told(workload, said):
+    findings = {finding.name: finding for finding in check_workload(workload, timeout_s=0.15)}
+    assert not findings["runs and tells how far it is"].ok
+    assert said in findings["runs and tells how far it is"].detail
 
 
 def test_a_package_that_is_not_installed_is_named():

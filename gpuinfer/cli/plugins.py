@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from gpuinfer import registry
+from gpuinfer.cli import flags
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.errors import UnknownName
+
+SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatable."
 
 app = typer.Typer(
     help="List, show and check plugins.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
@@ -86,22 +89,38 @@ def _options(record: registry.Record, plugin: Any) -> list[tuple[str, str, str]]
 
 
 @app.command("check")
-def check(package: str = typer.Argument(help="an installed package", autocompletion=_packages)) -> None:
-    """Run the conformance kit on every plugin of a package. Exits 4 when one does not hold."""
-    from gpuinfer.display import facts
+def check(
+    package: str = typer.Argument(help="an installed package", autocompletion=_packages),
+    given: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET)] = None,
+    model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint for backends of text [a tiny one].")] = "",
+    each: Annotated[str, typer.Option(metavar="TIME", help="For one check; a run gets three times it.")] = "10s",
+    limit: Annotated[str, typer.Option(metavar="TIME", help="For the whole package.")] = "5min",
+) -> None:
+    """Run the conformance kit on every plugin of a package, in a process of its own. Exits 4 when one does not hold."""
+    from gpuinfer.cli.checking import Shown
+    from gpuinfer.cli.targets import seconds
     from gpuinfer.testing import check_package
 
     _apply_settings()
     known = {record.distribution for record in registry.listing()}
     if package not in known:
         raise UnknownName("package with plugins", package, known)
-    findings = check_package(package)
-    rows = [
-        (f"  {'✓' if finding.ok else '✗'} {finding.name}", "" if finding.ok else finding.detail) for finding in findings
-    ]
-    facts(package, rows)
+    shown = Shown()
+    findings = check_package(
+        package,
+        given={key.removeprefix("."): _text(one.value) for key, one in flags.pairs(given or [], "--set", "").items()},
+        model=model or None,
+        each_s=seconds("each", each, 0.01),
+        limit_s=seconds("limit", limit, 0.01),
+        tell=shown.tell,
+    )
+    shown.sum_up(findings)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _text(value: str | list[str]) -> str:
+    return ",".join(value) if isinstance(value, list) else value
 
 
 def _apply_settings() -> None:

@@ -1,6 +1,7 @@
 """The conformance kit: what a plugin must keep to, checked; and the stand-ins with which its tests need not sleep.
 
     assert_ok(check_backend(lambda: EchoBackend()))                  # each promise of api.Backend, tried for real
+    assert_ok(games.check_game(Nim))                                 # a game, in `gpuinfer.testing.games`
     assert Dynamic(max_wait=2.0).cut_at(waiting([1.0])) == 3.0       # a queue as a strategy sees it
     run_virtual(test())                                              # asyncio on a clock that jumps, never sleeps
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpuinfer.layouts import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
-from gpuinfer.testing.findings import Finding, check_options, examine, examine_async, run_bounded
+from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
 
 MOST_ROWS = 4096  # the widest batch that is tried
 CROWD = 64  # requests asked at once
@@ -28,21 +29,25 @@ MakePayload = Callable[[int, int], Any]
 
 
 def check_backend(
-    backend_factory: Callable[[], Backend], make_payload: MakePayload | None = None, timeout_s: float = 30.0
+    backend_factory: Callable[[], Backend],
+    make_payload: MakePayload | None = None,
+    timeout_s: float = 30.0,
+    *,
+    examiner: Examiner | None = None,
 ) -> list[Finding]:
-    """Every promise of `api.Backend`; each step may take `timeout_s`.
+    """Every promise of `api.Backend`; each check may take `timeout_s`, or what `examiner` allows.
 
-    Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8; of a
-    model of text, a prompt that wants `rows` short answers.
+    Without `make_payload` a payload is float32 [rows, inputs], with the inputs of the backend's model, or else 8. When
+    its model is one of text, or text is all that it `serves`, a payload is a `generation.Prompt` that wants `rows`
+    short answers.
     """
 
-    def check(findings: list[Finding]) -> None:
+    def check(examiner: Examiner) -> None:
         backends: list[Backend] = []
-        findings.append(examine("builds", lambda: _fault_of_build(backend_factory, backends)))
-        if findings[0].ok:
-            asyncio.run(_Examination(backends[0], make_payload, timeout_s, findings).run())
+        if examiner.check("builds", lambda: _fault_of_build(backend_factory, backends)):
+            asyncio.run(_Examination(backends[0], make_payload, examiner).run())
 
-    return run_bounded(check, 12 * timeout_s)
+    return run_bounded(check, examiner or Examiner(timeout_s))
 
 
 def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]) -> str | None:
@@ -54,22 +59,27 @@ def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]
 class _Examination:
     """One backend, from start to close."""
 
-    def __init__(
-        self, backend: Backend, make_payload: MakePayload | None, timeout_s: float, findings: list[Finding]
-    ) -> None:
+    def __init__(self, backend: Backend, make_payload: MakePayload | None, examiner: Examiner) -> None:
         self.backend = backend
-        self.timeout_s = timeout_s
-        self.findings = findings
+        self.examiner = examiner
         self._make_payload = make_payload or self._payload
         self._steps: list[tuple[int, float, bool]] = []  # rows, seconds, told on the event loop
 
     async def run(self) -> None:
-        self.findings += check_options(self.backend)
-        self.findings.append(examine("connects from another process", self._connects))
-        if await self._try("starts", self._starts):
+        examiner = self.examiner
+        check_options(self.backend, examiner)
+        examiner.check("says what it serves", self._serves)
+        if await examiner.check_async("starts", self._starts):
+            await examiner.check_async("connects from another process", self._connects)
+            hung = ""
             for name, check in self._promises().items():
-                await self._try(name, check)
-        await self._try("closes", self.backend.close)
+                if hung:
+                    examiner.skip(name, f"'{hung}' did not end")
+                    continue
+                await examiner.check_async(name, check)
+                hung = name if examiner.hung else ""
+            await examiner.check_async("tells its measurements", self._measures)
+        await examiner.check_async("closes", self.backend.close)
 
     def _promises(self) -> dict[str, Callable[[], Awaitable[str | None]]]:
         return {
@@ -79,24 +89,23 @@ class _Examination:
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
             **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
-            "tells its measurements": self._measures,
         }
 
     @property
     def _has_slots(self) -> bool:
-        return self.backend.streams and self.backend.limits.slots is not None
+        """And steps of its own: those of a remote backend are told over there."""
+        return self.backend.streams and self.backend.limits.slots is not None and not self.backend.remote
 
     def _stepped(self, rows: int, seconds: float) -> None:
         self._steps.append((rows, seconds, threading.current_thread() is self._thread))
 
-    async def _try(self, name: str, check: Callable[[], Awaitable[str | None]]) -> bool:
-        finding = await examine_async(name, check, self.timeout_s)
-        self.findings.append(finding)
-        return finding.ok
+    @property
+    def _is_of_text(self) -> bool:
+        model = self.backend.setup.model
+        return model.kind == "text" if model else tuple(self.backend.serves) == ("text",)
 
     def _payload(self, rows: int, seed: int) -> Any:
-        model = self.backend.setup.model
-        return _prompt(rows, seed) if model and model.kind == "text" else self._features(rows, seed)
+        return _prompt(rows, seed) if self._is_of_text else self._features(rows, seed)
 
     def _features(self, rows: int, seed: int) -> Any:
         model = self.backend.setup.model
@@ -109,7 +118,14 @@ class _Examination:
     def _request(self, rows: int, seed: int) -> Request:
         return Request(self._make_payload(rows, seed), rows)
 
-    def _connects(self) -> str | None:
+    def _serves(self) -> str | None:
+        kinds = self.backend.serves
+        if isinstance(kinds, tuple | list) and kinds and set(kinds) <= {"rows", "text"}:
+            return None
+        return f'it serves {kinds!r}. Set `serves` to a tuple of the kinds of model: "rows", "text" or both.'
+
+    async def _connects(self) -> str | None:
+        """After the start: a remote backend connects to what it has started."""
         connector = self.backend.connect()
         ForkingPickler.dumps(connector)  # as a spawned process would be given it
         other = connector.open()
@@ -117,7 +133,7 @@ class _Examination:
 
     async def _starts(self) -> str | None:
         self._thread = threading.current_thread()
-        self.backend.stepped = self._stepped
+        self.backend.stepped, self.backend.strategy = self._stepped, Dynamic()
         await self.backend.start()
         limits = getattr(self.backend, "limits", None)
         if not isinstance(limits, Limits):
@@ -132,13 +148,15 @@ class _Examination:
             if event.last and event.error is not None:
                 raise event.error
             if event.last:
-                answered[event.request].append(_said(event.value))
+                answered[event.request].append(event.value)
         for request, results in answered.items():
             if len(results) != 1:
                 raise ValueError(f"a request got {len(results)} results. Return one for each request")
             if fault := find_fault(results[0], request.rows):
                 raise ValueError(fault)
-        return [results[0] for results in answered.values()]
+            if isinstance(request.payload, Prompt) and (fault := _fault_of_generation(results[0], request.payload)):
+                raise ValueError(fault)
+        return [_said(results[0]) for results in answered.values()]
 
     def _batch(self) -> list[Request]:
         """Several requests of different sizes, as many as fit."""
@@ -196,7 +214,8 @@ class _Examination:
         return None
 
     async def _measures(self) -> str | None:
-        self.backend.device()
+        if fault := _fault_of_device(self.backend.device()):
+            return fault
         wire = await self.backend.stats()
         if wire is not None:
             Snapshot.from_wire(dict(wire))
@@ -229,6 +248,43 @@ class _Borrowed(Backend):
 def _prompt(rows: int, seed: int) -> Prompt:
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     return Prompt(text=f"prompt {seed}", key=str(seed), samples=rows, sampling=sampling)
+
+
+def _fault_of_generation(result: Result, prompt: Prompt) -> str | None:
+    if not isinstance(result, Generation):
+        return f"a prompt was answered with {result!r:.60}. Answer with a gpuinfer.generation.Generation"
+    if len(result.completions) != prompt.samples:
+        return f"{len(result.completions)} completions for {prompt.samples} samples. Give one for each"
+    longest = max(len(answer.tokens) for answer in result.completions)
+    if longest > prompt.sampling.max_tokens:
+        return f"an answer of {longest} tokens, where max_tokens is {prompt.sampling.max_tokens}. Stop there"
+    return None
+
+
+def _fault_of_device(told: Any) -> str | None:
+    """It goes into reports and onto the screen four times a second."""
+    if not isinstance(told, Mapping):
+        return f"device() gave {told!r:.60}. Return a dict; an empty one when nothing is known."
+    wrong = next(
+        (key for key, (low, high) in DEVICE.items() if key in told and not _between(told[key], low, high)), None
+    )
+    if wrong is not None:
+        return f"device() says {wrong} = {told[wrong]!r}. Leave it out, or give a number in {UNITS[wrong]}."
+    if not isinstance(told.get("model", {}), Mapping) or not isinstance(told.get("tokens", {}), Mapping):
+        return "device() says model or tokens otherwise than as a dict. Give plain facts by name, and {input, output}."
+    try:
+        json.dumps(told, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"device() gave what no report can hold: {error}. Return numbers and texts alone."
+    return None
+
+
+def _between(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and low <= value <= high
+
+
+DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
+UNITS = {"utilisation": "0 to 1", "allocated_mb": "MB", "reserved_mb": "MB"}
 
 
 def _said(result: Result) -> Result:

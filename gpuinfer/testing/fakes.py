@@ -1,16 +1,22 @@
-"""Stand-ins for what surrounds a plugin: an Infer that answers from a function, and a tiny model."""
+"""Stand-ins for what surrounds a plugin: an Infer that answers from a function, a backend, tiny models."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
-from gpuinfer.api import Infer, Lane, Limits, Priority, Request, Result, Workers
+from gpuinfer.api import Backend, Infer, Lane, Limits, ModelSpec, Priority, Request, Result, Workers
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
 from gpuinfer.stats import Lane as LedgerLane
+
+END = "<|end|>"  # the token that ends an answer of the tiny model
+SHORT = 16  # tokens of a made-up answer, at most
 
 
 class FakeInfer(Infer):
@@ -56,6 +62,67 @@ class FakeInfer(Infer):
 
     def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> AbstractAsyncContextManager[Workers]:
         raise UsageError(f"FakeInfer starts no processes, so not '{target}'. Try it with `gpuinfer` itself.")
+
+
+class Answerer(Backend):
+    """Answers prompts with made-up text as long as they want it, and anything else with itself. It holds no model."""
+
+    serves = ("rows", "text")
+    limits = Limits(max_rows=256, in_flight=4)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        return [made_up(one.payload) if isinstance(one.payload, Prompt) else one.payload for one in batch]
+
+
+def made_up(prompt: Prompt) -> Generation:
+    """An answer that depends on the prompt's key and sample alone: the tokens 1, 2, 3, … and a word for each."""
+    wanted = prompt.sampling
+    tokens = tuple(range(1, min(wanted.max_tokens, SHORT) + 1))
+    chosen = tuple(Logprob(Candidate(token, -1.0, 1), (Candidate(token, -1.0, 1),)) for token in tokens)
+    numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
+    return Generation(
+        completions=tuple(
+            Completion(
+                text=" ".join(f"{prompt.key}.{number}.{token}" for token in tokens),
+                tokens=tokens,
+                finish_reason="length" if len(tokens) == wanted.max_tokens else "stop",
+                logprobs=None if wanted.logprobs is None else chosen,
+            )
+            for number in numbers
+        ),
+        prompt_tokens=8,
+    )
+
+
+def tiny_folder(folder: Path) -> Path:
+    """Write a checkpoint of text, as transformers would: config, random weights, tokenizer."""
+    from gpuinfer.models.text.checkpoint import open_checkpoint, save_folder
+
+    checkpoint = open_checkpoint(ModelSpec("tiny", kind="text"))
+    save_folder(checkpoint, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(_bytes_as_tokens(checkpoint.shape.end_tokens[0])))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _bytes_as_tokens(end: int) -> dict[str, Any]:
+    """A tokenizer whose token n is the byte n, in the form of the `tokenizers` library.
+
+    Byte-level BPE spells a byte by a printable character (Radford et al. 2019, GPT-2's `bytes_to_unicode`).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelt = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    ending = {"id": end, "content": END, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [ending | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)],
+        "pre_tokenizer": by_bytes,
+        "decoder": by_bytes,
+        "model": {"type": "BPE", "vocab": {spelt[byte]: byte for byte in range(256)} | {END: end}, "merges": []},
+    }
 
 
 def tiny_model(inputs: int = 8) -> Any:

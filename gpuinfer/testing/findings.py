@@ -4,25 +4,108 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ValidationError
 
+from gpuinfer import settings
 from gpuinfer.api import Plugin
+from gpuinfer.errors import GpuinferError
+from gpuinfer.options import fields_of, missing
+
+LOOK_S = 0.02  # between two looks at a check that may hang
+SLACK = 0.5  # of a check's limit: so much later it is taken to block
+
+FLAGS = ("backend_options", "strategy_options", "config", "help")  # of every command, and no settings
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`name` says what a plugin promises; `detail` is empty, a remark, or what broke the promise and the cure."""
+    """`name` says what a plugin promises; `detail` is empty, a remark, or what broke the promise and the cure.
+
+    One that is `skipped` was not tried, since another that it rests on does not hold.
+    """
 
     name: str
     ok: bool
     detail: str = ""
+    skipped: bool = False
 
     def of(self, plugin: str) -> Finding:
         """The same finding, named after the plugin it is about."""
         return replace(self, name=f"{plugin}: {self.name}")
+
+
+class Examiner:
+    """Makes one check after the other, each within `limit_s` seconds, and collects what it finds.
+
+    `begin` is told the name of each check before it is made, `found` each finding as soon as it is there.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        begin: Callable[[str], None] = lambda name: None,
+        found: Callable[[Finding], None] = lambda finding: None,
+    ) -> None:
+        self.limit_s = limit_s
+        self.findings: list[Finding] = []
+        self.hung = False  # the last check did not come back in time: what rests on the same would not either
+        self.now = ""  # the check that is being made
+        self.due = time.monotonic() + limit_s  # when it must have come back
+        self._begin, self._found = begin, found
+        self._left_behind = False
+
+    def check(self, name: str, fault_of: Callable[[], str | None], limit_s: float | None = None) -> bool:
+        """`fault_of` returns what is wrong, or None. What it raises is wrong too."""
+        self._enter(name, limit_s)
+        try:
+            fault = fault_of()
+        except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
+            fault = raised(error)
+        return self.add(Finding(name, fault is None, fault or ""))
+
+    async def check_async(
+        self, name: str, fault_of: Callable[[], Awaitable[str | None]], limit_s: float | None = None
+    ) -> bool:
+        """Like `check`; not to end in time is wrong too."""
+        self._enter(name, limit_s)
+        try:
+            fault = await asyncio.wait_for(fault_of(), limit_s or self.limit_s)
+        except TimeoutError:
+            self.hung = time.monotonic() >= self.due
+            fault = f"did not end within {limit_s or self.limit_s:g} s. Give every wait an end, or allow it more time."
+        except Exception as error:  # noqa: BLE001
+            fault = raised(error)
+        return self.add(Finding(name, fault is None, fault or ""))
+
+    def skip(self, name: str, reason: str) -> None:
+        self.add(Finding(name, True, f"not tried: {reason}", skipped=True))
+
+    def add(self, finding: Finding) -> bool:
+        if not self._left_behind:
+            self.findings.append(finding)
+            self._found(finding)
+        self.due = time.monotonic() + self.limit_s
+        return finding.ok
+
+    def leave_behind(self) -> None:
+        """Whatever the present check still comes to is not heard."""
+        what = f"'{self.now}' did not come back within {self.limit_s:g} s"
+        self.add(Finding("never blocks", False, f"{what}. Await instead of blocking, or use asyncio.to_thread."))
+        self._left_behind = True
+
+    def _enter(self, name: str, limit_s: float | None = None) -> None:
+        self.now, self.hung = name, False
+        self.due = time.monotonic() + (limit_s or self.limit_s)
+        self._begin(name)
+
+
+def raised(error: BaseException) -> str:
+    """What an error says: ours as it is, another with its kind."""
+    return str(error) if isinstance(error, GpuinferError) else f"raised {error!r}. It must not raise here."
 
 
 def assert_ok(findings: Iterable[Finding]) -> None:
@@ -32,41 +115,29 @@ def assert_ok(findings: Iterable[Finding]) -> None:
         raise AssertionError("\n".join(broken))
 
 
-def examine(name: str, check: Callable[[], str | None]) -> Finding:
-    """`check` returns what is wrong, or None. What it raises is wrong too."""
-    try:
-        fault = check()
-    except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
-        fault = f"raised {error!r}. It must not raise here."
-    return Finding(name, fault is None, fault or "")
-
-
-async def examine_async(name: str, check: Callable[[], Awaitable[str | None]], timeout_s: float) -> Finding:
-    """Like `examine`; not to end in time is wrong too."""
-    try:
-        fault = await asyncio.wait_for(check(), timeout_s)
-    except TimeoutError:
-        fault = f"did not end within {timeout_s:g} s. Give every wait in it an end, or pass a longer timeout_s."
-    except Exception as error:  # noqa: BLE001
-        fault = f"raised {error!r}. It must not raise here."
-    return Finding(name, fault is None, fault or "")
-
-
-def run_bounded(check: Callable[[list[Finding]], None], timeout_s: float) -> list[Finding]:
-    """What `check` finds within `timeout_s`, on a thread that is left behind if it hangs: no timeout ends such code."""
-    findings: list[Finding] = []
-    thread = threading.Thread(target=check, args=(findings,), daemon=True, name="gpuinfer.testing")
+def run_bounded(examine: Callable[[Examiner], None], examiner: Examiner) -> list[Finding]:
+    """What `examine` finds, on a thread that is left behind when a check blocks: no timeout ends such code."""
+    thread = threading.Thread(target=examine, args=(examiner,), daemon=True, name="gpuinfer.testing")
     thread.start()
-    thread.join(timeout_s)
-    if not thread.is_alive():
-        return findings
-    fault = f"did not come back within {timeout_s:g} s. Await instead of blocking, or use asyncio.to_thread."
-    return [*findings, Finding("never blocks", False, fault)]
+    while thread.is_alive():
+        thread.join(LOOK_S)
+        if thread.is_alive() and time.monotonic() > examiner.due + SLACK * examiner.limit_s:
+            examiner.leave_behind()
+            break
+    return examiner.findings
 
 
-def check_options(plugin: Plugin) -> list[Finding]:
-    """Whether a wrong `-B key=value` is refused instead of dropped in silence."""
-    return [examine("refuses unknown options", lambda: _fault_of_options(plugin))]
+def check_options(plugin: Plugin, examiner: Examiner) -> None:
+    """Whether a wrong `-B key=value` is refused instead of dropped in silence, and no option hides a setting."""
+    examiner.check("refuses unknown options", lambda: _fault_of_options(plugin))
+    examiner.check("has options of its own names", lambda: _fault_of_names(plugin))
+
+
+def wanting(plugin: type[Plugin], given: Iterable[str]) -> str | None:
+    """What to say when options are needed to build it that were not given."""
+    names = missing(plugin.Options, given) if issubclass(plugin.Options, BaseModel) else []
+    words = " ".join(f"--set {name}=VALUE" for name in names)
+    return f"needs {', '.join(names)}, which has no default. Check it with {words}." if names else None
 
 
 def _fault_of_options(plugin: Plugin) -> str | None:
@@ -78,3 +149,15 @@ def _fault_of_options(plugin: Plugin) -> str | None:
     except ValidationError:
         return None
     return f"it takes an option that it does not have without a word. {cure}"
+
+
+def _fault_of_names(plugin: Plugin) -> str | None:
+    """An option `device` of a backend is not what `--device` sets, and of a workload it cannot be."""
+    taken = {*fields_of(settings.Common), *FLAGS} - {"disabled_plugins"}
+    hidden = sorted(taken.intersection(fields_of(type(plugin).Options)))
+    if not hidden:
+        return None
+    return (
+        f"its option '{hidden[0]}' has the name of a setting of every run, and `--{hidden[0].replace('_', '-')}` does "
+        f"not set it. Rename it; the setting itself is in self.setup, as far as a plugin needs it."
+    )

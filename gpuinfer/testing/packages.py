@@ -1,49 +1,172 @@
-"""Every plugin of an installed package, loaded by entry point and checked."""
+"""Every plugin of an installed package, loaded by entry point and checked in a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
 import re
-from collections.abc import Callable
-from typing import Any
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 from gpuinfer import registry
-from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.errors import GpuinferError, UsageError
-from gpuinfer.testing.backends import check_backend
+from gpuinfer.errors import UsageError
 from gpuinfer.testing.findings import Finding
-from gpuinfer.testing.strategies import check_strategy
-from gpuinfer.testing.workloads import check_workload
 
-SETUP = Setup(model=ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8), device="cpu")
-"""What the plugins are built with: their default options, and a model that costs nothing."""
+EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
+LIMIT_S = 300.0  # for a package
+START_S = 60.0  # for the process to import what it needs, on a busy machine
+LONGEST = 12  # limits that the longest check may take by itself (`games.COMPILING`)
 
-CHECKS: dict[str, Callable[[Callable[[], Any]], list[Finding]]] = {
-    "backends": check_backend,
-    "strategies": check_strategy,
-    "workloads": check_workload,
-}
+Tell = Callable[[str, str, "Finding | None"], None]
+"""Told of each check: the plugin, the check's name, and what was found; None when it begins."""
 
 
-def check_package(package_name: str) -> list[Finding]:
-    """Load each plugin that the installed package offers, and check it with its default options.
+def check_package(
+    package_name: str,
+    *,
+    given: Mapping[str, str] | None = None,
+    model: str | None = None,
+    each_s: float = EACH_S,
+    limit_s: float = LIMIT_S,
+    tell: Tell = lambda plugin, check, finding: None,
+) -> list[Finding]:
+    """Load each plugin that the installed package offers, and check it.
 
-    Raises `UsageError` when the package is not installed or offers no plugin.
+    `given` are options as text, by `key`, or `name.key` for one plugin alone; `model` a checkpoint of text for the
+    backends that serve it. Each check may take `each_s`, all of them `limit_s`: what hangs is named and ended, and the
+    others go on. Raises `UsageError` when the package is not installed or offers no plugin.
     """
     records = [record for record in registry.listing() if _same(record.distribution, package_name)]
     if not records:
         raise UsageError(_no_plugins(package_name))
-    return [finding for record in records for finding in _check(record)]
+    order = {"given": {key: _whole(text) for key, text in (given or {}).items()}, "model": model, "each_s": each_s}
+    order["model"] = _whole(model) if model else None
+    package = _Package([(record.kind, record.name) for record in records], order, limit_s, tell)
+    package.check()
+    return package.findings
 
 
-def _check(record: registry.Record) -> list[Finding]:
-    name = f"{registry.KINDS[record.kind]} {record.name}"
-    try:
-        plugin = registry.load(record.kind, record.name)
-    except GpuinferError as error:
-        return [Finding("loads", False, str(error)).of(name)]
-    check = CHECKS.get(record.kind)
-    findings = check(lambda: plugin(SETUP)) if check else []
-    return [finding.of(name) for finding in (Finding("loads", True), *findings)]
+class _Package:
+    """The plugins of one package, and how far their check has come."""
+
+    def __init__(self, plugins: list[tuple[str, str]], order: Mapping[str, Any], limit_s: float, tell: Tell) -> None:
+        self.findings: list[Finding] = []
+        self._left, self._order, self._tell = plugins, order, tell
+        self._limit_s, self._end = limit_s, time.monotonic() + limit_s
+        self._plugin, self._check, self._used = "", "starts", set[str]()
+
+    def check(self) -> None:
+        """Another process goes on with the next plugin when one has been ended or has died."""
+        while self._left:
+            with _process({**self._order, "plugins": self._left}) as (events, last_words):
+                self._follow(events, last_words)
+        for key in sorted(set(self._order["given"]) - self._used):
+            self._plugin = f"--set {key}"
+            self._add(Finding("is an option", False, "no plugin of this package has it. See gpuinfer plugins show."))
+
+    def _follow(self, events: queue.Queue[dict[str, Any] | None], last_words: Callable[[], str]) -> None:
+        silence_s = START_S
+        while True:
+            try:
+                event = events.get(timeout=max(0.0, min(silence_s, self._end - time.monotonic())))
+            except queue.Empty:
+                self._give_up(silence_s)
+                return
+            if event is None:
+                if self._left:
+                    self._broken_off(f"its process ended: {last_words()}. Whatever happens, raise an error instead.")
+                return
+            self._hear(event)
+            silence_s = self._order["each_s"] * LONGEST + START_S
+
+    def _hear(self, event: Mapping[str, Any]) -> None:
+        if "plugin" in event:
+            kind, name = event["plugin"]
+            self._plugin, self._check = f"{registry.KINDS[kind]} {name}", "loads"
+        elif "begin" in event:
+            self._check = event["begin"]
+            self._tell(self._plugin, self._check, None)
+        elif "finding" in event:
+            self._add(Finding(**event["finding"]))
+        else:
+            self._used |= set(event["used"])
+            self._left = self._left[1:]
+
+    def _give_up(self, silence_s: float) -> None:
+        if time.monotonic() < self._end:
+            self._broken_off(f"did not come back within {silence_s:g} s and was ended. Give every wait an end.")
+            return
+        self._broken_off(f"the limit of {self._limit_s:g} s for the package is over. Allow more, or make it quicker.")
+        for kind, name in self._left:
+            self._plugin = f"{registry.KINDS[kind]} {name}"
+            self._add(Finding("is checked", False, "not tried: there was no time left. Allow more."))
+        self._left = []
+
+    def _broken_off(self, why: str) -> None:
+        kind, name = self._left.pop(0)
+        self._plugin = f"{registry.KINDS[kind]} {name}"
+        self._add(Finding(self._check, False, why))
+
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding.of(self._plugin))
+        self._tell(self._plugin, finding.name, finding)
+
+
+@contextlib.contextmanager
+def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, Any] | None], Callable[[], str]]]:
+    """What the examining process says, None at its end; and the last line of its complaints. It is gone afterwards."""
+    path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
+    events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gpuinfer.testing.examining"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+            start_new_session=True,  # it is ended with all that it has started
+        )
+        order_to, said = process.stdin, process.stdout
+        assert order_to is not None
+        assert said is not None
+        threading.Thread(target=_listen, args=(said, events), daemon=True).start()
+
+        def last_words() -> str:
+            complaints.seek(0)
+            lines = complaints.read().strip().splitlines() or ["it said nothing"]
+            return f"{lines[-1]} (exit code {process.wait()})"
+
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                order_to.write(json.dumps(order))
+                order_to.close()
+            yield events, last_words
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _listen(lines: IO[str], events: queue.Queue[dict[str, Any] | None]) -> None:
+    for line in lines:
+        with contextlib.suppress(ValueError):  # cut off by its end
+            events.put(json.loads(line))
+    events.put(None)
+
+
+def _whole(text: str) -> str:
+    """A file of this folder by its whole path: plugins are checked in a folder of their own."""
+    return str(Path(text).resolve()) if Path(text).exists() else text
 
 
 def _no_plugins(package_name: str) -> str:

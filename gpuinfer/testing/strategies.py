@@ -12,31 +12,39 @@ from dataclasses import replace
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
 from gpuinfer.batching.cutting import choose, due_at
 from gpuinfer.engine import Engine
-from gpuinfer.testing.findings import Finding, check_options, examine, run_bounded
+from gpuinfer.errors import StrategyError
+from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
 from gpuinfer.testing.queues import waiting
 from gpuinfer.testing.virtual import run_virtual
 
-PATIENCE_S = 3600.0  # of virtual time: a request that waits longer than this waits for ever
+PATIENCE_S = 60.0  # of virtual time: a request that waits longer than this waits for ever
 SHIFT_S = 2.0**20  # exact in binary, so that shifted times differ by exactly this much
 LOAD = "serves every request of a random load"
 LOAD_REQUESTS = 200
 
 
-def check_strategy(strategy_factory: Callable[[], Strategy], timeout_s: float = 30.0) -> list[Finding]:
-    """Every promise of `api.Strategy`; `strategy_factory` is called for a new one as often as needed."""
-    return run_bounded(functools.partial(_check, strategy_factory), timeout_s)
+def check_strategy(
+    strategy_factory: Callable[[], Strategy], timeout_s: float = 30.0, *, examiner: Examiner | None = None
+) -> list[Finding]:
+    """Every promise of `api.Strategy`; `strategy_factory` is called for a new one as often as needed. Each check may
+    take `timeout_s`, or what `examiner` allows.
+    """
+    return run_bounded(functools.partial(_check, strategy_factory), examiner or Examiner(timeout_s))
 
 
-def _check(strategy_factory: Callable[[], Strategy], findings: list[Finding]) -> None:
-    findings.append(examine("builds", lambda: _fault_of_build(strategy_factory)))
-    if not findings[0].ok:
+def _check(strategy_factory: Callable[[], Strategy], examiner: Examiner) -> None:
+    if not examiner.check("builds", lambda: _fault_of_build(strategy_factory)):
         return
-    findings += check_options(strategy_factory())
-    for name, fault_of in PROMISES.items():
-        findings.append(examine(name, functools.partial(_first_fault, strategy_factory, fault_of)))
-    findings.append(examine("observes", lambda: _fault_of_observing(strategy_factory())))
-    if all(finding.ok for finding in findings):  # on a virtual clock, one that reads a real clock would run for hours
-        findings.append(examine(LOAD, lambda: run_virtual(_load(strategy_factory()))))
+    check_options(strategy_factory(), examiner)
+    held = [
+        examiner.check(name, functools.partial(_first_fault, strategy_factory, fault_of))
+        for name, fault_of in PROMISES.items()
+    ]
+    held.append(examiner.check("observes", lambda: _fault_of_observing(strategy_factory())))
+    if all(held):
+        examiner.check(LOAD, lambda: run_virtual(_load(strategy_factory())))
+    else:  # on a virtual clock, one that reads a real clock would run for hours
+        examiner.skip(LOAD, "a strategy that breaks other promises may run for hours in it")
 
 
 def queues() -> Iterator[tuple[str, QueueView]]:
@@ -67,7 +75,7 @@ def _first_fault(
         try:
             fault = fault_of(strategy_factory(), view)
         except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
-            fault = f"{error}"
+            fault = str(error) if isinstance(error, StrategyError) else f"raised {error!r}. It must not raise here."
         if fault:
             return f"with {name}: {fault}"
     return None
@@ -129,6 +137,32 @@ def _fault_of_observing(strategy: Strategy) -> str | None:
     return next((fault for _, view in queues() if (fault := _fault_of_choice(strategy, view))), None)
 
 
+def _fault_of_shedding(strategy: Strategy, view: QueueView) -> str | None:
+    """A full queue asks for each arrival: one more of each class, as wide as the widest."""
+    rows = max(request.rows for request in view.waiting)
+    for priority in Priority:
+        arriving = replace(view.waiting[-1], payload="arriving", rows=rows, arrived=view.now, priority=priority)
+        victims = list(strategy.shed(view, arriving))
+        if len(set(victims)) != len(victims) or not set(victims) <= set(view.waiting):
+            return "shed turned away what does not wait, or one request twice. Choose from queue.waiting."
+    return None
+
+
+def _fault_of_retrying(strategy: Strategy, view: QueueView) -> str | None:
+    seconds = strategy.retry_after(view, view.waiting[-1])
+    if seconds is None or (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+        return None
+    return f"retry_after gave {seconds!r}. Return seconds, or None when you do not know."
+
+
+def _fault_of_notices(strategy: Strategy, view: QueueView) -> str | None:
+    strategy.cut_at(view)
+    said = strategy.notices
+    if not isinstance(said, str) and all(isinstance(one, str) for one in said):
+        return None
+    return f"notices are {said!r:.60}. Keep a list of sentences."
+
+
 def _seen_at(view: QueueView, now: float) -> QueueView:
     return replace(view, now=now)
 
@@ -177,4 +211,7 @@ PROMISES: dict[str, Callable[[Strategy, QueueView], str | None]] = {
     "cuts in the end": _fault_of_patience,
     "answers the same queue the same way": _fault_of_purity,
     "reads no clock": _fault_of_clock,
+    "sheds only what waits": _fault_of_shedding,
+    "tells when to try again": _fault_of_retrying,
+    "says its notices in words": _fault_of_notices,
 }

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from counts import counts
 from matches import Thinker, arena_of, load, played, random_linear, same
-from reference import Tree
 from scipy import stats
 from table import Table
 
+from gpuinfer.testing.reference import Tree
 from gpuinfer.workloads.selfplay import arrays, bits
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour

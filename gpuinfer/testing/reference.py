@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from matches import Model
-from table import Table
 
+from gpuinfer.testing.table import Table
+from gpuinfer.testing.thinking import Model
 from gpuinfer.workloads.selfplay.game import Game
 
 
