@@ -139,7 +139,8 @@ def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, A
         order_to, said = process.stdin, process.stdout
         assert order_to is not None
         assert said is not None
-        threading.Thread(target=_listen, args=(said, events), daemon=True).start()
+        listener = threading.Thread(target=_listen, args=(said, events), daemon=True)
+        listener.start()
 
         def last_words() -> str:
             complaints.seek(0)
@@ -147,20 +148,21 @@ def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, A
             return f"{lines[-1]} (exit code {process.wait()})"
 
         try:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError), order_to:
                 order_to.write(json.dumps(order))
-                order_to.close()
             yield events, last_words
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            listener.join(1.0)  # the pipe has ended with all who could write to it
 
 
 def _listen(lines: IO[str], events: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in lines:
-        with contextlib.suppress(ValueError):  # cut off by its end
-            events.put(json.loads(line))
+    with lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # cut off by its end
+                events.put(json.loads(line))
     events.put(None)
 
 

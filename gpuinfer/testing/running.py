@@ -39,7 +39,7 @@ class Trial:
 
     def __init__(self, workload_factory: Callable[[], Workload], limit_s: float) -> None:
         self._build = workload_factory
-        self._run_s, self._grace_s = min(RUN_S, limit_s), min(GRACE_S, limit_s)
+        self._run_s, self._grace_s = min(RUN_S, limit_s / 2), min(GRACE_S, limit_s)
 
     async def __call__(self, stop: bool) -> str | None:
         """What is wrong, or None. It is asked to stop after two seconds of work, or at its first progress."""

@@ -1,0 +1,129 @@
+"""`gpuinfer plugins check` on a package that is broken in many ways: each fault is named, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packages import install
+
+from gpuinfer import registry
+from gpuinfer.errors import UsageError
+from gpuinfer.testing import check_package
+
+HERE = Path(__file__).parent
+POINTS = {
+    "backends": {"crashing": "broken_plugins:Crashing", "hanging": "broken_plugins:Hanging"},
+    "strategies": {"late": "broken_plugins:Late"},
+    "workloads": {"needy": "broken_plugins:Needy"},
+    "games": {"small": "small_nim:Nim"},
+}
+
+
+def install_broken(folder: Path, points=POINTS) -> None:
+    install(folder, "broken", points, {"broken_plugins": (HERE / "broken_plugins.py").read_text()})
+    nim = (HERE.parent / "examples" / "nim.py").read_text()
+    (folder / "small_nim.py").write_text(nim.replace("self.words = LAST + 1", "self.words = LAST"))
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """What the command says of the whole package, in a terminal of 80 columns."""
+    folder = tmp_path_factory.mktemp("site")
+    install_broken(folder)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "gpuinfer", "plugins", "check", "broken", "--each", "1s"],
+        env={**environment, "PYTHONPATH": path, "COLUMNS": "80"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def of(plugin: str, out: str) -> str:
+    """What was said of one plugin, each finding in one line."""
+    part = re.search(rf"^{plugin}\n((?:  .*\n)+)", out, re.M)
+    assert part is not None, out
+    return re.sub(r"\n    ", " ", part[1])
+
+
+def test_a_package_that_breaks_promises_exits_4_and_counts_them(checked):
+    assert checked.returncode == 4, checked.stdout + checked.stderr
+    assert re.search(r"^\d+ of \d+ checks hold, 5 do not, \d+ were not tried$", checked.stdout, re.M), checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        ("backend hanging", "✗ answers each request with its own rows did not end within 1 s."),
+        ("backend hanging", "– answers in order not tried: 'answers each request with its own rows' did not end"),
+        ("backend hanging", "✓ closes"),
+        ("backend crashing", "✗ starts its process ended: a last word (exit code 3)."),
+        ("strategy late", "✗ cuts in the end with a lone request: it never cuts"),
+        ("strategy late", "– serves every request of a random load not tried"),
+        ("workload needy", "needs place, which has no default. Check it with --set place=VALUE."),
+        ("game small", "✗ plays within its sizes, in plain Python with bounds checked `deal` (small_nim.py, line"),
+        ("game small", "where words = 4 says there are so many. Declare words = 5 or more."),
+        ("game small", "– plays the same when compiled not tried: compiled, it would write where it may not"),
+    ],
+)
+def test_each_fault_is_named_beside_its_plugin(checked, plugin, said):
+    assert said in of(plugin, checked.stdout)
+
+
+def test_what_is_said_fits_into_80_columns(checked):
+    assert max(map(len, checked.stdout.splitlines())) <= 80
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    monkeypatch.setenv(registry.DISABLED, "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_options_can_be_given_and_a_workload_runs_with_worker_processes(site):
+    install_broken(site, {"workloads": {"needy": "broken_plugins:Needy"}})
+    told = []
+    findings = check_package(
+        "broken",
+        given={"place": "here", "needy.names": "a,b", "nmae": "c"},
+        tell=lambda plugin, check, finding: told.append((plugin, check, finding)),
+    )
+    broken = {finding.name: finding.detail for finding in findings if not finding.ok}
+    assert broken == {"--set nmae: is an option": "no plugin of this package has it. See gpuinfer plugins show."}
+    assert ("workload needy", "runs and tells how far it is", None) in told  # before it was tried
+
+
+def test_the_time_for_a_package_has_an_end(site):
+    install_broken(site, {kind: POINTS[kind] for kind in ("strategies", "workloads")})
+    findings = check_package("broken", limit_s=0.01)
+    assert [(finding.name, finding.ok) for finding in findings] == [
+        ("strategy late: starts", False),
+        ("workload needy: is checked", False),
+    ]
+    assert "the limit of 0.01 s for the package is over" in findings[0].detail
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(UsageError, match="no installed package 'no-such-package'"):
+        check_package("no-such-package")
+
+
+@pytest.mark.soak
+def test_a_game_in_order_passes_every_check(site, monkeypatch):
+    """Among them the compiled search against the plain one: half a minute of compiling."""
+    from gpuinfer.testing import assert_ok
+    from gpuinfer.testing.games import check_game
+
+    shutil.copy(HERE.parent / "examples" / "nim.py", site / "whole_nim.py")
+    module = __import__("whole_nim")
+    assert_ok(check_game(module.Nim, {"largest": 3}))
