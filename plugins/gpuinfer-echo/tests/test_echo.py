@@ -1,11 +1,26 @@
 import asyncio
+from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 from gpuinfer_echo.backend import Echo
 from gpuinfer_echo.strategy import Fixed
+from gpuinfer_echo.text import Parrot
+from gpuinfer_echo.workload import Ping, ask
 
-from gpuinfer.api import Reason, Request
-from gpuinfer.testing import assert_ok, check_backend, check_package, check_strategy, waiting
+from gpuinfer.api import Limits, Reason, Request
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.testing import (
+    FakeInfer,
+    assert_ok,
+    check_backend,
+    check_package,
+    check_strategy,
+    check_workload,
+    run_virtual,
+    waiting,
+)
 
 
 def test_the_backend_keeps_the_contract():
@@ -14,6 +29,14 @@ def test_the_backend_keeps_the_contract():
 
 def test_the_strategy_keeps_the_contract():
     assert_ok(check_strategy(lambda: Fixed(rows=4)))
+
+
+def test_the_backend_of_text_keeps_the_contract():
+    assert_ok(check_backend(lambda: Parrot(seconds=0.0)))
+
+
+def test_the_workload_keeps_the_contract_with_its_processes():
+    assert_ok(check_workload(lambda: Ping(rows=50)))
 
 
 def test_the_installed_package_keeps_the_contract():
@@ -35,3 +58,45 @@ def test_fixed_cuts(arrivals, cut, reason):
 
 def test_echo_answers_with_the_payload():
     assert asyncio.run(Echo(seconds=0.0).infer([Request("a"), Request("b")])) == ["a", "b"]
+
+
+def answers_of(*prompts: Prompt) -> list[Any]:
+    async def ask_parrot() -> list[Any]:
+        parrot = Parrot(seconds=0.01)
+        parrot.stepped = lambda rows, seconds: None
+        await parrot.start()
+        assert parrot.limits == Limits(16, 16, 16)
+        return [event.error or event.value async for event in parrot.stream([Request(prompt) for prompt in prompts])]
+
+    return run_virtual(ask_parrot())
+
+
+def test_the_parrot_answers_the_shorter_prompt_first():
+    long, short = (Prompt(text="to be or", sampling=Sampling(max_tokens=tokens)) for tokens in (5, 2))
+    assert [answer.completions[0].text for answer in answers_of(long, short)] == ["to be", "to be or to be"]
+
+
+def test_the_parrot_refuses_one_prompt_and_answers_the_next():
+    refused, answered = answers_of(Prompt(tokens=(1, 2)), Prompt(text="hey", sampling=Sampling(max_tokens=1)))
+    assert isinstance(refused, BadPrompt)
+    assert answered.completions[0].text == "hey"
+
+
+class Heard:
+    """The channel of a worker that is asked in this process."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    def receive(self) -> Awaitable[dict[str, Any]]:
+        raise AssertionError("nobody tells it anything")
+
+
+def test_a_worker_counts_what_came_back_as_it_was_sent():
+    infer, heard = FakeInfer(lambda request: request.payload), Heard()
+    run_virtual(ask(infer, heard, {"rows": 150}))
+    assert [message["answered"] for message in heard.messages] == [100, 150]
+    assert infer.live == set()
