@@ -24,6 +24,7 @@ class Ping(api.Workload):
     async def run(self, infer: api.Infer) -> AsyncIterator[api.Progress]:
         shares = [len(range(one, self.options.rows, self.processes)) for one in range(self.processes)]
         answered = [0] * self.processes
+        yield api.Progress(0, self.options.rows, note="starting the workers", setup=True)  # the clock does not run yet
         async with infer.workers("gpuinfer_echo.workload:ask", [{"rows": share} for share in shares]) as workers:
             async for worker, message in workers:  # until every worker has ended
                 if message is not None:

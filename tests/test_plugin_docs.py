@@ -1,0 +1,43 @@
+"""The examples of docs/plugins.md keep the contract that the page describes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.testing import assert_ok, check_backend
+
+PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
+MODEL = Setup(model=ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def page():
+    """All Python of the page, run from top to bottom as one module; its own asserts hold."""
+    module = types.ModuleType("docs_plugins")
+    sys.modules[module.__name__] = module
+    source = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+    exec(compile(source, str(PAGE), "exec"), module.__dict__)  # noqa: S102
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_the_backend_of_text_keeps_the_contract(page):
+    assert_ok(check_backend(page.Poet))
+
+
+def test_the_backend_with_the_runs_model_keeps_the_contract(page):
+    assert_ok(check_backend(lambda: page.OneByOne(MODEL)))
+
+
+def test_the_page_names_every_check_that_is_made_of_a_kind(page):
+    from gpuinfer.registry import KINDS
+    from gpuinfer.testing.plugins import CHECKS
+
+    table = PAGE.read_text().partition("| of | is tried |")[2]
+    assert [kind for kind in CHECKS if f"| a {KINDS[kind]} |" not in table] == []
