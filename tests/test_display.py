@@ -287,7 +287,7 @@ GENERATED: Mapping[str, Any] = {
         "measured_bytes": 850e6,
     },
     "memory": {"rss_peak_mb": 812.0, "device_peak_mb": None},
-    "settings": {"generate": {"output": "out.jsonl"}},
+    "settings": {"generate": {"output": "out.jsonl", "resume": False}},
 }
 
 
@@ -317,8 +317,17 @@ def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
     assert "60 of 64 slots in use" in view.Lines().due(last, {})
 
 
-def test_the_final_panel_says_how_to_go_on():
-    assert "--resume goes on" in drawn(result_panel({**REPORT, "status": "partial"}), 100)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"out": "games", "resume": False}, True, id="what it wrote can be gone on with"),
+        pytest.param({"out": None, "resume": False}, False, id="it wrote nothing"),
+        pytest.param({"out": "games"}, False, id="the workload has no such option"),
+    ],
+)
+def test_the_final_panel_says_how_to_go_on_where_that_can_be(options, said):
+    report = {**REPORT, "status": "partial", "settings": {"selfplay": options}}
+    assert ("--resume goes on" in drawn(result_panel(report), 100)) == said
 
 
 @pytest.mark.parametrize("missing", sorted(REPORT))

@@ -253,3 +253,8 @@ def test_a_validators_own_words_are_kept():
 def test_the_common_settings_are_frozen():
     with pytest.raises(ValidationError):
         settings.load().common.seed = 1
+
+
+def test_no_workload_can_have_the_name_of_a_setting():
+    names = {*options.fields_of(settings.Common), *settings.TABLES}
+    assert set(registry.SETTINGS) == names

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
+from gpuinfer.cli import flags
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.testing import (
     FakeInfer,
@@ -24,6 +25,7 @@ from gpuinfer.testing import (
     run_virtual,
 )
 from gpuinfer.testing.fakes import made_up
+from gpuinfer.testing.findings import reserved_names
 
 
 class Double(Backend):
@@ -567,3 +569,7 @@ def test_reasons_are_the_ones_of_the_report():
 
 def broken(findings):
     return {finding.name for finding in findings if not finding.ok}
+
+
+def test_the_names_that_no_option_may_have_are_the_flags_of_every_run():
+    assert reserved_names() == {*flags.common(), "help"}

@@ -56,6 +56,9 @@ def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, 
         yield from ((f"{table}.{key}", one.value, one.origin) for key, one in merged.table(table).items())
         yield table, None, f"cannot be loaded: {error}"
         return
+    if not (isinstance(getattr(plugin, "Options", None), type) and issubclass(plugin.Options, BaseModel)):
+        yield table, None, "its Options is no pydantic model: see gpuinfer plugins check"
+        return
     given = merged.options(kind, name, plugin, complete=False)
     wanting = missing(plugin.Options, given)
     values = _defaults(plugin.Options) | given if wanting else _dumped(plugin.Options(**given))

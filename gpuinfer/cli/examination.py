@@ -159,8 +159,7 @@ def _settings() -> Finding:
         merged = settings.load()
     except UsageError as error:
         return Finding("settings", "cannot be used", str(error), ok=False)
-    known = {name for record in registry.listing() for name in (record.distribution, f"{record.kind}.{record.name}")}
-    absent = [name for name in merged.common.disabled_plugins if name not in known]
+    absent = registry.unknown_of(merged.common.disabled_plugins)
     remark = f"disabled_plugins names {', '.join(absent)}, which is not installed" if absent else ""
     return Finding("settings", str(merged.file or "no gpuinfer.toml here"), remark)
 

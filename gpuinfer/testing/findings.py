@@ -151,10 +151,14 @@ def _fault_of_options(plugin: Plugin) -> str | None:
     return f"it takes an option that it does not have without a word. {cure}"
 
 
+def reserved_names() -> set[str]:
+    """Of the flags of every run: no option may have them."""
+    return {*fields_of(settings.Common), *FLAGS} - {"disabled_plugins"}
+
+
 def _fault_of_names(plugin: Plugin) -> str | None:
     """An option `device` of a backend is not what `--device` sets, and of a workload it cannot be."""
-    taken = {*fields_of(settings.Common), *FLAGS} - {"disabled_plugins"}
-    hidden = sorted(taken.intersection(fields_of(type(plugin).Options)))
+    hidden = sorted(reserved_names().intersection(fields_of(type(plugin).Options)))
     if not hidden:
         return None
     return (
