@@ -92,7 +92,7 @@ def _options(record: registry.Record, plugin: Any) -> list[tuple[str, str, str]]
 def check(
     package: str = typer.Argument(help="an installed package", autocompletion=_packages),
     given: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET)] = None,
-    model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint for backends of text [a tiny one].")] = "",
+    model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint for backends of text; else a tiny one.")] = "",
     each: Annotated[str, typer.Option(metavar="TIME", help="For one check; a run gets three times it.")] = "10s",
     limit: Annotated[str, typer.Option(metavar="TIME", help="For the whole package.")] = "5min",
 ) -> None:
