@@ -1,6 +1,6 @@
 """The process in which a package's plugins are checked: what they break, they break there.
 
-Reads an order from standard input, and writes what happens as lines of JSON to standard output: {plugin}, {begin},
+Reads an order from standard input, and writes what happens as lines of JSON to standard output: {plugin}, {begin, limit_s},
 {finding}, {used}.
 """
 
@@ -43,7 +43,7 @@ def _examine(order: Mapping[str, Any], said: TextIO) -> None:
     def examiner(suffix: str) -> Examiner:
         return Examiner(
             order["each_s"],
-            lambda name: say(begin=f"{name}{suffix}"),
+            lambda name, limit_s: say(begin=f"{name}{suffix}", limit_s=limit_s),
             lambda finding: say(finding={**asdict(finding), "name": f"{finding.name}{suffix}"}),
         )
 

@@ -41,13 +41,13 @@ class Finding:
 class Examiner:
     """Makes one check after the other, each within `limit_s` seconds, and collects what it finds.
 
-    `begin` is told the name of each check before it is made, `found` each finding as soon as it is there.
+    `begin` is told the name and the limit of each check before it is made, `found` each finding as soon as it is there.
     """
 
     def __init__(
         self,
         limit_s: float,
-        begin: Callable[[str], None] = lambda name: None,
+        begin: Callable[[str, float], None] = lambda name, limit_s: None,
         found: Callable[[Finding], None] = lambda finding: None,
     ) -> None:
         self.limit_s = limit_s
@@ -100,7 +100,7 @@ class Examiner:
     def _enter(self, name: str, limit_s: float | None = None) -> None:
         self.now, self.hung = name, False
         self.due = time.monotonic() + (limit_s or self.limit_s)
-        self._begin(name)
+        self._begin(name, limit_s or self.limit_s)
 
 
 def raised(error: BaseException) -> str:

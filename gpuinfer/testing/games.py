@@ -12,7 +12,7 @@ from gpuinfer.testing.findings import Examiner, Finding, check_options, run_boun
 from gpuinfer.testing.reference import Tree
 from gpuinfer.testing.table import Table
 from gpuinfer.testing.thinking import Thinker, random_linear
-from gpuinfer.workloads.selfplay import arrays, games, kernels, playthrough, rehearsal
+from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
 
 REHEARSED_S = 3.0  # of plain play
@@ -59,8 +59,8 @@ def check_game(
 def _fault_of_build(name: str, options: Mapping[str, Any], built: list[Game]) -> str | None:
     built.append(games.build(name, options))
     try:
-        playthrough.check_sizes(built[0])
-    except playthrough.Fault as fault:
+        bounded.check_sizes(built[0])
+    except bounded.Fault as fault:
         return str(fault)
     kernels.rules_of(built[0].rules)
     return None

@@ -24,7 +24,7 @@ from gpuinfer.testing.findings import Finding
 EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
 LIMIT_S = 300.0  # for a package
 START_S = 60.0  # for the process to import what it needs, on a busy machine
-LONGEST = 12  # limits that the longest check may take by itself (`games.COMPILING`)
+OVERDUE = 1.5  # limits of a check after which its process is ended: by itself it would have said something by then
 
 Tell = Callable[[str, str, "Finding | None"], None]
 """Told of each check: the plugin, the check's name, and what was found; None when it begins."""
@@ -86,7 +86,7 @@ class _Package:
                     self._broken_off(f"its process ended: {last_words()}. Whatever happens, raise an error instead.")
                 return
             self._hear(event)
-            silence_s = self._order["each_s"] * LONGEST + START_S
+            silence_s = OVERDUE * event.get("limit_s", self._order["each_s"]) + START_S
 
     def _hear(self, event: Mapping[str, Any]) -> None:
         if "plugin" in event:
