@@ -1,7 +1,7 @@
 """The process in which a package's plugins are checked: what they break, they break there.
 
-Reads an order from standard input, and writes what happens as lines of JSON to standard output: {plugin}, {begin, limit_s},
-{finding}, {used}.
+Reads an order from standard input, and writes what happens as lines of JSON to standard output: {plugin},
+{begin, limit_s}, {finding}, {used}.
 """
 
 from __future__ import annotations
