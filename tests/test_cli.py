@@ -353,6 +353,15 @@ def test_plugins_list_shows_origin_and_reason(gpuinfer, site):
         assert words in out
 
 
+def test_a_plugin_whose_import_ends_the_process_harms_no_other(gpuinfer, site):
+    install(site, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "import os; os._exit(7)"})
+    registry.refresh()
+    code, out, _ = gpuinfer("plugins", "list", "--load")
+    assert code == 0
+    for words in ("✗ bad", "importing it ended the process (exit code 7)", "✓ parrot", "✓ inprocess", "✓ count"):
+        assert words in out
+
+
 def test_plugins_list_imports_none(site):
     source = "raise SystemExit('imported')"
     install(

@@ -19,6 +19,7 @@ import platformdirs
 import psutil
 
 from gpuinfer import machine, registry, settings
+from gpuinfer.cli.loading import inspect_all
 from gpuinfer.errors import UsageError
 from gpuinfer.screen.units import number
 
@@ -165,7 +166,7 @@ def _settings() -> Finding:
 
 
 def _plugins() -> Iterator[Finding]:
-    for record in map(registry.inspect, registry.listing()):
+    for record in inspect_all(registry.listing()):
         off = record.reason.startswith("switched off")
         name = f"{registry.KINDS[record.kind]} {record.name}"
         yield Finding(name, record.package, record.reason, ok=bool(record.ok), serious=not off)

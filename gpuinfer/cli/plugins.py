@@ -9,6 +9,7 @@ import typer
 from gpuinfer import registry
 from gpuinfer.cli import flags
 from gpuinfer.cli.commands import first_sentence
+from gpuinfer.cli.loading import inspect_all
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.errors import UnknownName
 
@@ -40,10 +41,9 @@ def show_list(
     from gpuinfer.display import facts
 
     _apply_settings()
+    records = inspect_all(registry.listing()) if load else registry.listing()
     for kind in registry.KINDS:
-        records = registry.listing(kind)
-        rows = [_row(registry.inspect(record) if load else record) for record in records]
-        if rows:
+        if rows := [_row(record) for record in records if record.kind == kind]:
             facts(kind, rows)
 
 

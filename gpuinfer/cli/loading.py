@@ -1,0 +1,62 @@
+"""Whether each plugin can be loaded, tried in a process of its own: an import may end it, or never come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from gpuinfer import registry
+from gpuinfer.registry import Record
+
+LIMIT_S = 90.0  # for all of them: torch's first import from a cold disk
+
+
+def inspect_all(records: Sequence[Record]) -> list[Record]:
+    """The records with `ok` known, in their order. One that takes the process with it harms no other."""
+    left = [record for record in records if record.ok is None]
+    known: dict[Record, Record] = {}
+    while left:
+        said, why = _ask(left)
+        known |= {
+            record: replace(record, ok=ok, reason=reason) for record, (ok, reason) in zip(left, said, strict=False)
+        }
+        left = left[len(said) :]
+        if left:  # the process ended at the first of these
+            known[left[0]] = replace(left[0], ok=False, reason=why)
+            left = left[1:]
+    return [known.get(record, record) for record in records]
+
+
+def _ask(records: Sequence[Record]) -> tuple[list[tuple[bool, str]], str]:
+    """What was said of the first of them, and why not of all."""
+    path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuinfer.cli.loading"],
+            input=json.dumps([asdict(record) for record in records]).encode(),
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+        out, why = done.stdout, f"importing it ended the process (exit code {done.returncode})"
+    except subprocess.TimeoutExpired as expired:
+        out, why = expired.stdout or b"", f"importing it did not end within {LIMIT_S:g} s"
+    return [tuple(json.loads(line)) for line in out.split(b"\n")[:-1]], why  # the last is not whole
+
+
+def main() -> None:
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a plugin prints
+    for fields in json.loads(sys.stdin.read()):
+        record = registry.inspect(Record(**fields))
+        said.write(json.dumps([record.ok, record.reason]) + "\n")
+        said.flush()
+    os._exit(0)  # threads that an import has left behind may hang
+
+
+if __name__ == "__main__":
+    main()
