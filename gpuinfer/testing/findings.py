@@ -55,7 +55,7 @@ class Examiner:
         self.hung = False  # the last check did not come back in time: what rests on the same would not either
         self.now = ""  # the check that is being made
         self.due = time.monotonic() + limit_s  # when it must have come back
-        self._begin, self._found = begin, found
+        self._begin, self._found, self._limit_s = begin, found, limit_s
         self._left_behind = False
 
     def check(self, name: str, fault_of: Callable[[], str | None], limit_s: float | None = None) -> bool:
@@ -93,14 +93,15 @@ class Examiner:
 
     def leave_behind(self) -> None:
         """Whatever the present check still comes to is not heard."""
-        what = f"'{self.now}' did not come back within {self.limit_s:g} s"
-        self.add(Finding("never blocks", False, f"{what}. Await instead of blocking, or use asyncio.to_thread."))
+        what = f"'{self.now}' did not come back within {self._limit_s:g} s"
+        cure = "Await instead of blocking (asyncio.to_thread helps), or allow it more time."
+        self.add(Finding("never blocks", False, f"{what}. {cure}"))
         self._left_behind = True
 
     def _enter(self, name: str, limit_s: float | None = None) -> None:
-        self.now, self.hung = name, False
-        self.due = time.monotonic() + (limit_s or self.limit_s)
-        self._begin(name, limit_s or self.limit_s)
+        self.now, self.hung, self._limit_s = name, False, limit_s or self.limit_s
+        self.due = time.monotonic() + self._limit_s
+        self._begin(name, self._limit_s)
 
 
 def raised(error: BaseException) -> str:

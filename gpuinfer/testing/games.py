@@ -19,7 +19,7 @@ REHEARSED_S = 3.0  # of plain play
 SEARCHED = 4  # positions that the compiled search and the plain one both search
 SIMULATIONS, TREES = 24, 2
 EXPLORATION = 1.5
-COMPILING = 12  # limits that compiling may take
+COMPILING = 24  # limits that compiling may take
 
 PLAIN = "plays within its sizes, in plain Python with bounds checked"
 COMPILED = "plays the same when compiled"
