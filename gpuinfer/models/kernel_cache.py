@@ -65,10 +65,25 @@ def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., A
     """A decorator that compiles with these options of `numba.njit`, and keeps the code as long as none of the files
     changes.
     """
-    folder = cache_folder(file.name.encode() + file.read_bytes() for file in sorted(files))
+    folder = folder_for(files)
 
     def decorate(function: Callable[..., Any]) -> Any:
         with caching_in(folder):
             return numba.njit(cache=True, **options)(function)  # looks for what is kept there as it is made
 
     return decorate
+
+
+def c_compiler(files: Iterable[Path], signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """The same for a function of this signature that other code calls by its `address`. It is compiled at once."""
+    folder = folder_for(files)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with caching_in(folder):
+            return numba.cfunc(signature, cache=True, **options)(function)
+
+    return decorate
+
+
+def folder_for(files: Iterable[Path]) -> Path:
+    return cache_folder(file.name.encode() + file.read_bytes() for file in sorted(files))

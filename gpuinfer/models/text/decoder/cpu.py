@@ -6,13 +6,16 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.text.decoder import blas, cpu_sizes
+from gpuinfer.models.text.arithmetic import FLOAT32, computes_in
+from gpuinfer.models.text.decoder import blas, cpu_product, cpu_sizes
 from gpuinfer.models.text.decoder.cpu_lanes import Lanes
+from gpuinfer.models.text.decoder.cpu_product import aligned
 from gpuinfer.models.text.decoder.cpu_vectors import TILE
 from gpuinfer.models.text.decoder.cpu_weights import (
     LaneWeights,
@@ -32,13 +35,16 @@ LEAST_CAPACITY = 64  # rows of a step for which there is room at first
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether this processor and this torch have what it takes."""
-    return dtype in (torch.float32, torch.bfloat16) and blas.find() is not None
+    """Whether this processor has what it takes."""
+    return dtype in (torch.float32, torch.bfloat16) and bool(llvm.get_host_cpu_features().get("fma"))
 
 
 class CpuDecoder:
-    """`step.Decoder` for float32 and bfloat16. A row's logits do not depend on what shares its step, bit by bit; with
-    bfloat16 a step of one row alone may round otherwise, unless `deterministic`.
+    """`step.Decoder` for float32 and bfloat16, weights and cache.
+
+    Sums and what lies between products are float32, and a row's logits depend neither on what shares its step nor on
+    `threads`, bit by bit. Where the processor multiplies bfloat16 by itself, and `deterministic` is not set, such
+    weights meet rows that are rounded to bfloat16, in a library whose rounding may depend on both: see `computes_in`.
     """
 
     def __init__(
@@ -52,21 +58,21 @@ class CpuDecoder:
         threads: int,
         deterministic: bool = False,
     ) -> None:
-        found = blas.find()
-        if found is None or not available(dtype):
-            raise RuntimeError(
-                f"CpuDecoder needs torch with MKL, and float32 or bfloat16, not {dtype}. Use TorchDecoder."
-            )
+        if not available(dtype):
+            raise RuntimeError(f"CpuDecoder needs a processor with FMA, and no {dtype}. Use TorchDecoder.")
         self.shape, self.slots, self.length = shape, slots, length
         self.device = torch.device("cpu")
-        self._blas, self._stored = found, np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
+        self.computes_in = computes_in(dtype, self.device, deterministic=deterministic)
+        self._stored = np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
+        self._blas = None if self.computes_in == FLOAT32 else blas.find()
+        self._multiplied = np.dtype(np.float32 if self._blas is None else np.uint16)  # rows, as products take them
         self._shares = [share_of(shape, lane, lanes) for lanes in [lanes_for(shape, threads)] for lane in range(lanes)]
-        self._own = [lane_weights(weights, shape, share, found) for share in self._shares]
+        self._own = [lane_weights(weights, shape, share, panels=self._blas is None) for share in self._shares]
         self._padded = -(-shape.head_dim // TILE) * TILE
         self._tiles = -(-length // TILE)
         self._caches = [self._cache(len(share.kv_heads)) for share in self._shares]
         self._model = self._model_arrays(weights)
-        self._sizes = [self._lane_sizes(share, deterministic) for share in self._shares]
+        self._sizes = [self._lane_sizes(share) for share in self._shares]
         self._room = (0, 0, 0)
         self._lanes: Lanes | None = None
 
@@ -131,10 +137,8 @@ class CpuDecoder:
             windows,
         )
 
-    def _lane_sizes(self, share: Share, deterministic: bool) -> NDArray[np.int64]:
+    def _lane_sizes(self, share: Share) -> NDArray[np.int64]:
         shape = self.shape
-        # MKL has a kernel of its own for one row, which rounds otherwise; in float32 it is slower than that for two.
-        least = 2 if deterministic or self._stored == np.float32 else 1
         found = {
             cpu_sizes.LANES: len(self._shares),
             cpu_sizes.LAYERS: shape.layers,
@@ -147,7 +151,11 @@ class CpuDecoder:
             cpu_sizes.HALF_ROPE: len(shape.rope.inverse_frequencies) if shape.rope else 0,
             cpu_sizes.QK_NORM: shape.qk_norm,
             cpu_sizes.HIDDEN: shape.hidden,
+            cpu_sizes.MIXED: share.heads.start * shape.head_dim,
             cpu_sizes.INNER: len(share.inner),
+            cpu_sizes.INNER_BEGIN: share.inner.start,
+            cpu_sizes.ADDED: len(share.added),
+            cpu_sizes.ADDED_BEGIN: share.added.start,
             cpu_sizes.ACTIVATION: cpu_sizes.ACTIVATIONS[shape.activation],
             cpu_sizes.GATED: shape.gated,
             cpu_sizes.LAYER_NORM: shape.norm == "layer",
@@ -155,7 +163,6 @@ class CpuDecoder:
             cpu_sizes.COLUMN: share.columns.start,
             cpu_sizes.COLUMNS: len(share.columns),
             cpu_sizes.VOCABULARY: shape.vocabulary,
-            cpu_sizes.LEAST_ROWS: least,
         }
         return np.array([found.get(place, 0) for place in range(cpu_sizes.SIZES)], np.int64)
 
@@ -167,29 +174,29 @@ class CpuDecoder:
             for old, new in zip(self._room, needed, strict=True)
         )
         self._room = rows, segments, outputs
-        hidden, stored = self.shape.hidden, self._stored
+        shape, multiplied = self.shape, self._multiplied
         counts = (rows, segments, segments, segments, outputs, rows)
         self._step = tuple(np.zeros(count, np.int32) for count in counts)
-        logits = np.zeros((outputs, self.shape.vocabulary), np.float32)
+        logits = aligned((outputs, shape.vocabulary), np.float32)
         self._logits = torch.from_numpy(logits)
         shared = (
-            np.zeros((rows, hidden), np.float32),
-            np.zeros((rows, hidden), stored),
-            np.zeros((len(self._shares), rows, hidden), np.float32),
-            np.zeros((outputs, hidden), stored),
+            aligned((rows, shape.hidden), np.float32),
+            aligned((rows, shape.hidden), multiplied),
+            aligned((rows, shape.heads * shape.head_dim), multiplied),
+            aligned((rows, shape.intermediate), multiplied),
+            aligned((rows, shape.hidden), np.float32),
+            aligned((outputs, shape.hidden), multiplied),
             logits,
         )
         self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
 
     def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
-        share, own, shape = self._shares[lane], self._own[lane], self.shape
-        mine = (*_buffers(shape, share, own, rows, self._stored), *_scratch(self._tiles, self._padded))
-        addresses = np.array([self._product(), _sched_yield(), *own.addresses], np.int64)
-        eps = np.float32(shape.norm_eps)
+        own = self._own[lane]
+        mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded))
+        product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
+        addresses = np.array([product, _sched_yield(), *own.addresses], np.int64)
+        eps = np.float32(self.shape.norm_eps)
         return self._sizes[lane], addresses, eps, self._step, self._model, self._caches[lane], shared, mine
-
-    def _product(self) -> int:
-        return self._blas.gemm_bfloat16 if self._stored == np.uint16 else self._blas.sgemm_packed
 
 
 def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -200,16 +207,10 @@ def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.f
     return (turned.cos() * factor).numpy(), (turned.sin() * factor).numpy()
 
 
-def _buffers(shape: Shape, share: Share, own: LaneWeights, rows: int, stored: Any) -> tuple[NDArray[Any], ...]:
-    """A lane's own rows between its products: qkv, mixed values, up projection, inner columns; and its biases."""
-    return (
-        np.zeros((rows, own.qkv_biases.shape[1]), np.float32),
-        np.zeros((rows, len(share.heads) * shape.head_dim), stored),
-        np.zeros((rows, own.up_biases.shape[1]), np.float32),
-        np.zeros((rows, len(share.inner)), stored),
-        own.qkv_biases,
-        own.up_biases,
-    )
+def _buffers(own: LaneWeights, rows: int) -> tuple[NDArray[Any], ...]:
+    """A lane's own rows after its products, qkv and up projection; and its biases."""
+    qkv, up = (aligned((rows, biases.shape[1]), np.float32) for biases in (own.qkv_biases, own.up_biases))
+    return qkv, up, own.qkv_biases, own.up_biases
 
 
 def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:

@@ -56,7 +56,7 @@ def attend_segment(
             attend(count, near, far, window, place, padded, sizes, keys, values, scores, query, mix)
             for which in range(count):
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
-                put(mix, which * padded, dim, mixed[row + t], column)
+                put(mix, which * padded, dim, mixed[row + t], sizes[at.MIXED] + column)
 
 
 @inlined

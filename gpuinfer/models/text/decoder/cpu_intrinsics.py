@@ -16,17 +16,11 @@ def _call(builder, address, signature, arguments):
 
 
 @intrinsic
-def sgemm_packed(typing, function, m, n, k, a, lda, b, c, ldc):
-    """c [m, n] = a [m, k] · b, float32, row-major, `b` packed: `cblas_sgemm_compute` at address `function`."""
+def call_product(typing, function, m, n, k, a, lda, b, c, ldc):
+    """c [m, n] = a [m, k] · b, float32: a product of `cpu_product` at address `function`."""
 
     def generate(context, builder, signature, values):
-        function, m, n, k, a, lda, b, c, ldc = values
-        constant = [ir.Constant(I32, value) for value in (101, 111, 151)]  # row-major, not transposed, packed
-        narrow = [builder.trunc(value, I32) for value in (m, n, k, lda, ldc)]
-        m, n, k, lda, ldc = narrow
-        kind = ir.FunctionType(VOID, [I32] * 6 + [FLOATS, I32, FLOATS, I32, F32, FLOATS, I32])
-        arguments = [*constant, m, n, k, a, lda, b, k, ir.Constant(F32, 0.0), c, ldc]
-        _call(builder, function, kind, arguments)
+        _call(builder, values[0], ir.FunctionType(VOID, [I64] * 8), values[1:])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate

@@ -16,16 +16,20 @@ from gpuinfer.models.text.decoder.blas import Blas
 JOIN_S = 10.0
 
 
+def nothing() -> None:
+    """What there is to prepare where no library computes."""
+
+
 class Lanes:
     """Runs steps in `len(arguments)` threads. `arguments[lane]` go to the kernel after `control`."""
 
-    def __init__(self, blas: Blas, arguments: list[tuple[Any, ...]]) -> None:
+    def __init__(self, blas: Blas | None, arguments: list[tuple[Any, ...]]) -> None:
         self._arguments = arguments
         self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (len(arguments) + 1), np.int64)
         self._awake = [threading.Semaphore(0) for _ in arguments]
-        self._one_thread_here = blas.one_thread_here
+        self._one_thread_here = nothing if blas is None else blas.one_thread_here
         self._threads = [
-            threading.Thread(target=self._serve, args=(lane, blas.one_thread_here), name=f"lane {lane}", daemon=True)
+            threading.Thread(target=self._serve, args=(lane, self._one_thread_here), name=f"lane {lane}", daemon=True)
             for lane in range(1, len(arguments))
         ]
         for thread in self._threads:
@@ -36,7 +40,7 @@ class Lanes:
         self._one_thread_here()  # whoever sets torch's threads, or is another thread than before, undoes it
         if self._threads:
             self._begin()
-        cpu_step.lead(self._control, *self._arguments[0])
+        cpu_step.serve(0, self._control, *self._arguments[0])
 
     def close(self) -> None:
         self._control[at.STOP] = 1

@@ -11,7 +11,7 @@ from gpuinfer.models.kernel_cache import compiler
 from gpuinfer.models.text.decoder.cpu_intrinsics import bits_of, float_of
 
 FAST = {"contract", "reassoc", "nsz"}  # sums in vector order: always in the same one, as the code is
-SOURCES = Path(__file__).parent.glob("cpu_*.py")
+SOURCES = tuple(Path(__file__).parent.glob("cpu_*.py"))
 compiled = compiler(SOURCES, nogil=True, _nrt=False, error_model="numpy", fastmath=FAST)
 """How kernels are compiled: without reference counts, so that they allocate nothing."""
 

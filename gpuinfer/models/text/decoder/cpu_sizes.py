@@ -21,7 +21,12 @@ CONTROL = 8
     HALF_ROPE,  # how many values of a head turn with how many others
     QK_NORM,
     HIDDEN,
+    MIXED,  # where this lane's heads begin among all values that attention gives
     INNER,  # columns between up and down projection, of this lane
+    INNER_BEGIN,
+    INTERMEDIATE,
+    ADDED,  # columns of what attention and MLP add to a row, of this lane
+    ADDED_BEGIN,
     ACTIVATION,
     GATED,
     LAYER_NORM,
@@ -29,12 +34,11 @@ CONTROL = 8
     COLUMN,  # of the logits, where this lane's begin
     COLUMNS,
     VOCABULARY,
-    LEAST_ROWS,  # in one product
     ROWS,
     SEGMENTS,
     OUTPUTS,
     SIZES,
-) = range(24)
+) = range(28)
 
 # in `addresses`
 PRODUCT, YIELD, FIRST_WEIGHT = 0, 1, 2  # qkv, out, up, down of each layer; then the head

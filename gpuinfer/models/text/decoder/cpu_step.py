@@ -1,8 +1,10 @@
 """The compiled forward step of one lane: a thread that has its share of every layer's heads and columns.
 
-All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, their
-attention, and what these add to the rows; then its own columns of the up projection, and what these add (Shoeybi et al.
-2019 split a transformer over devices so). The sums and norms between are divided by rows. Four barriers a layer.
+All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, and their
+attention; its own columns of what all heads add to the rows; its own columns of the up projection; and its own columns
+of what these add. The sums and norms between are divided by rows. Each value is one lane's from its first term to its
+last, so that the number of lanes cannot show in it (Shoeybi et al. 2019 divide the terms as well, which saves two of the
+six barriers a layer here).
 
 Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
 """
@@ -18,9 +20,9 @@ from gpuinfer.models.text.decoder.cpu_intrinsics import (
     atomic_load,
     atomic_swap,
     call_int,
+    call_product,
     gemm_bfloat16,
     relax,
-    sgemm_packed,
 )
 from gpuinfer.models.text.decoder.cpu_math import compiled, inlined, narrow, sigmoid, tanh, widen
 
@@ -30,19 +32,17 @@ SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies betwee
 
 @compiled
 def serve(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
-    """Take part in steps until there has been none for a while (0) or STOP is set (1)."""
+    """Lane 0: run one step, with all others. Another: take part in steps until there has been none for a while (0) or
+    STOP is set (1). One function for both, as whatever calls `run` is compiled with all of it.
+    """
     while True:
-        if not wait_for_go(lane, control, addresses):
+        if lane and not wait_for_go(lane, control, addresses):
             return np.int64(0)
-        if atomic_load(control, at.STOP):
+        if lane and atomic_load(control, at.STOP):
             return np.int64(1)
         run(lane, control, sizes, addresses, eps, step, model, cache, shared, own)
-
-
-@compiled
-def lead(control, sizes, addresses, eps, step, model, cache, shared, own):
-    """Run one step as lane 0, with all others."""
-    run(0, control, sizes, addresses, eps, step, model, cache, shared, own)
+        if not lane:
+            return np.int64(0)
 
 
 @compiled
@@ -93,7 +93,7 @@ def barrier(control, lanes, addresses):
             call_int(addresses[at.YIELD])
 
 
-@compiled
+@inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
     tokens, slots, starts, lengths, wanted, positions = step
@@ -101,20 +101,20 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
         model
     )
     keys, values = cache
-    x, normed, partial, last, logits = shared
-    qkv, mixed, up, inner, qkv_biases, up_biases, scores, query, mix = own
+    x, normed, mixed, inner, added, last, logits = shared
+    qkv, up, qkv_biases, up_biases, scores, query, mix = own
     lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
-    heads_width = sizes[at.HEADS] * sizes[at.HEAD_DIM]
     first, end = rows * lane // lanes, rows * (lane + 1) // lanes
     product = addresses[at.PRODUCT]
-    count = max(rows, sizes[at.LEAST_ROWS])
+    into = added.ctypes.data + 4 * sizes[at.ADDED_BEGIN]
+    inner_begin, inner_end = sizes[at.INNER_BEGIN], sizes[at.INNER_BEGIN] + sizes[at.INNER]
     for row in range(first, end):
         embed(embedding[tokens[row]], places, positions[row], sizes[at.LEARNED_POSITIONS], x[row])
         norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
     barrier(control, lanes, addresses)
     for layer in range(layers):
         weight = at.FIRST_WEIGHT + 4 * layer
-        multiply(product, count, qkv.shape[1], hidden, normed, addresses[weight], qkv)
+        multiply(product, rows, qkv.shape[1], normed, addresses[weight], qkv.ctypes.data, qkv.shape[1])
         row = 0
         for segment in range(sizes[at.SEGMENTS]):
             attend_segment(
@@ -123,19 +123,24 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
                 keys, values, scores, query, mix, mixed,
             )  # fmt: skip
             row += lengths[segment]
-        multiply(product, count, hidden, heads_width, mixed, addresses[weight + 1], partial[lane])
+        barrier(control, lanes, addresses)
+        multiply(product, rows, sizes[at.ADDED], mixed, addresses[weight + 1], into, hidden)
         barrier(control, lanes, addresses)
         for row in range(first, end):
-            add_parts(x[row], partial, row, lanes, out_biases[layer])
+            add(x[row], added[row], out_biases[layer])
             norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
         barrier(control, lanes, addresses)
-        multiply(product, count, up.shape[1], hidden, normed, addresses[weight + 2], up)
+        multiply(product, rows, up.shape[1], normed, addresses[weight + 2], up.ctypes.data, up.shape[1])
         for row in range(rows):
-            activate(up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER], inner[row])
-        multiply(product, count, hidden, inner.shape[1], inner, addresses[weight + 3], partial[lane])
+            activate(
+                up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER],
+                inner[row, inner_begin:inner_end],
+            )  # fmt: skip
+        barrier(control, lanes, addresses)
+        multiply(product, rows, sizes[at.ADDED], inner, addresses[weight + 3], into, hidden)
         barrier(control, lanes, addresses)
         for row in range(first, end):
-            add_parts(x[row], partial, row, lanes, down_biases[layer])
+            add(x[row], added[row], down_biases[layer])
             norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, sizes[at.LAYER_NORM], normed[row])
         barrier(control, lanes, addresses)
     outputs = sizes[at.OUTPUTS]
@@ -143,28 +148,22 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
         for i in range(hidden):
             last[row, i] = normed[wanted[row], i]
     barrier(control, lanes, addresses)
-    if outputs:
-        head = addresses[at.FIRST_WEIGHT + 4 * layers]
-        columns = sizes[at.COLUMNS]
-        target = logits.ctypes.data + 4 * sizes[at.COLUMN]
-        multiply_to(
-            product, max(outputs, sizes[at.LEAST_ROWS]), columns, hidden, last, head, target, sizes[at.VOCABULARY]
-        )
+    head = addresses[at.FIRST_WEIGHT + 4 * layers]
+    target = logits.ctypes.data + 4 * sizes[at.COLUMN]
+    multiply(product, outputs, sizes[at.COLUMNS], last, head, target, sizes[at.VOCABULARY])
     barrier(control, lanes, addresses)
 
 
 @inlined
-def multiply(product, rows, columns, inner, a, weight, c):
-    """c [rows, columns] = a [rows, inner] · weight."""
-    multiply_to(product, rows, columns, inner, a, weight, c.ctypes.data, c.shape[1])
-
-
-@inlined
-def multiply_to(product, rows, columns, inner, a, weight, c, stride):
+def multiply(product, rows, columns, a, weight, c, stride):
+    """c [rows, columns] = a · weight; `c` is an address, its rows `stride` values apart."""
+    inner = a.shape[1]
+    if rows == 0 or columns == 0:
+        return
     if a.itemsize == 2:
-        gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, a.shape[1], weight, c, stride)
+        gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
     else:
-        sgemm_packed(product, rows, columns, inner, a.ctypes.data, a.shape[1], weight, c, stride)
+        call_product(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
 
 
 @inlined
@@ -177,14 +176,10 @@ def embed(embedding, places, position, learned, out):
 
 
 @inlined
-def add_parts(x, partial, row, lanes, bias):
-    """What the lanes add to a row, and the bias."""
+def add(x, added, bias):
+    """What attention or the MLP adds to a row, and the bias."""
     for i in range(len(x)):
-        x[i] += bias[i]
-    for lane in range(lanes):
-        part = partial[lane, row]
-        for i in range(len(x)):
-            x[i] += part[i]
+        x[i] += added[i] + bias[i]
 
 
 @inlined

@@ -39,15 +39,15 @@ def tile_scores(typing, count, queries, keys, keys_at, dim, scores, scores_at):
     def generate(context, builder, signature, values):
         queries, keys, scores = (_data(context, builder, signature, values, index) for index in (1, 2, 5))
         keys_at, dim, scores_at = values[3], values[4], values[6]
-        sums = [[_zero(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
-        with _counting(builder, dim, CHAINS) as d:
+        sums = [[sum_of_none(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
+        with counting(builder, dim, CHAINS) as d:
             for chain in range(CHAINS):
                 at = builder.add(d, ir.Constant(I64, chain))
                 key = _load(builder, keys, builder.add(keys_at, builder.mul(at, ir.Constant(I64, TILE))))
                 for number, totals in enumerate(sums):
                     place = builder.add(at, builder.mul(dim, ir.Constant(I64, number)))
                     value = builder.load(builder.gep(queries, [place]))
-                    _add_product(builder, totals[chain], _splat(builder, value), key)
+                    add_product(builder, totals[chain], splat(builder, value), key)
         half = builder.udiv(_size(context, builder, signature, values, 5), ir.Constant(I64, 2))
         for number, totals in enumerate(sums):
             place = builder.add(scores_at, builder.mul(half, ir.Constant(I64, number)))
@@ -71,7 +71,7 @@ def weighed_sum(typing, count, weights, rows, cached, cached_at, stride, out, ou
     def generate(context, builder, signature, values):
         weights, cached, out = (_data(context, builder, signature, values, index) for index in (1, 3, 6))
         rows, cached_at, stride, out_at = values[2], values[4], values[5], values[7]
-        sums = [[_zero(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
+        sums = [[sum_of_none(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
         half = builder.udiv(_size(context, builder, signature, values, 1), ir.Constant(I64, 2))
 
         def add(j, chain):
@@ -80,10 +80,10 @@ def weighed_sum(typing, count, weights, rows, cached, cached_at, stride, out, ou
             for number, totals in enumerate(sums):
                 place = builder.add(row, builder.mul(half, ir.Constant(I64, number)))
                 weight = builder.load(builder.gep(weights, [place]))
-                _add_product(builder, totals[chain], _splat(builder, weight), value)
+                add_product(builder, totals[chain], splat(builder, weight), value)
 
         whole = builder.and_(rows, ir.Constant(I64, -CHAINS))
-        with _counting(builder, whole, CHAINS) as j:
+        with counting(builder, whole, CHAINS) as j:
             for chain in range(CHAINS):
                 add(j, chain)
         for chain in range(CHAINS - 1):  # each row has its chain, whatever comes behind it
@@ -106,15 +106,15 @@ def soften(typing, scores, first, tiles):
     def generate(context, builder, signature, values):
         scores, first = _data(context, builder, signature, values, 0), values[1]
         tops = cgutils.alloca_once_value(builder, ir.Constant(WIDE, [float("-inf")] * TILE))
-        sums = _zero(builder)
+        sums = sum_of_none(builder)
         end = builder.mul(values[2], ir.Constant(I64, TILE))
         kind = ir.FunctionType(WIDE, [WIDE] * 2)
         largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.v16f32")
-        with _counting(builder, end, TILE) as at:
+        with counting(builder, end, TILE) as at:
             score = _load(builder, scores, builder.add(first, at))
             builder.store(builder.call(largest, [builder.load(tops), score]), tops)
-        top = _splat(builder, _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b])))
-        with _counting(builder, end, TILE) as at:
+        top = splat(builder, _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b])))
+        with counting(builder, end, TILE) as at:
             place = builder.add(first, at)
             weight = _exp(builder, builder.fsub(_load(builder, scores, place), top))
             _store(builder, scores, place, weight)
@@ -130,7 +130,7 @@ def add_vectors(typing, a, a_at, b, b_at, count, out, out_at):
 
     def generate(context, builder, signature, values):
         a, b, out = (_data(context, builder, signature, values, index) for index in (0, 2, 5))
-        with _counting(builder, values[4], TILE) as at:
+        with counting(builder, values[4], TILE) as at:
             left = _load(builder, a, builder.add(values[1], at))
             right = _load(builder, b, builder.add(values[3], at))
             _store(builder, out, builder.add(values[6], at), builder.fadd(left, right))
@@ -146,7 +146,7 @@ def turn_vectors(typing, head, first, cosines, sines, half):
     def generate(context, builder, signature, values):
         head, cosines, sines = (_data(context, builder, signature, values, index) for index in (0, 2, 3))
         half = values[4]
-        with _counting(builder, half, TILE) as at:
+        with counting(builder, half, TILE) as at:
             near = builder.add(values[1], at)
             beyond = builder.add(near, half)
             a, b = _load(builder, head, near), _load(builder, head, beyond)
@@ -164,8 +164,8 @@ def store_scaled(typing, source, source_at, scale, count, out, out_at):
 
     def generate(context, builder, signature, values):
         source, out = (_data(context, builder, signature, values, index) for index in (0, 4))
-        scale = _splat(builder, values[2])
-        with _counting(builder, values[3], TILE) as at:
+        scale = splat(builder, values[2])
+        with counting(builder, values[3], TILE) as at:
             value = builder.fmul(_load(builder, source, builder.add(values[1], at)), scale)
             _store(builder, out, builder.add(values[5], at), value)
         return context.get_dummy_value()
@@ -217,23 +217,23 @@ def _size(context, builder, signature, values, index):
 
 
 @contextlib.contextmanager
-def _counting(builder, end, step):
+def counting(builder, end, step):
     """A loop from 0 to before `end`."""
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), end, ir.Constant(I64, step)) as (at, _):
         yield at
 
 
-def _zero(builder):
+def sum_of_none(builder):
     """A vector of zeros that is added to: a register, once LLVM is done."""
     return cgutils.alloca_once_value(builder, ir.Constant(WIDE, [0.0] * TILE))
 
 
-def _add_product(builder, total, a, b):
+def add_product(builder, total, a, b):
     fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(WIDE, [WIDE] * 3), "llvm.fma.v16f32")
     builder.store(builder.call(fused, [a, b, builder.load(total)]), total)
 
 
-def _splat(builder, value):
+def splat(builder, value):
     first = builder.insert_element(ir.Constant(WIDE, ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, ir.Constant(WIDE, ir.Undefined), ir.Constant(BITS, [0] * TILE))
 
@@ -242,11 +242,15 @@ def _load(builder, data, offset):
     """16 stored values from `offset` on, as float32."""
     narrow = data.type.pointee != F32
     pointer = builder.bitcast(builder.gep(data, [offset]), ir.PointerType(HALF if narrow else WIDE))
-    value = builder.load(pointer, align=2 if narrow else 4)
-    if not narrow:
-        return value
+    return widened(builder, builder.load(pointer, align=2 if narrow else 4))
+
+
+def widened(builder, vector):
+    """16 loaded values as float32: bfloat16 is the upper half of one."""
+    if vector.type == WIDE:
+        return vector
     shift = ir.Constant(BITS, [16] * TILE)
-    return builder.bitcast(builder.shl(builder.zext(value, BITS), shift), WIDE)
+    return builder.bitcast(builder.shl(builder.zext(vector, BITS), shift), WIDE)
 
 
 def _store(builder, data, offset, vector):

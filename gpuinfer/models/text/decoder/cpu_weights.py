@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuinfer.models.text.decoder.blas import Blas
+from gpuinfer.models.text.decoder.cpu_product import panels_of
+from gpuinfer.models.text.decoder.cpu_vectors import TILE
 from gpuinfer.models.text.shape import Shape
 from gpuinfer.models.text.weights import Linear, Norm, Weights
 
@@ -20,6 +21,7 @@ class Share:
 
     heads: range
     kv_heads: range
+    added: range  # columns of what attention and MLP add to a row
     inner: range
     columns: range
 
@@ -48,23 +50,25 @@ def share_of(shape: Shape, lane: int, lanes: int) -> Share:
     return Share(
         heads,
         range(heads[0] // group, heads[-1] // group + 1),
+        _part(shape.hidden, lane, lanes),
         _part(shape.intermediate, lane, lanes),
         _part(shape.vocabulary, lane, lanes),
     )
 
 
-def lane_weights(weights: Weights, shape: Shape, share: Share, blas: Blas) -> LaneWeights:
-    keep = _Keep(blas)
+def lane_weights(weights: Weights, shape: Shape, share: Share, panels: bool) -> LaneWeights:
+    """In panels for our own products; as they are, rows one after another, for a library's."""
+    keep = _Keep(panels)
     qkv_rows = _rows_of_heads(shape, share)
     inner = torch.arange(share.inner.start, share.inner.stop)
     up_rows = torch.cat([inner, inner + shape.intermediate]) if shape.gated else inner
-    first, last = share.heads.start * shape.head_dim, share.heads.stop * shape.head_dim
+    added = slice(share.added.start, share.added.stop)
     qkv_biases, up_biases = [], []
     for layer in weights.layers:
         keep.add(layer.qkv.weight[qkv_rows])
-        keep.add(layer.out.weight[:, first:last])
+        keep.add(layer.out.weight[added])
         keep.add(layer.up.weight[up_rows])
-        keep.add(layer.down.weight[:, share.inner.start : share.inner.stop])
+        keep.add(layer.down.weight[added])
         qkv_biases.append(bias_of(layer.qkv)[qkv_rows])
         up_biases.append(bias_of(layer.up)[up_rows])
     keep.add(weights.head.weight[share.columns.start : share.columns.stop])
@@ -97,14 +101,13 @@ def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 class _Keep:
-    def __init__(self, blas: Blas) -> None:
-        self._blas = blas
+    def __init__(self, panels: bool) -> None:
+        self._panels = panels
         self.addresses: list[int] = []
         self.kept: list[Any] = []
 
     def add(self, weight: torch.Tensor) -> None:
-        stored = as_stored(weight)
-        form = self._blas.pack(stored) if stored.dtype == np.float32 else stored
+        form = panels_of(weight) if self._panels else as_stored(weight)
         self.addresses.append(form.ctypes.data)
         self.kept.append(form)
 
@@ -119,7 +122,10 @@ def _rows_of_heads(shape: Shape, share: Share) -> torch.Tensor:
 
 
 def _part(size: int, lane: int, lanes: int) -> range:
-    return range(size * lane // lanes, size * (lane + 1) // lanes)
+    """A lane's columns: whole panels, so that no loop over them has another remainder for another number of lanes."""
+    panels = -(-size // TILE)
+    begin, end = (min(size, panels * number // lanes * TILE) for number in (lane, lane + 1))
+    return range(begin, end)
 
 
 def _stack(rows: list[torch.Tensor]) -> NDArray[np.float32]:
