@@ -6,7 +6,9 @@ import functools
 
 import torch
 
+from gpuinfer.api import Setup
 from gpuinfer.models import processor
+from gpuinfer.models.device import resolve_device, resolve_dtype
 
 FLOAT32 = "float32"
 MAKER = "GenuineIntel"
@@ -22,6 +24,12 @@ def computes_in(dtype: torch.dtype, device: torch.device, *, deterministic: bool
     if device.type == "cpu" and dtype == torch.bfloat16 and (deterministic or not multiplies_bfloat16()):
         return FLOAT32
     return str(dtype).removeprefix("torch.")
+
+
+def computes_in_here(setup: Setup) -> str:
+    """The same for a run on this machine. Raises `UsageError` when there is no such device."""
+    device = resolve_device(setup.device)
+    return computes_in(resolve_dtype(setup.dtype), device, deterministic=setup.deterministic)
 
 
 @functools.cache

@@ -216,6 +216,7 @@ class Generate(Workload):
             "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
+            "computes_in": arithmetic(self.setup),
             "model": fingerprint(self.model()),
         }
 
@@ -238,6 +239,17 @@ def fingerprint(spec: ModelSpec) -> str:
 async def ended(task: asyncio.Task[Any]) -> None:
     """Cancelled, it leaves the task alone."""
     await asyncio.wait({task})
+
+
+def arithmetic(setup: Setup) -> str:
+    """The number format that the model will be computed in here; what was asked for where there is no such device."""
+    from gpuinfer.models.text.arithmetic import computes_in_here
+
+    try:
+        return computes_in_here(setup)
+    except UsageError as error:
+        log.info("no device %s: %s", setup.device, error)  # the backend will say so, if it is to compute there
+        return setup.dtype
 
 
 async def loaded(infer: Infer) -> None:

@@ -130,6 +130,7 @@ def _assembled(
             "model": checkpoint.name,
             "device": str(device),
             "dtype": setup.dtype,
+            "computes_in": getattr(decoder, "computes_in", setup.dtype),  # of all, our own kernels alone may differ
             "slots": decoder.slots,
             "context": decoder.length,
             "step_tokens": step_tokens,
