@@ -24,7 +24,9 @@ from gpuinfer.models.text.shape import Rope
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
 
 CASES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
-UNEVEN = replace(LLAMA, vocabulary=131, hidden=44, heads=4, kv_heads=1, head_dim=12, intermediate=75, rope=Rope((1.0, 0.3, 0.1)))
+UNEVEN = replace(
+    LLAMA, vocabulary=131, hidden=44, heads=4, kv_heads=1, head_dim=12, intermediate=75, rope=Rope((1.0, 0.3, 0.1))
+)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOKENS = list(np.random.default_rng(0).integers(0, LLAMA.vocabulary, 90))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpuinfer.models.text.arithmetic import FLOAT32, computes_in
 from gpuinfer.models.text.decoder import blas, cpu_product, cpu_sizes
 from gpuinfer.models.text.decoder.cpu_lanes import Lanes
-from gpuinfer.models.text.decoder.cpu_product import aligned
+from gpuinfer.models.text.decoder.cpu_panels import aligned
 from gpuinfer.models.text.decoder.cpu_vectors import TILE
 from gpuinfer.models.text.decoder.cpu_weights import (
     LaneWeights,

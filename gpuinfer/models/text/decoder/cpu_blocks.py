@@ -1,8 +1,8 @@
 """One block of a matrix product in registers: some rows times some panels of 16 columns.
 
-A weight [out, in] lies in panels [in, 16], its columns side by side for each of the products' terms; bfloat16 is widened
-as it is read. Each sum begins at 0 and takes its terms one by one, in order, with one rounding each: its bits depend on
-its row and its column alone, neither on what else is in the block nor on how wide the processor's vectors are.
+A weight [out, in] lies in panels [in, 16], its columns side by side for each term; bfloat16 is widened as it is read.
+Each sum begins at 0 and takes its terms one by one, in order, with one rounding each: its bits depend on its row and
+its column alone, neither on what else is in the block nor on how wide the processor's vectors are.
 """
 
 from llvmlite import ir

@@ -7,20 +7,16 @@ to, nor the kind of processor can show. A block holds as many sums as the proces
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
-import torch
 from numba import types
 from numba.core.registry import cpu_target
-from numpy.typing import NDArray
 
 from gpuinfer.models.kernel_cache import c_compiler
 from gpuinfer.models.text.decoder.cpu_blocks import block
 from gpuinfer.models.text.decoder.cpu_math import SOURCES, inlined
 from gpuinfer.models.text.decoder.cpu_vectors import TILE
 
-ALIGNED = 64
 SIGNATURE = types.void(*[types.int64] * 8)
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what Numba compiles for
 WIDE_VECTORS = "+avx512f" in FEATURES
@@ -30,12 +26,12 @@ LONE_PANELS = 4
 
 
 @functools.cache
-def product_with(stored: np.dtype[Any]) -> Any:
+def product_with(stored):
     """The product with weights that are stored so: float32, or bfloat16 as its bits in uint16. It is called by its
     `address` (`cpu_intrinsics.call_product`), and so compiled once, not with each kernel that needs it.
 
-    c [rows, columns] = a [rows, inner] · the weight that `panels_of` gave; `a` and `c` are float32, and addresses, their
-    rows `lda` and `ldc` values apart.
+    c [rows, columns] = a [rows, inner] · the weight that `panels_of` gave. `a` and `c` are float32, and given as
+    addresses; their rows lie `lda` and `ldc` values apart.
     """
     compiled = c_compiler(SOURCES, SIGNATURE, _nrt=False, error_model="numpy")
     return compiled(product_bfloat16 if stored == np.uint16 else product_float32)
@@ -69,30 +65,3 @@ def product(kind, size, rows, columns, inner, a, lda, panels, c, ldc):
         for column in range(0, columns, TILE * LONE_PANELS):
             weight = panels + size * column * inner
             block(1, LONE_PANELS, kind, 1, columns - column, inner, a, lda, weight, c + 4 * column, ldc)
-
-
-def panels_of(weight: torch.Tensor) -> NDArray[Any]:
-    """A weight [out, in], float32 or bfloat16, as products read it: [out / 16, in, 16], with zeros behind the last row.
-
-    It begins where a cache line does; bfloat16 as its bits in uint16.
-    """
-    out, inner = weight.shape
-    count = -(-out // TILE)
-    half = weight.dtype == torch.bfloat16
-    panels = aligned((count, inner, TILE), np.uint16 if half else np.float32)
-    given = torch.from_numpy(panels.view(np.int16) if half else panels)
-    whole, rest = out // TILE, out % TILE
-    source = weight.detach().view(torch.int16) if half else weight.detach()
-    given[:whole] = source[: whole * TILE].reshape(whole, TILE, inner).transpose(1, 2)
-    if rest:
-        given[whole, :, :rest] = source[whole * TILE :].T
-        given[whole, :, rest:] = 0
-    return panels
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """An array, its values as they come, that begins where a cache line does."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + ALIGNED, np.uint8)
-    start = -room.ctypes.data % ALIGNED
-    return room[start : start + size].view(dtype).reshape(shape)

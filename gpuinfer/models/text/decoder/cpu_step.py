@@ -3,8 +3,8 @@
 All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, and their
 attention; its own columns of what all heads add to the rows; its own columns of the up projection; and its own columns
 of what these add. The sums and norms between are divided by rows. Each value is one lane's from its first term to its
-last, so that the number of lanes cannot show in it (Shoeybi et al. 2019 divide the terms as well, which saves two of the
-six barriers a layer here).
+last, so that the number of lanes cannot show in it. (Shoeybi et al. 2019 divide the terms as well, which would save two
+of the six barriers a layer.)
 
 Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
 """

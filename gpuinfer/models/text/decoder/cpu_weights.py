@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuinfer.models.text.decoder.cpu_product import panels_of
+from gpuinfer.models.text.decoder.cpu_panels import panels_of
 from gpuinfer.models.text.decoder.cpu_vectors import TILE
 from gpuinfer.models.text.shape import Shape
 from gpuinfer.models.text.weights import Linear, Norm, Weights
