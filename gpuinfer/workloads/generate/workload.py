@@ -243,6 +243,8 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 def arithmetic(setup: Setup) -> str:
     """The number format that the model will be computed in here; what was asked for where there is no such device."""
+    if setup.dtype != "bfloat16":
+        return setup.dtype  # always, and known without importing torch
     from gpuinfer.models.text.arithmetic import computes_in_here
 
     try:
