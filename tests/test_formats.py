@@ -100,3 +100,16 @@ def test_an_option_of_this_name_is_had_by_both_backends() -> None:
     assert {load("backends", name).Options.model_fields["compute"].default for name in ("inprocess", "central")} == {
         "auto"
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_text_model_s_run_says_that_bfloat16_is_computed_in_float32(dtype: str, has_products: bool) -> None:
+    said = notices(Setup(ModelSpec("tiny", kind="text"), "cpu", dtype), "auto")
+    assert [("computed with in float32" in line) for line in said] == [True] * (
+        dtype == "bfloat16" and not has_products
+    )
+
+
+def test_a_text_model_leaves_no_choice_of_it() -> None:
+    with pytest.raises(UsageError, match="Leave it out"):
+        InProcess(Setup(ModelSpec("tiny", kind="text"), "cpu", "bfloat16"), compute="float32")

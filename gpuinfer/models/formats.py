@@ -28,9 +28,14 @@ def computed_in(dtype: str, compute: str, on_cpu: bool) -> str:
 
 
 def notices(setup: Setup, compute: str) -> tuple[str, ...]:
-    """What the user should know of it before the run. Asks no device, so that it costs nothing."""
+    """What the user should know of it before the run. Asks no device, so that it costs nothing.
+
+    Raises `UsageError` where there is no choice: a text model takes what the processor does best, or `deterministic`.
+    """
     spec = setup.model
     on_cpu = setup.device == "cpu" or (setup.device == "auto" and not machine.has_cuda())
+    if spec is not None and spec.kind == "text":
+        return text_notices(setup, compute, on_cpu)
     if spec is None or spec.kind != "rows" or not on_cpu or compute != "auto":
         return ()
     if (computed := computed_in(setup.dtype, compute, on_cpu)) == setup.dtype:
@@ -38,4 +43,15 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
     return (
         f"this processor has no products of {setup.dtype}: weights are rounded to {setup.dtype} and computed with in "
         f"{computed}, which is several times as fast here (-B compute={setup.dtype} prevents that).",
+    )
+
+
+def text_notices(setup: Setup, compute: str, on_cpu: bool) -> tuple[str, ...]:
+    if compute != "auto":
+        raise UsageError("-B compute is for models of rows; a text model is computed in what is fastest. Leave it out.")
+    if not on_cpu or setup.dtype != "bfloat16" or NARROW["bfloat16"]():
+        return ()
+    return (
+        "this processor has no products of bfloat16: weights are rounded to bfloat16 and computed with in float32, "
+        "which is several times as fast here.",
     )
