@@ -6,9 +6,15 @@ script imports this module alone, so that a worker does not load the command lin
 
 
 def main() -> None:
+    from gpuinfer import leaving
     from gpuinfer.cli import main as command
 
-    command()
+    leaving.own()
+    try:
+        command()
+    except SystemExit as ending:
+        leaving.soon(ending.code if isinstance(ending.code, int) else 1)
+        raise
 
 
 if __name__ == "__main__":

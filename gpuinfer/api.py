@@ -136,6 +136,8 @@ class Setup:
     processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
     deterministic: bool = False  # same answer for a row whatever it shares its batch with
     trace: str | None = None  # where each engine records what happens (`gpuinfer.trace`); None: nowhere
+    patience: float = 10.0  # seconds for which a plugin may hold something before it is named
+    give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.watchdog`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class Progress:
     setup: bool = False  # still preparing: the run's clock starts at the first Progress without it
     before: int = 0  # of `done`, by an earlier run: no part of this run's pace
     begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
+    failed: int | None = None  # of `done`, how many ended in an error; None: what counts are the requests that did
 
 
 class Options(BaseModel):
@@ -434,6 +437,8 @@ class Workers(Protocol):
 
 class Workload(Plugin, ABC):
     """The program that wants answers. It knows neither screen nor counters."""
+
+    max_failures: ClassVar[float] = 0.0  # share that may fail before the run has failed, unless the user says another
 
     def model(self) -> ModelSpec | None:
         """The model that the backend must serve; None when the workload brings its own answers."""

@@ -67,8 +67,12 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._live:
             self._live.stop()
+            self._live = None
 
     def update(self, update: Update) -> None:
         """Show where the run is. Call it a few times a second."""
@@ -80,6 +84,9 @@ class Display:
             print(line, file=sys.stderr, flush=True)
 
     def final(self, report: Mapping[str, Any]) -> None:
+        """Show the result, in the place of the live view."""
+        self._stop()
+        self._quiet = True  # nothing more goes on
         self._result.print(result_panel(report))
 
 

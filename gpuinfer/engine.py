@@ -13,10 +13,11 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from gpuinfer import blame
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane, prompts_lane
 from gpuinfer.batching.admission import Admission, class_of
 from gpuinfer.batching.alarm import Alarm
@@ -26,21 +27,23 @@ from gpuinfer.batching.queueing import Queue
 from gpuinfer.batching.settling import Unsettled
 from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
-from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull
+from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, WorkError
 from gpuinfer.stats import Lane, Snapshot
 from gpuinfer.trace.recorder import Recorder
+from gpuinfer.watchdog import Held, Patience, uncut
 
 log = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
+HURRY_S = 0.5  # how long the backend may take to close when nobody waits any more
 
 
 class Engine:
     """Batches requests for one backend, which it starts and closes.
 
     `max_queue_rows` bounds the rows that may wait (see `Admission`); `recorder` writes down what happens, and whoever
-    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods belong to the event
-    loop that called `start`.
+    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods but `held` belong to
+    the event loop that called `start`.
     """
 
     limits: Limits  # the backend's, once it has started
@@ -68,32 +71,56 @@ class Engine:
         self._tally = Tally()
         self._unsettled = Unsettled(self._tally, self._left)
         self._free: list[Lane] = []
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], tuple[int, Cut]] = {}  # the batches under way, with their numbers
+        self._batches = 0  # cut so far
+        self._longest_s = 0.0  # that a batch took
+        self._moved = 0  # requests settled, and steps told
+        self._put_off = False  # by the strategy, when it was last asked
+        self._doing = ""  # starting or closing
+        self._given_up: WorkError | None = None
+        self._hurried: asyncio.Future[None]  # since `start`: done when nobody wants to wait
         self._woken = False
         self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
         self._draining = False
         self._backend_open = False
         self._admits = False  # rows take free slots, and the backend tells its own steps: its lane is one, never taken
-        self._warned: set[str] = set()
+        self._warned: set[tuple[object, str]] = set()
 
     async def start(self) -> None:
         """Start the backend and open for requests. A backend that cannot start is closed again."""
         self._loop = asyncio.get_running_loop()
+        self._hurried = self._loop.create_future()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open = True
-        self.backend.stepped = self._tally.stepped
+        self.backend.stepped = self._stepped
         try:
-            await self.backend.start()
-            self._take_limits(self.backend.limits)
+            with blame.calling(self.backend, "start"):
+                await self._start_backend()
+            with blame.calling(self.backend, "limits"):
+                self._take_limits(self.backend.limits)
         except BaseException:
             await self._close_backend()
             raise
         self._shut = None
 
+    async def _start_backend(self) -> None:
+        self._doing = "starting"
+        try:
+            if not await self._ends(self.backend.start()):
+                raise self._given_up or _closed()
+        finally:
+            self._doing = ""
+
+    def _stepped(self, rows: int, seconds: float) -> None:
+        self._moved += 1
+        self._longest_s = max(self._longest_s, seconds)
+        self._tally.stepped(rows, seconds)
+
     def _take_limits(self, limits: Limits) -> None:
-        self.limits = limits
+        self._streams = self.backend.streams
         self._admission = Admission(limits, self._max_queue_rows)
-        self._admits = limits.slots is not None and self.backend.streams
+        self.limits = limits
+        self._admits = limits.slots is not None and self._streams
         forwards = 1 if self._admits else limits.in_flight
         self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
@@ -114,7 +141,7 @@ class Engine:
     ) -> Result:
         """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
         if self._shut is not None:
-            raise Closed(f"the engine {self._shut}")
+            raise self._given_up or Closed(f"the engine {self._shut}")
         if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
             priority = class_of(priority)
         now = self._clock()
@@ -157,7 +184,7 @@ class Engine:
             self._queue.remove((request,))
             self._wake()
             return
-        with self._harmless(f"the backend {type(self.backend).__name__} raised in cancel"):
+        with self._harmless(self.backend, "cancel"):
             self.backend.cancel(request)
 
     def join(self, client: Hashable) -> None:
@@ -198,11 +225,13 @@ class Engine:
         """Cut while there is room and a batch is due; returns when to ask again."""
         while self._free and (room := self._room()).max_rows:
             step = next_cut(self.strategy, self._queue, now, room, draining=self._draining)
+            self._put_off = False
             if isinstance(step, Cut):
                 self._launch(step, now)
             elif isinstance(step, Fault):
                 self._unsettled.fail_all(step.requests, step.error)
             else:
+                self._put_off = True
                 return step
         return math.inf
 
@@ -229,7 +258,8 @@ class Engine:
                 lane = self._free.pop()
             number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
             task = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
-            self._running.add(task)
+            self._batches += 1
+            self._running[task] = (self._batches, cut)
             task.add_done_callback(functools.partial(self._ended, cut, lane))
 
     # Serving
@@ -246,12 +276,13 @@ class Engine:
         started = self._clock()
         try:
             seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
+            self._longest_s = max(self._longest_s, seconds)
             if not self._admits:
                 self._tally.ran(cut.rows, seconds)
             if self._recorder is not None:
                 self._recorder.ran(number, seconds, self._clock())
             waited = cut_at - min(request.arrived for request in cut.requests)
-            with self._harmless(f"the strategy {type(self.strategy).__name__} raised in observe"):
+            with self._harmless(self.strategy, "observe"):
                 self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
         except BaseException as error:
             self._unsettled.fail_all(cut.requests, as_failure(self.backend, error))
@@ -264,13 +295,14 @@ class Engine:
     def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
             self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
-        self._running.discard(task)
+        self._running.pop(task, None)
         if not self._admits:
             self._free.append(lane)
         self._wake()
 
     def _left(self, request: Request, outcome: str) -> None:
         now = self._clock()
+        self._moved += 1
         self._queue.clients.answered(request.client, now)
         if self._recorder is not None:
             self._recorder.settled(request, outcome, now)
@@ -278,14 +310,81 @@ class Engine:
             self._wake()
 
     @contextlib.contextmanager
-    def _harmless(self, what: str) -> Iterator[None]:
+    def _harmless(self, plugin: object, method: str) -> Iterator[None]:
         """Log, once, what a plugin raises where no request depends on it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            if what not in self._warned:
-                self._warned.add(what)
-                log.warning("%s: %r. Check its package with `gpuinfer plugins check`.", what, error)
+            if (plugin, method) not in self._warned:
+                self._warned.add((plugin, method))
+                blame.warn(plugin, method, error)
+
+    # Who holds what
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request or a batch under way."""
+        return bool(self._unsettled or self._running)
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """What backend and strategy have in hand. Any thread may ask."""
+        if self._doing:
+            limit_s = patience.start_s if self._doing == "starting" else patience.close_s
+            yield Held(self._doing, self.backend, f"has been {self._doing} for {{age}}", limit_s)
+        if batches := list(self._running.values()):  # the oldest first
+            yield self._held_batch(*batches[0], patience)
+        elif self._put_off and self._queue.rows:
+            yield uncut(self.strategy, self._batches, len(self._unsettled), patience)
+
+    def _held_batch(self, number: int, cut: Cut, patience: Patience) -> Held:
+        """A batch; where answers come one by one, or from a far side, that none has come."""
+        remote = self.backend.remote
+        limit_s = patience.batch_s(self._longest_s, remote)
+        what = f"{_counted(len(cut.requests), 'request')}, {_counted(cut.rows, 'row')}"
+        if remote or self._streams:
+            doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked)"
+            return Held(("answers", self._moved), self.backend, doing, limit_s)
+        return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
+
+    def give_up(self, error: WorkError) -> None:
+        """Fail all that is unsettled with this error, and wait for nobody in `close`."""
+        if not self._backend_open:
+            return
+        self._given_up, self._shut = error, "was given up."
+        self.hurry()
+        for request in self._unsettled:
+            if request in self._queue:
+                self._queue.remove((request,))
+            self._unsettled.fail(request, error)
+        for task in tuple(self._running):
+            task.cancel()
+
+    def hurry(self) -> None:
+        """Nobody wants to wait any more: `close` waits for no batch, and for the backend only a moment."""
+        if (hurried := getattr(self, "_hurried", None)) is not None and not hurried.done():
+            hurried.set_result(None)
+
+    async def _ends(self, work: Coroutine[Any, Any, None], within_s: float = math.inf) -> bool:
+        """Let the backend do this, for so long at most and after `hurry` only for a moment, before it is cancelled.
+
+        Whether it has ended by itself. Raises what it raises.
+        """
+        task = self._loop.create_task(work)
+        hurried, timeout = self._hurried, None if within_s == math.inf else within_s
+        try:
+            await asyncio.wait({task, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if hurried.done() and not task.done():
+                await asyncio.wait({task}, timeout=HURRY_S)
+            ended = task.done()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_WAIT_S)
+        if ended:
+            task.result()
+        elif task.done() and not task.cancelled():
+            task.exception()  # seen, and too late
+        return ended
 
     # Closing
 
@@ -308,12 +407,14 @@ class Engine:
 
     async def _finish(self) -> None:
         """Wait for all batches, as long as something comes back."""
-        while self._unsettled or self._running:
+        while (self._unsettled or self._running) and not self._hurried.done():
             self._dispatch()
             before = len(self._unsettled)
             if not self._running:
                 return
-            done, _ = await asyncio.wait(self._running, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {*self._running, self._hurried}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done and len(self._unsettled) == before:
                 return
 
@@ -337,9 +438,15 @@ class Engine:
     async def _close_backend(self) -> None:
         if not self._backend_open:
             return
-        self._backend_open = False
-        with self._harmless(f"the backend {type(self.backend).__name__} did not close"):
-            await asyncio.wait_for(self.backend.close(), self._patience_s)
+        self._backend_open, self._doing = False, "closing"
+        with self._harmless(self.backend, "close"):
+            if not await self._ends(self.backend.close(), self._patience_s):
+                log.warning("%s did not close in time, and is left as it is.", blame.who(self.backend))
+        self._doing = ""
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _closed() -> Closed:

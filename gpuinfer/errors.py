@@ -10,9 +10,10 @@ GpuinferError                 a message for people that ends with the cure; `exi
     │   ├── Expired           its deadline passed before it cost anything
     │   ├── BadPrompt         it cannot be served as it is; its neighbours can
     │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
-    ├── BackendError          the backend raised; only its batch failed
+    ├── BackendError          the backend raised; in a batch, only that failed
     │   └── BackendDied       the backend is gone
     ├── StrategyError         the strategy raised or chose what it may not
+    ├── WorkloadError         the workload raised what it did not foresee
     ├── WorkerDied            a worker process ended before its work did
     └── Closed                the engine was closed first
 """
@@ -78,7 +79,7 @@ class BadResult(RequestError):
 
 
 class BackendError(WorkError):
-    """The backend raised while it served a batch; only that batch failed."""
+    """The backend raised. While it served a batch, only that batch failed."""
 
 
 class BackendDied(BackendError):
@@ -87,6 +88,10 @@ class BackendDied(BackendError):
 
 class StrategyError(WorkError):
     """The strategy raised, or chose requests that it may not choose."""
+
+
+class WorkloadError(WorkError):
+    """The workload raised what is no error of ours, or comes no further."""
 
 
 class WorkerDied(WorkError):

@@ -12,11 +12,14 @@ import ctypes
 import functools
 import select
 import selectors
+import threading
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+WIND_UP_S = 1.0
 SELECTABLE = 1024  # FD_SETSIZE: `select` takes only descriptors below it
 SLACK_NS = 1_000  # how much later than asked a wait may end, for the kernel to save energy
 SET_SLACK, GET_SLACK = 29, 30  # PR_SET_TIMERSLACK and PR_GET_TIMERSLACK of <linux/prctl.h>
@@ -47,9 +50,39 @@ else:  # kqueue takes nanoseconds
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, with precise timers."""
-    with _little_slack(), asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(main)
+    """Like `asyncio.run`, with precise timers, and with an end: a task that does not heed its cancellation, or a thread
+    that is not done, is waited for `WIND_UP_S` at most, and then left behind.
+    """
+    with _little_slack():
+        runner, threads = asyncio.Runner(loop_factory=new_loop), ThreadPoolExecutor(thread_name_prefix="asyncio")
+        loop = runner.get_loop()
+        loop.set_default_executor(threads)
+        try:
+            return runner.run(main)
+        finally:
+            if runner.run(_wound_up()) and _ended(threads):
+                runner.close()
+            else:  # which would wait for them
+                asyncio.set_event_loop(None)
+                loop.close()
+
+
+async def _wound_up() -> bool:
+    """Cancel all that is left. Whether it has ended."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    _, left = await asyncio.wait(left, timeout=WIND_UP_S) if left else (None, set())
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # whose it is has been said
+    return not left
+
+
+def _ended(threads: ThreadPoolExecutor) -> bool:
+    ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+    ending.start()
+    ending.join(WIND_UP_S)
+    return not ending.is_alive()
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ class Run:
     cores: CoreTime | None = None  # while the clock ran; None: not known
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = "gpuinfer"
+    max_failures: float = 1.0  # the share that may fail before the run has
 
 
 def schema() -> dict[str, Any]:
@@ -83,6 +84,7 @@ def build(run: Run) -> dict[str, Any]:
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "notices": list(snapshot.notices),
@@ -221,6 +223,25 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
         "efficiency": throughput(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
         "measured": list(run.roofline.measured),
         "raised": run.roofline.raised,
+    }
+
+
+def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str, Any] | None:
+    """`{count, of, share, allowed, first}` of what the workload says has failed, else of the requests whose batch did;
+    `first` is what the first one was told. None where nothing has failed.
+    """
+    count, of = progress.failed, progress.done
+    if count is None:
+        count = snapshot.errors.get("failed", 0)
+        of = snapshot.requests + sum(snapshot.errors.get(kind, 0) for kind in LOST)
+    if not count:
+        return None
+    return {
+        "count": count,
+        "of": of,
+        "share": count / max(of, 1),
+        "allowed": allowed,
+        "first": snapshot.failure or None,
     }
 
 

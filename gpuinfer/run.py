@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import signal
-import threading
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gpuinfer import errors, measuring, neighbours, precise_loop, report, sharing
+from gpuinfer import blame, errors, leaving, measuring, neighbours, precise_loop, report, sharing, signals
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.errors import WorkError
 from gpuinfer.neighbours import CoreTime
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
 from gpuinfer.trace.merge import Merged, recording
+from gpuinfer.watchdog import Held
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked
 ASK_S = 1.0  # between two questions whose the cores are
 ASK_SHARE = 100  # times as long as one took
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
+SILENT = 6.0  # times the patience, after which a workload that neither asks nor tells is named: it may have its reasons
+FAILED, PARTIAL = 1, 3  # exit codes of a process that has to be ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,45 +73,57 @@ async def execute(
     command: str | None = None,
     grace_s: float = GRACE_S,
     on_trace: Callable[[Merged], None] = lambda trace: None,
+    on_report: Callable[[dict[str, Any]], None] = lambda report: None,
+    on_abandon: Callable[[dict[str, Any]], None] = lambda report: None,
+    max_failures: float = 1.0,
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 
     `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
     whether to measure the bare model of the backend's setup, before and after, or is what has been measured, and is not
     measured again. `command` is what the verdict's advice is appended to. `until` is asked at every update, and once it
-    says yes the run is over, and done. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s`
-    seconds at most; the second cancels it. What the workload raises is raised again, with the report so far as its
-    `report`. When the setup names a trace, `on_trace` is told what was recorded, whatever happened.
+    says yes the run is over, and done; it has failed when a larger share than `max_failures` did. The first SIGINT or
+    SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it, and waits for nobody.
+    What the workload raises is raised again, with the report so far as its `report`. So is `WorkError` about a plugin
+    that held something for longer than the setup's `give_up`. When the setup names a trace, `on_trace` is told what was
+    recorded, whatever happened.
+
+    `on_report` is told the report of a run that raises nothing, before the backend is closed, which may take long. When
+    a plugin blocks the event loop, and the run has to end, `on_abandon` is told the report so far from another thread;
+    then a process of the command line's own (`leaving`) is ended.
     """
     done: dict[str, Any] | None = None
     try:
         with recording(backend.setup.trace, on_trace):
-            execution = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s)
-            done = await _execute(execution, roofline, settings or {}, command)
+            execution = _Execution(
+                workload, backend, strategy, on_update, until, update_s, grace_s, settings or {}, command, max_failures
+            )
+            execution.on_report, execution.on_abandon = on_report, on_abandon
+            done = await _execute(execution, roofline)
     except WorkError as error:
         error.report = error.report or done  # when all that failed is to write the trace
         raise
     return done
 
 
-async def _execute(
-    execution: _Execution, roofline: bool | Roofline, settings: Mapping[str, Any], command: str | None
-) -> dict[str, Any]:
-    status = "failed"
-    async with execution.session:
-        try:
-            with _signals(execution.interrupt):
+async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str, Any]:
+    with signals.heeded(execution.asked, execution.insist, execution.force):
+        async with execution.session:
+            try:
                 await execution.measure(roofline)
                 await execution.work()
                 status = execution.status()
                 await execution.reconcile(again=roofline is True)
-        except BaseException as caught:
-            error = errors.unwrap(caught)
-            error.report = execution.report(status, settings, command)  # type: ignore[attr-defined]
-            if error is caught:
-                raise
-            raise error from caught
-        return execution.report(status, settings, command)
+            except BaseException as caught:
+                error = errors.unwrap(caught)
+                error.report = execution.report("failed")  # type: ignore[attr-defined]
+                if error is caught:
+                    raise
+                raise error from caught
+            made = execution.report(status)
+            execution.on_report(made)
+            execution.reported = True
+        return made
 
 
 class _Execution:
@@ -121,9 +136,18 @@ class _Execution:
         until: Callable[[Update], bool],
         update_s: float,
         grace_s: float,
+        settings: Mapping[str, Any],
+        command: str | None,
+        max_failures: float,
     ) -> None:
         self.workload, self.backend, self.strategy = workload, backend, strategy
-        self.session = Session(backend, strategy)
+        self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
+        self.session.watchdog.watch(self._held, workload)
+        self.on_report: Callable[[dict[str, Any]], None]
+        self.on_abandon: Callable[[dict[str, Any]], None]
+        self.reported = False  # to `on_report`
+        self._settings, self._command, self._max_failures = settings, command, max_failures
+        self._loop = asyncio.get_running_loop()
         self.progress = Progress(0)
         self.phase = "starting"
         self._on_update, self._until, self._update_s, self._grace_s = on_update, until, update_s, grace_s
@@ -139,7 +163,11 @@ class _Execution:
         self._ask_at = 0.0  # whose the cores are, for those who watch
         self._seen: tuple[float, CoreTime | None] | None = None
         self._give_up_at = float("inf")
-        self._interrupted = 0
+        self._interrupted = False
+        self._failure: WorkError | None = None  # a plugin that was given up
+        self._following = False  # the workload
+        self._told = 0  # words of the workload
+        self._active: object = None  # what has come of it, to see whether it moves
         self._noticed: set[str] = set()  # what the strategy had to say
         self._enough = False  # `until` has said so
         self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
@@ -183,10 +211,14 @@ class _Execution:
             return
         self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
         task = asyncio.create_task(self._follow())
+        self._following = True
         try:
             await self._watch(task, lambda: time.monotonic() > self._give_up_at)
-            await self._end(task)
+            await self._end(task, quietly=self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
         finally:
+            self._following = False
             self._clock_to, self._cores_to = time.monotonic(), neighbours.core_time()
             await self.session.refresh()  # while there still is a far side
             await self._end(task, quietly=True)
@@ -200,7 +232,7 @@ class _Execution:
             raise error
 
     async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
-        while not task.done() and not enough():
+        while not task.done() and not enough() and self._failure is None:
             await self.session.refresh()
             update = self.update()
             self._on_update(update)
@@ -210,12 +242,13 @@ class _Execution:
             await asyncio.wait({task}, timeout=self._update_s)
 
     async def _follow(self) -> None:
-        stream = self.workload.run(self.session)
-        try:
-            async for progress in stream:
-                await self._take(progress)
-        finally:
-            await _close(stream)
+        with blame.calling(self.workload, "run"):
+            stream = self.workload.run(self.session)
+            try:
+                async for progress in stream:
+                    await self._take(progress)
+            finally:
+                await _close(stream)
 
     async def _take(self, progress: Progress) -> None:
         """The clock starts with the workload, or, when that prepares first, at its first progress without setup."""
@@ -226,16 +259,62 @@ class _Execution:
             self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
             self._counts_before, self._seen = dict(progress.counts), None
         self._at_work |= not progress.setup
+        self._told += 1
         self.progress = progress
         self.phase = progress.note or ("preparing" if progress.setup else "running")
 
-    def interrupt(self) -> None:
-        """A signal has come: the first asks, the second insists."""
-        self._interrupted += 1
-        self._stop(self._grace_s if self._interrupted == 1 else 0.0)
+    # Who wants it to end
+
+    def asked(self, number: int) -> None:
+        """The first signal has come. Called from another thread, so that it is said whatever the loop does."""
+        first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        log.warning(
+            "%s: stopping, and keeping what is finished, within %g s. Once more, and it ends at once.",
+            first,
+            self._grace_s,
+        )
+        self._interrupted = True
+        self._loop.call_soon_threadsafe(self._stop, self._grace_s)
+
+    def insist(self) -> None:
+        """The second: nobody waits any more."""
+        self._stop(0.0)
+        self.session.hurry()
+
+    def force(self) -> None:
+        """Not even that has ended it. Called from another thread."""
+        self._abandon(
+            "partial", PARTIAL, "stopped at once, as it did not end by itself. What was finished before is kept."
+        )
+
+    def _stuck(self, error: WorkError) -> None:
+        """A plugin that is given up blocks the loop. Called from another thread."""
+        self._abandon("failed", FAILED, str(error))
+
+    def _abandon(self, status: str, code: int, why: str) -> None:
+        if not leaving.owned():
+            log.error("%s", why)
+            return
+        try:
+            if not self.reported:
+                self.on_abandon(self.report(status))
+        except Exception as error:  # noqa: BLE001 (the loop's thread is in the midst of something)
+            log.warning("there is no report: %s", blame.in_short(error))
+        print(f"gpuinfer: {why}", file=sys.stderr, flush=True)
+        leaving.now(code)
+
+    def _fault(self, error: WorkError) -> None:
+        self._failure = error
+
+    def _held(self) -> list[Held]:
+        """A workload that waits for something, while nobody has anything of it to do. Asked by the watchdog."""
+        if not self._following or self.session.asked or self.session.stopping.is_set():
+            return []
+        doing = "has asked for nothing and told of nothing for {age}"
+        return [Held(("silent", self._told, self._active), self.workload, doing, grace=SILENT)]
 
     def _stop(self, grace_s: float) -> None:
-        self._give_up_at = time.monotonic() + grace_s
+        self._give_up_at = min(self._give_up_at, time.monotonic() + grace_s)
         self._keep.add(asyncio.create_task(self.session.stop()))
 
     # What it says
@@ -243,7 +322,10 @@ class _Execution:
     def status(self) -> str:
         finished = self.progress.total is not None and self.progress.done >= self.progress.total
         finished |= self._enough and not self._interrupted
-        return "partial" if self.session.stopping.is_set() and not finished else "done"
+        if self.session.stopping.is_set() and not finished:
+            return "partial"
+        failed = report.failures(self.progress, self.snapshot(), self._max_failures)
+        return "failed" if failed and failed["share"] > self._max_failures else "done"
 
     def wall_s(self) -> float:
         return 0.0 if self._clock_from is None else (self._clock_to or time.monotonic()) - self._clock_from
@@ -264,6 +346,7 @@ class _Execution:
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
         snapshot = self.snapshot()
+        self._active = snapshot.requests, sum(snapshot.errors.values()), _busy_s(snapshot)
         for notice in (*self.backend.notices, *snapshot.notices):
             if notice not in self._noticed:
                 self._noticed.add(notice)
@@ -283,7 +366,8 @@ class _Execution:
             self._ask_at = now + max(ASK_S, ASK_SHARE * (time.monotonic() - now))
         return self._seen
 
-    def report(self, status: str, settings: Mapping[str, Any], command: str | None) -> dict[str, Any]:
+    def report(self, status: str) -> dict[str, Any]:
+        settings, command = self._settings, self._command
         names = {kind: _name(getattr(self, kind), settings.get(kind)) for kind in ("workload", "backend", "strategy")}
         return report.build(
             report.Run(
@@ -298,6 +382,7 @@ class _Execution:
                 counts_before=self._counts_before,
                 roofline=self.session.roofline,
                 cores=self.cores(),
+                max_failures=self._max_failures,
                 settings=settings,
                 command=command or f"gpuinfer {names['workload']}",
             )
@@ -314,24 +399,8 @@ async def _close(stream: AsyncIterator[Progress]) -> None:
         await close()
 
 
-@contextlib.contextmanager
-def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Hand SIGINT and SIGTERM to the loop. A third one raises `KeyboardInterrupt`, in case the loop is stuck."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, seen = asyncio.get_running_loop(), 0
-
-    def handle(number: int, frame: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 2:
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(interrupt)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _busy_s(snapshot: Snapshot) -> float:
+    """What all lanes have spent on anything."""
+    return math.fsum(
+        spent for lane in snapshot.lanes for station, spent in lane["stations"].items() if station != "idle"
+    )

@@ -50,6 +50,13 @@ class Common(BaseModel):
     quiet: bool = Field(False, description="no progress: only the result, and errors")
     verbose: int = Field(0, ge=0, description="1 says more, 2 shows tracebacks")
     roofline: bool = Field(True, description="measure the bare model first, for the efficiency")
+    patience: float = Field(
+        10.0, gt=0, le=1e6, description="seconds after which a plugin that holds things up is named"
+    )
+    give_up: float = Field(600.0, gt=0, le=1e9, description="seconds after which such a plugin is given up")
+    max_failures: float | None = Field(
+        None, ge=0, le=1, description="share of the requests that may fail; none: as the workload has it"
+    )
     disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
 
 

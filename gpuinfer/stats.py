@@ -162,6 +162,7 @@ class Snapshot:
     latency: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → result
     queue_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → batch
     errors: Mapping[str, int] = field(default_factory=dict)  # requests, by ERRORS
+    failure: str = ""  # what the first of those that failed was told
     classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `ClassCount.to_wire()`
     notices: tuple[str, ...] = ()  # what the strategy has to say to the user
     waiting: int = 0  # rows in the queue now
@@ -247,6 +248,7 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
         latency=merge_histograms(p.latency for p in parts),
         queue_wait=merge_histograms(p.queue_wait for p in parts),
         errors=added("errors"),
+        failure=next((p.failure for p in parts if p.failure), ""),
         classes=merge_classes(p.classes for p in parts),
         notices=tuple(dict.fromkeys(notice for p in parts for notice in p.notices)),
         waiting=sum(p.waiting for p in parts),

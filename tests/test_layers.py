@@ -29,7 +29,8 @@ LAYERS = [
     ["gpuinfer.models"],
     ["gpuinfer.children"],
     ["gpuinfer.settings"],
-    ["gpuinfer.trace"],
+    ["gpuinfer.trace", "gpuinfer.watchdog"],
+    ["gpuinfer.blame"],
     ["gpuinfer.registry"],
     ["gpuinfer.sharing"],
     ["gpuinfer.neighbours"],
@@ -41,7 +42,7 @@ LAYERS = [
         "gpuinfer.service",
         "gpuinfer.pauses",
     ],
-    ["gpuinfer.precise_loop", "gpuinfer.spending"],
+    ["gpuinfer.precise_loop", "gpuinfer.spending", "gpuinfer.signals", "gpuinfer.leaving"],
     ["gpuinfer.api", "gpuinfer.error_wire", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

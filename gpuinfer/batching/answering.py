@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 
+from gpuinfer import blame
 from gpuinfer.api import Backend, Lane, Request, Result
 from gpuinfer.batching.checks import find_fault
 from gpuinfer.batching.settling import Unsettled
@@ -44,8 +45,8 @@ async def _follow(
     missing = sum(request in unsettled for request in requests)
     if missing:
         raise BackendError(
-            f"the stream of the backend {type(backend).__name__} ended with {missing} of {len(requests)} requests "
-            f"unanswered. Yield an Event with last=True for each request."
+            f"{blame.who(backend)}: stream ended with {missing} of {len(requests)} requests unanswered. "
+            f"Yield an Event with last=True for each request."
         )
 
 
@@ -57,7 +58,7 @@ def _check_count(backend: Backend, requests: Sequence[Request], results: Sequenc
     else:
         return
     raise BadResult(
-        f"the backend {type(backend).__name__} gave {got} for {len(requests)} requests. "
+        f"{blame.who(backend)}: infer gave {got} for {len(requests)} requests. "
         f"Return a list with one result for each request, in order."
     )
 
@@ -70,16 +71,16 @@ def _settle(backend: Backend, request: Request, result: Result, unsettled: Unset
     if fault is None:
         unsettled.answer(request, result, now)
     else:
-        unsettled.fail(request, BadResult(f"the backend {type(backend).__name__} answered badly: {fault}"))
+        unsettled.fail(request, BadResult(f"{blame.who(backend)} answered badly: {fault}"))
 
 
 def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
     """What a request that met this error is told: our own errors as they are, anything else as a BackendError."""
     if isinstance(error, GpuinferError):
         return error
+    method = "stream" if backend.streams else "infer"
     failure = BackendError(
-        f"the backend {type(backend).__name__} raised {error!r}. Only its batch failed; "
-        f"the cause is chained to this error, and `gpuinfer doctor` checks the machine."
+        f"{blame.who(backend)}: {method} raised {blame.in_short(error)}. Only its batch failed. {blame.cure(backend)}"
     )
     failure.__cause__ = error
     return failure

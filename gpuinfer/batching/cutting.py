@@ -9,6 +9,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
+from gpuinfer import blame
 from gpuinfer.api import Limits, QueueView, Reason, Request, Strategy
 from gpuinfer.batching.queueing import Line, Queue
 from gpuinfer.errors import StrategyError
@@ -88,9 +89,9 @@ def due_at(strategy: Strategy, view: QueueView) -> float:
     try:
         due = float(strategy.cut_at(view))
     except Exception as error:
-        raise blamed(strategy, f"raised in cut_at: {error!r}") from error
+        raise blamed(strategy, f"cut_at raised {blame.in_short(error)}") from error
     if math.isnan(due):
-        raise blamed(strategy, "answered cut_at with NaN, which is no time")
+        raise blamed(strategy, "cut_at answered NaN, which is no time")
     return max(due, view.waiting[0].arrived)
 
 
@@ -101,19 +102,22 @@ def choose(strategy: Strategy, view: QueueView, members: Set[Request], *, draini
     """
     try:
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
+    except Exception as error:
+        raise blamed(strategy, f"reason raised {blame.in_short(error)}") from error
+    try:
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
     except Exception as error:
-        raise blamed(strategy, f"raised in reason or select: {error!r}") from error
+        raise blamed(strategy, f"select raised {blame.in_short(error)}") from error
     if not chosen:
-        raise blamed(strategy, "selected nothing although a batch was due")
+        raise blamed(strategy, "select chose nothing although a batch was due")
     if len(distinct) != len(chosen):
-        raise blamed(strategy, "selected a request twice")
+        raise blamed(strategy, "select chose a request twice")
     if not distinct <= members:
-        raise blamed(strategy, "selected a request that does not wait in this queue")
+        raise blamed(strategy, "select chose a request that does not wait in this queue")
     rows = sum(request.rows for request in chosen)
     if rows > view.limits.max_rows:
-        raise blamed(strategy, f"selected {rows} rows where {view.limits.max_rows} fit")
+        raise blamed(strategy, f"select chose {rows} rows where {view.limits.max_rows} fit")
     return Cut(chosen, rows, reason)
 
 
@@ -121,7 +125,7 @@ def _account(strategy: Strategy, cut: Cut, now: float) -> None:
     try:
         strategy.account(cut.requests, now)
     except Exception as error:
-        raise blamed(strategy, f"raised in account: {error!r}") from error
+        raise blamed(strategy, f"account raised {blame.in_short(error)}") from error
 
 
 def notices_of(strategy: Strategy) -> tuple[str, ...]:
@@ -134,8 +138,7 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
 
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
-    """The error that says what a strategy did wrong."""
+    """The error that says what a strategy did wrong: `cut_at raised …`."""
     return StrategyError(
-        f"the strategy {type(strategy).__name__} {what}. Choose another with --strategy, "
-        f"or check the package that it came from with `gpuinfer plugins check`."
+        f"{blame.who(strategy)}: {what.rstrip('.')}. Choose another with --strategy. {blame.cure(strategy)}"
     )

@@ -49,7 +49,7 @@ class Unsettled:
 
     def fail(self, request: Request, error: GpuinferError) -> None:
         if future := self._release(request, kind := kind_of(error)):
-            self._tally.error(kind, request.priority)
+            self._tally.error(kind, request.priority, error)
             future.set_exception(error)
 
     def fail_all(self, requests: Iterable[Request], error: GpuinferError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpuinfer import blame
 from gpuinfer.api import Limits, QueueView, Request, Strategy
 from gpuinfer.batching.cutting import blamed
 from gpuinfer.batching.queueing import Queue
@@ -46,9 +47,9 @@ def _victims(strategy: Strategy, queue: Queue, view: QueueView, arriving: Reques
         victims = list(strategy.shed(view, arriving))
         strangers = len(set(victims)) != len(victims) or any(victim not in queue for victim in victims)
     except Exception as error:
-        raise blamed(strategy, f"raised in shed: {error!r}") from error
+        raise blamed(strategy, f"shed raised {blame.in_short(error)}") from error
     if strangers or any(victim.group != arriving.group for victim in victims):
-        raise blamed(strategy, "turned away requests that do not wait in this queue, or one of them twice")
+        raise blamed(strategy, "shed chose requests that do not wait in this queue, or one of them twice")
     return victims
 
 
@@ -57,7 +58,7 @@ def _told(strategy: Strategy, view: QueueView, request: Request, error: QueueFul
         seconds = strategy.retry_after(view, request)
         error.retry_after_s = None if seconds is None else max(0.0, float(seconds))
     except Exception as fault:
-        raise blamed(strategy, f"raised in retry_after: {fault!r}") from fault
+        raise blamed(strategy, f"retry_after raised {blame.in_short(fault)}") from fault
     if error.retry_after_s is not None:
         error.args = (f"{error.args[0]} There may be room in {error.retry_after_s:.3g} s.",)
     return error

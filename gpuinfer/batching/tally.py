@@ -13,13 +13,14 @@ from gpuinfer.stats import ERRORS, ClassCount, Lane, Snapshot, merge_histograms
 class Tally:
     """Running counters. Every request ends in exactly one of: answered, or one of `stats.ERRORS`."""
 
-    __slots__ = ("_batch_s", "_batches", "_classes", "_reasons")
+    __slots__ = ("_batch_s", "_batches", "_classes", "_failure", "_reasons")
 
     def __init__(self) -> None:
         self._classes = [ClassCount() for _ in Priority]
         self._batches: Counter[int] = Counter()
         self._batch_s: dict[int, list[float]] = {}
         self._reasons: Counter[str] = Counter()
+        self._failure = ""
 
     def cut(self, batch: Cut, now: float) -> None:
         """Count a batch as it is cut."""
@@ -49,9 +50,11 @@ class Tally:
         count.rows += request.rows
         count.latency.add(now - request.arrived)
 
-    def error(self, kind: str, priority: Priority) -> None:
-        """Count one request that got no result; `kind` is one of `stats.ERRORS`."""
+    def error(self, kind: str, priority: Priority, told: object = "") -> None:
+        """Count one request that got no result; `kind` is one of `stats.ERRORS`, `told` what it was told."""
         self._classes[priority].errors[kind] += 1
+        if kind == "failed" and not self._failure:
+            self._failure = str(told)
 
     def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = (), slots: int = 0) -> Snapshot:
         counts = {priority.name.lower(): self._classes[priority] for priority in Priority}
@@ -65,6 +68,7 @@ class Tally:
             latency=merge_histograms(wire["latency"] for wire in seen.values()),
             queue_wait=merge_histograms(wire["queue_wait"] for wire in seen.values()),
             errors={kind: sum(count.errors[kind] for count in self._classes) for kind in ERRORS},
+            failure=self._failure,
             classes=seen,
             notices=tuple(notices),
             waiting=waiting,

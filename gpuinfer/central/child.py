@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,9 @@ from gpuinfer.central.pulse import SIZE as PULSE_SIZE
 from gpuinfer.central.pulse import Heart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import error_to_wire
-from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
 from gpuinfer.trace.recorder import Recorder
+from gpuinfer.watchdog import Patience, Watchdog
 
 if TYPE_CHECKING:
     from gpuinfer.central.text_desk import TextDesk
@@ -87,7 +89,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         ready = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "slots": limits.slots}
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
-            _obey(line, desk, opened, order.batch_timeout_s, order.owner)
+            _obey(line, desk, opened, order.batch_timeout_s, order.owner, order.setup)
     return _leave(0)
 
 
@@ -153,10 +155,19 @@ def _told(error: Exception) -> dict[str, str]:
     )
 
 
-def _obey(line: Connection, desk: Desk | TextDesk, opened: Any, batch_timeout_s: float, owner: int) -> None:
+def _obey(
+    line: Connection, desk: Desk | TextDesk, opened: Any, batch_timeout_s: float, owner: int, setup: Setup
+) -> None:
     """Do what the owner says, until it says close or is gone."""
+
+    def give_up(error: WorkError) -> None:
+        desk.fault = error
+
+    watchdog = Watchdog(Patience.of(setup), give_up, name="the central server")
+    watchdog.watch(partial(desk.held, watchdog.patience))
     while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
         asked = line.poll(LOOK_S)
+        watchdog.look_again()
         if (fault := desk.fault or _overdue(desk, batch_timeout_s)) is not None:  # also while it is asked
             desk.dismiss_all(fault)
             line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))

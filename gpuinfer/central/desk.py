@@ -8,14 +8,14 @@ reads, and what arrives makes the next batch. A batch that takes less than handi
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from gpuinfer import blame
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
 from gpuinfer.batching.admission import Admission
 from gpuinfer.batching.cutting import Cut, Fault, next_cut, notices_of
@@ -28,11 +28,10 @@ from gpuinfer.central.caller import Caller
 from gpuinfer.central.lines import Lines, Ready
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
-from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull
+from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, WorkError
 from gpuinfer.stats import Lane, Snapshot
 from gpuinfer.trace.recorder import Recorder
-
-log = logging.getLogger(__name__)
+from gpuinfer.watchdog import Held, Patience, uncut
 
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
@@ -93,7 +92,7 @@ class Desk:
         self.lanes = [Lane(f"forward {number}", clock=clock) for number in range(limits.in_flight)]
         self.started_at: dict[Lane, float] = {}  # of the batch that runs in a lane
         self._owing: set[Lane] = set()  # lanes whose last batch has been answered and not yet been counted
-        self.fault: BackendDied | None = None  # why it cannot go on
+        self.fault: WorkError | None = None  # why it cannot go on
         self._answerer = answerer
         self._recorder = recorder
         self._clock = clock
@@ -108,6 +107,9 @@ class Desk:
         self._pace = Pace()
         self._spin_pays = True
         self._closing = False
+        self._warned = False  # of a strategy that raises in observe
+        self._put_off = False  # by the strategy, when it was last asked
+        self._cuts = 0
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=lane.name, daemon=True) for lane in self.lanes
         ]
@@ -125,6 +127,11 @@ class Desk:
             thread.join(max(0.0, until - time.monotonic()))
         self.dismiss_all(Closed("the server was closed before this request was answered. Ask another."))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """Whether the strategy lets requests wait for nobody: forwards that do not end are seen by `busy_s`."""
+        if self._put_off and self._waiting and not self.started_at:
+            yield uncut(self.strategy, self._cuts, len(self._waiting), patience)
 
     def dismiss_all(self, error: GpuinferError) -> None:
         """Tell every client why it is served no more."""
@@ -195,8 +202,10 @@ class Desk:
                     break
                 for request in step.requests:
                     self._fail(request, step.error)
+            self._put_off = not isinstance(step, Cut)
             if not isinstance(step, Cut):
                 return min(step, self._queue.next_deadline())
+            self._cuts += 1
             self._tally.cut(step, now)
             if self._recorder is not None:
                 self._numbers[step] = self._recorder.cut(step.requests, step.rows, step.reason, now)
@@ -356,7 +365,9 @@ class Desk:
         try:
             self.strategy.observe(record)
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            log.warning("the strategy %s raised in observe: %r.", type(self.strategy).__name__, error)
+            if not self._warned:
+                self._warned = True
+                blame.warn(self.strategy, "observe", error)
 
 
 def _failed(number: int, error: GpuinferError) -> bytes:

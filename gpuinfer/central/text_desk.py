@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpuinfer.api import Backend, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
@@ -20,10 +20,11 @@ from gpuinfer.central.lines import Lines
 from gpuinfer.central.text_wire import LARGEST_ANSWER, LARGEST_PROMPT, Asked, asked_from_wire, generation_to_wire
 from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
 from gpuinfer.engine import Engine
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
 from gpuinfer.generating import TextModel
 from gpuinfer.stats import Snapshot
 from gpuinfer.trace.recorder import Recorder
+from gpuinfer.watchdog import Held, Patience
 
 BOUNDS = Bounds(body=LARGEST_PROMPT, unsent=2 * LARGEST_ANSWER)
 MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots
@@ -83,7 +84,7 @@ class TextDesk:
         recorder: Recorder | None = None,
     ) -> None:
         """Loads the model, and takes as long. Raises `UsageError` when it cannot be had."""
-        self.fault: BackendDied | None = None  # why it cannot go on
+        self.fault: WorkError | None = None  # why it cannot go on
         self._recorder = recorder
         self._engine = Engine(backend, strategy, max_queue_rows=MOST_WAITING, recorder=recorder)
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
@@ -134,6 +135,10 @@ class TextDesk:
         if visits != self._moved or not self._under_way:
             self._moved, self._moved_at = visits, time.monotonic()
         return time.monotonic() - self._moved_at
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """As `desk.Desk.held`."""
+        return (one for one in self._engine.held(patience) if one.plugin is self._engine.strategy)
 
     # On the loop
 

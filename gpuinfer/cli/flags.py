@@ -44,6 +44,11 @@ def common() -> Parameters:
         "roofline": _switch(
             "roofline", "--roofline/--no-roofline", "Measure the bare model first, for the efficiency.", "roofline"
         ),
+        "patience": _text("patience", "--patience", "S", "Name a plugin that holds things up, as 10s.", "10s"),
+        "give_up": _text("give_up", "--give-up", "S", "Give such a plugin up, and the run.", "10min"),
+        "max_failures": _text(
+            "max_failures", "--max-failures", "SHARE", "Exit 1 when more of the requests fail, as 0.01.", "0"
+        ),
         "quiet": _switch("quiet", "--quiet", "No progress: only the result, and errors.", None),
         "verbose": _parameter(
             "verbose", int, ["--verbose", "-v"], "Say more; -vv shows tracebacks.", count=True, panel=EVERYWHERE

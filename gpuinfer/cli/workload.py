@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import BaseModel
 
-from gpuinfer import registry, settings
+from gpuinfer import blame, registry, settings
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
@@ -68,10 +68,11 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     title = f"{name} · {common.backend} · {common.strategy}"
     stdout_taken = destination.stdout or writes_stdout
     display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
+    allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     with display, _failed_report(destination):
-        report = _run(plan, common.roofline, display, spelled(name, values))
-    display.final(report)
-    destination.write(report)
+        report = _run(plan, common.roofline, display, destination, allowed, spelled(name, values))
+    if report["status"] == "failed":
+        _say_failures(report["failures"])
     return EXIT_CODES.get(report["status"], FAILED)
 
 
@@ -85,8 +86,21 @@ def check_trace(common: settings.Common) -> None:
         raise UsageError(f"--trace and --json both name {common.trace}. Give each a file of its own.")
 
 
-def _run(plan: Plan, roofline: bool, display: Display, command: str) -> dict[str, Any]:
+def _say_failures(failures: Mapping[str, Any]) -> None:
+    share = f"{failures['count']:,} of {failures['of']:,} failed ({failures['share']:.1%})"
+    print(f"gpuinfer: {share}, and --max-failures allows {failures['allowed']:g}. The first:", file=sys.stderr)
+    print(f"          {failures['first']}", file=sys.stderr)
+
+
+def _run(
+    plan: Plan, roofline: bool, display: Display, destination: output.Destination, max_failures: float, command: str
+) -> dict[str, Any]:
     from gpuinfer.run import run
+
+    def show(report: dict[str, Any]) -> None:
+        """Before the backend is closed, which may take long."""
+        display.final(report)
+        destination.write(report)
 
     return run(
         plan.workload,
@@ -97,6 +111,9 @@ def _run(plan: Plan, roofline: bool, display: Display, command: str) -> dict[str
         on_update=display.update,
         command=command,
         on_trace=_say_recorded,
+        on_report=show,
+        on_abandon=destination.write,
+        max_failures=max_failures,
     )
 
 
@@ -181,22 +198,29 @@ def build(name: str, merged: settings.Settings) -> Plan:
     classes = {kind: registry.load(kind, one) for kind, one in chosen.items()}
     given = {kind: merged.options(kind, one, classes[kind]) for kind, one in chosen.items()}
     trace = None if common.trace is None else os.path.realpath(common.trace)  # of a link, what it leads to
-    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed, trace=trace)
-    workload = classes["workloads"](setup, **given["workloads"])
+    setup = Setup(
+        device=common.device,
+        dtype=common.dtype,
+        seed=common.seed,
+        trace=trace,
+        patience=common.patience,
+        give_up=common.give_up,
+    )
+    workload: Workload = blame.make(classes["workloads"], setup, given["workloads"])
     if not workload.asks and common.backend != DEFAULT_BACKEND:
         raise UsageError(
             f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
             f"asked. Leave --backend out, or give {name} a --model."
         )
-    setup = replace(
-        setup,
-        model=workload.model(),
-        processes=workload.processes,
-        deterministic=bool(getattr(workload.options, "deterministic", False)),
-    )
+    with blame.calling(workload, "model"):
+        model = workload.model()
+    with blame.calling(workload, "processes"):
+        processes = workload.processes
+    deterministic = bool(getattr(workload.options, "deterministic", False))
+    setup = replace(setup, model=model, processes=processes, deterministic=deterministic)
     _refuse_what_it_does_not_serve(name, common.backend, classes["backends"], setup)
-    backend = classes["backends"](setup, **given["backends"])
-    strategy = classes["strategies"](setup, **given["strategies"])
+    backend: Backend = blame.make(classes["backends"], setup, given["backends"])
+    strategy: Strategy = blame.make(classes["strategies"], setup, given["strategies"])
     return Plan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from typing import Any
@@ -50,6 +51,12 @@ class Line:
             return msgpack.unpackb(await self._reader.readexactly(size), strict_map_key=False)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise LineClosed("the other end is gone") from error
+
+    def last_words(self, message: Any) -> None:
+        """Send a short message from another thread while the event loop is blocked, as well as that goes."""
+        packed = msgpack.packb(message)
+        with contextlib.suppress(OSError):
+            os.write(self._writer.get_extra_info("socket").fileno(), HEADER.pack(len(packed)) + packed)
 
     def finish(self) -> None:
         """Say that nothing more will be sent; what the other end still sends can be received."""

@@ -9,16 +9,18 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer import machine, pauses, stats
+from gpuinfer import blame, machine, pauses, stats
 from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy
 from gpuinfer.engine import Engine
+from gpuinfer.errors import GpuinferError, WorkError
 from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot, merge, since
 from gpuinfer.trace.recorder import Recorder
+from gpuinfer.watchdog import Held, Patience, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +33,31 @@ class Session(Infer):
     The backend starts with the first request or at `ready`: a workload that asks nothing in this process, because its
     workers do, loads no model here. A remote one starts before the workers do, since they connect to what it starts;
     what its far side has measured is as fresh as the last `refresh`.
+
+    A plugin that holds something for too long is given up: all requests fail, and `on_fault` is called with the error
+    that names it, or `on_stuck`, from another thread, when it blocks the event loop. `name` says whose session it is.
     """
 
-    def __init__(self, backend: Backend, strategy: Strategy, *, roofline: Roofline | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: Strategy,
+        *,
+        roofline: Roofline | None = None,
+        on_fault: Callable[[WorkError], None] = lambda error: None,
+        on_stuck: Callable[[WorkError], None] = lambda error: None,
+        name: str = "",
+    ) -> None:
         self.roofline = roofline
         self.stopping = asyncio.Event()
         self._backend, self._strategy = backend, strategy
         self._recorder = _recorder(backend, strategy)
-        self._engine = Engine(backend, strategy, recorder=self._recorder)
+        patience = Patience.of(backend.setup)
+        self._engine = Engine(backend, strategy, recorder=self._recorder, patience_s=patience.close_s)
+        self._on_fault = on_fault
+        self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
+        self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
+        self._warned: set[str] = set()  # of the backend's methods
         self._starting: asyncio.Task[None] | None = None
         self._started = self._pauses_short = False
         self._lanes: list[stats.Lane] = []
@@ -58,10 +77,26 @@ class Session(Infer):
         return self._backend.remote or self._backend.setup.model is not None
 
     async def __aenter__(self) -> Session:
+        self.watchdog.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        try:
+            await self.close()
+        finally:
+            self.watchdog.stop()
+
+    def _held(self, patience: Patience) -> Sequence[Held]:
+        return list(self._engine.held(patience))
+
+    def _give_up(self, error: WorkError) -> None:
+        self._engine.give_up(error)
+        self._on_fault(error)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a request is under way, or the backend itself."""
+        return self._engine.busy or (self._starting is not None and not self._starting.done())
 
     async def ready(self) -> Limits:
         if self._starting is None:
@@ -92,7 +127,8 @@ class Session(Infer):
         )
 
     def block(self, rows: int) -> Any:
-        return self._backend.block(rows)
+        with blame.calling(self._backend, "block"):
+            return self._backend.block(rows)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
@@ -116,12 +152,14 @@ class Session(Infer):
     async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[Job]:
         if self._backend.remote:
             await self.ready()
+        with blame.calling(self._backend, "connect"):
+            connectors = [self._backend.connect() for _ in arguments]
         return [
             Job(
                 index=index,
                 target=target,
                 arguments=given,
-                connector=self._backend.connect(),
+                connector=connectors[index],
                 strategy=type(self._strategy),
                 setup=self._strategy.setup,
                 options=self._strategy.options.model_dump(),
@@ -135,6 +173,12 @@ class Session(Infer):
         self.stopping.set()
         for workers in self._workers:
             await workers.stop()
+
+    def hurry(self) -> None:
+        """Wait for nobody any more: worker processes are killed, and the backend has only a moment to close."""
+        self._engine.hurry()
+        for workers in self._workers:
+            workers.hurry()
 
     async def mark(self) -> None:
         """Count from here on, in every process and on the far side: what came before was preparation."""
@@ -160,8 +204,24 @@ class Session(Infer):
         try:
             wire = await self._backend.stats()
             self._far = self._far if wire is None else Snapshot.from_wire(wire)
-        except Exception as error:  # noqa: BLE001  a plugin's, or a server that is gone: its requests say so
-            log.info("the far side's counters are those of before: %r", error)
+        except GpuinferError as error:  # a server that is gone: its requests say so
+            log.info("the far side's counters are those of before: %s", error)
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("stats", error)
+
+    def _device(self) -> Mapping[str, Any]:
+        """What the backend says of the device; nothing where it cannot say."""
+        try:
+            return dict(self._backend.device())
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("device", error)
+            return {}
+
+    def _warn(self, method: str, error: Exception) -> None:
+        """Once: it would be the same at every look."""
+        if method not in self._warned:
+            self._warned.add(method)
+            blame.warn(self._backend, method, error)
 
     def snapshot(self) -> Snapshot:
         """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
@@ -180,7 +240,7 @@ class Session(Infer):
         if not self._started:
             return own
         engine = self._engine.snapshot()
-        served = _asked(engine) if self._backend.remote else replace(engine, device=self._backend.device())
+        served = _asked(engine) if self._backend.remote else replace(engine, device=self._device())
         return merge([served, own])
 
     async def close(self) -> None:
@@ -189,6 +249,7 @@ class Session(Infer):
             self._asking.cancel()
         if self._starting is None:
             return
+        self._starting.cancel()  # no effect once it has started
         await asyncio.wait({self._starting})
         if self._starting.cancelled() or self._starting.exception() is not None:
             return  # the engine has closed the backend already
@@ -219,6 +280,7 @@ def _asked(engine: Snapshot) -> Snapshot:
         rows=engine.rows,
         latency=engine.latency,
         errors=engine.errors,
+        failure=engine.failure,
         classes={name: {**count, "queue_wait": Snapshot().queue_wait} for name, count in engine.classes.items()},
         waiting=engine.waiting,
     )
@@ -229,4 +291,4 @@ def _served(far: Snapshot) -> Snapshot:
     retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
     nothing = {"requests": 0, "rows": 0, "errors": {}, "latency": Snapshot().latency}
     classes = {name: {**count, **nothing} for name, count in far.classes.items()}
-    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried, classes=classes)
+    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried, failure="", classes=classes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import socket
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from gpuinfer import children, errors, precise_loop
 from gpuinfer.api import Infer
 from gpuinfer.error_wire import nearest
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.runtime.line import Line, LineClosed
 from gpuinfer.runtime.processes import Job
 from gpuinfer.runtime.pulse import Heart
@@ -46,10 +47,18 @@ class Channel:
 def main(end: socket.socket, pulse: Connection, job: Job) -> None:
     """Run one job, and leave no later than the parent."""
     children.settle_in()
+    logging.getLogger("gpuinfer").addHandler(_ToPeople())
     precise_loop.run(_serve(end, Heart(pulse), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
+
+
+class _ToPeople(logging.Handler):
+    """What the parent's command line does with what is logged there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"gpuinfer: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
@@ -71,7 +80,35 @@ async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
 async def _work(line: Line, heart: Heart, job: Job) -> None:
     target = find(job.target)
     strategy = job.strategy(job.setup, **job.options)
-    async with Session(job.connector.open(), strategy, roofline=job.roofline) as session:
+    work, faults = asyncio.current_task(), list[WorkError]()
+
+    def end(fault: WorkError) -> None:
+        faults.append(fault)
+        if work is not None:
+            work.cancel()
+
+    def die(fault: WorkError) -> None:
+        line.last_words({"error": describe(fault)})
+        os._exit(1)
+
+    session = Session(
+        job.connector.open(),
+        strategy,
+        roofline=job.roofline,
+        on_fault=end,
+        on_stuck=die,
+        name=f"worker {job.index}",
+    )
+    try:
+        await _work_in(session, target, line, heart, job)
+    except asyncio.CancelledError:
+        if faults:
+            raise faults[0] from None
+        raise
+
+
+async def _work_in(session: Session, target: Target, line: Line, heart: Heart, job: Job) -> None:
+    async with session:
         channel, reporter = Channel(line), _Reporter(line, session)
         work = asyncio.current_task()
         tasks = [asyncio.create_task(_listen(line, channel.inbox, reporter, work)), asyncio.create_task(reporter.run())]

@@ -45,6 +45,8 @@ def rows(report: Mapping[str, Any]) -> Iterator[Row]:
         yield Row("strategy", str(notice), "warning")
     if errors := errors_of(report.get("errors")):
         yield Row("errors", errors, "bad")
+    if first := (report.get("failures") or {}).get("first"):
+        yield Row("the first", str(first), "bad")
     yield from _machine(report)
     yield from _records(report)
 

@@ -36,6 +36,7 @@ class Generate(Workload):
         """They stand in a file of their own."""
 
     options: Options
+    max_failures = 1.0  # a row that fails says so in its answer, and where all do the run has failed anyway
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
@@ -180,6 +181,7 @@ class Generate(Workload):
             facts={"rows_outstanding": pump.under_way},
             note=f"{tally.failed} rows with errors" if tally.failed else "",
             before=tally.before,
+            failed=tally.failed,
         )
 
     def _say_stopped(self, pump: Pump) -> None:
