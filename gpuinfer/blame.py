@@ -34,20 +34,28 @@ def who(plugin: Any) -> str:
     return f"{_word(kind)} '{kind.__name__}' (module {kind.__module__})"
 
 
-@functools.lru_cache(maxsize=64)
 def record_of(kind: type) -> registry.Record | None:
     """The offer that names this class. Imports nothing: what has been imported to make the class is there already."""
+    return _record_of(kind, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=64)
+def _record_of(kind: type, path: tuple[str, ...]) -> registry.Record | None:
     return next((record for record in registry.listing() if _named_by(record.module) is kind), None)
 
 
 def cure(plugin: Any) -> str:
     """What to do about a plugin that does what it may not."""
     record = record_of(_class_of(plugin))
-    if record is None:
-        return "Run it again with -vv to see where."
-    if record.distribution == OURS:
-        return "Run it again with -vv to see where, and report it."
-    return f"Run it again with -vv to see where, or check it with `gpuinfer plugins check {record.distribution}`."
+    report = " and report it" if record is not None and record.distribution == OURS else ""
+    return f"Run it again with -vv to see where{report or checked(plugin, ', or check it with')}."
+
+
+def checked(plugin: Any, words: str = ", check it with") -> str:
+    """How to check a plugin that somebody else's package offers; empty for any other."""
+    record = record_of(_class_of(plugin))
+    theirs = record is not None and record.distribution != OURS
+    return f"{words} `gpuinfer plugins check {record.distribution}`" if record is not None and theirs else ""
 
 
 def failure(plugin: Any, what: str) -> WorkError:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
 HURRY_S = 0.5  # how long the backend may take to close when nobody waits any more
+LET_GO_S = 0.1  # the same as `CANCEL_WAIT_S`
 
 
 class Engine:
@@ -329,7 +330,7 @@ class Engine:
     def held(self, patience: Patience) -> Iterator[Held]:
         """What backend and strategy have in hand. Any thread may ask."""
         if self._doing:
-            limit_s = patience.start_s if self._doing == "starting" else patience.close_s
+            limit_s = patience.start_s if self._doing == "starting" else math.inf  # `close` has a limit of its own
             yield Held(self._doing, self.backend, f"has been {self._doing} for {{age}}", limit_s)
         if batches := list(self._running.values()):  # the oldest first
             yield self._held_batch(*batches[0], patience)
@@ -379,7 +380,7 @@ class Engine:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task}, timeout=CANCEL_WAIT_S)
+                await asyncio.wait({task}, timeout=self._cancel_wait_s)
         if ended:
             task.result()
         elif task.done() and not task.cancelled():
@@ -433,7 +434,11 @@ class Engine:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+            await asyncio.wait(tasks, timeout=self._cancel_wait_s)
+
+    @property
+    def _cancel_wait_s(self) -> float:
+        return LET_GO_S if self._hurried.done() else CANCEL_WAIT_S
 
     async def _close_backend(self) -> None:
         if not self._backend_open:

@@ -1,4 +1,4 @@
-"""The end of a process of the command line's own: at once, whatever its threads are doing, and no child stays behind."""
+"""The end of a process of the command line's own: at once, whatever its threads do, and no child stays behind."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class Watchdog:
         held = [one for looks in self._looks for one in looks()]
         if (blocking := self._loop_held()) is None:
             return held
-        limits = [one.limit_s for one in held if one.plugin is blocking.plugin]
+        limits = [one.limit_s for one in held if one.plugin is blocking.plugin and one.limit_s < math.inf]
         return [replace(blocking, limit_s=max([blocking.limit_s, *limits]))]
 
     def _judge(self, held: Held, age_s: float) -> None:
@@ -199,29 +199,29 @@ class Watchdog:
             self._over.set()
 
 
-def culprit(thread: int, plugins: Iterable[Any]) -> tuple[Any, str, str] | None:
-    """Which of the plugins this thread is in now, the innermost: plugin, method, and `file:line` where it is."""
+def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
+    """Which of the plugins this thread is in now, the innermost: the plugin, the method by which it was entered, and
+    the `file:line` where it is.
+    """
     frame = sys._current_frames().get(thread)
     place = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    found: tuple[Any, str, str] | None = None
     while frame is not None:
         code = frame.f_code
-        if code.co_varnames[:1] == ("self",):
-            own = frame.f_locals.get("self")
-            for plugin in plugins:
-                if own is plugin:
-                    return plugin, code.co_name, place
+        own = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        plugin = next((one for one in plugins if one is own), None)
+        if plugin is not None and (found is None or found[0] is plugin):
+            found = plugin, code.co_name, place
         frame = frame.f_back
-    return None
+    return found
 
 
 def given_up(held: Held, age_s: float) -> WorkError:
     """The error that ends a run because of what was held for so long."""
-    failure = blame.failure(held.plugin, f"{held.doing.format(age=seconds(age_s))}, and is given up")
-    if isinstance(failure, BackendError):
-        failure = BackendDied(*failure.args)
-    text = str(failure).replace(blame.cure(held.plugin), "")
-    failure.args = (f"{text}Mend it, or allow more with --give-up. {blame.cure(held.plugin)}",)
-    return failure
+    kind = type(blame.failure(held.plugin, ""))
+    said = f"{blame.who(held.plugin)} {held.doing.format(age=seconds(age_s))}, and is given up"
+    cure = f"Mend it{blame.checked(held.plugin)}, or allow more with --give-up."
+    return (BackendDied if kind is BackendError else kind)(f"{said}. {cure}")
 
 
 def seconds(count: float) -> str:

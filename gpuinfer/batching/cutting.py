@@ -139,6 +139,5 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
     """The error that says what a strategy did wrong: `cut_at raised …`."""
-    return StrategyError(
-        f"{blame.who(strategy)}: {what.rstrip('.')}. Choose another with --strategy. {blame.cure(strategy)}"
-    )
+    cure = f"Choose another with --strategy. {blame.cure(strategy)}"
+    return StrategyError(f"{blame.who(strategy)}: {what.rstrip('.')}. {cure}")

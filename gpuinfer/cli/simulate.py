@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpuinfer.cli import flags, output
-from gpuinfer.cli.problems import CHECK_FAILED
+from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.cli.progress import interruptible
 from gpuinfer.errors import UsageError, WorkError
 
@@ -64,7 +64,7 @@ app = _app()
 
 
 def execute(values: Mapping[str, Any]) -> int:
-    """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, else 0."""
+    """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, 3 when stopped, else 0."""
     from gpuinfer.cli import simulation, sweeps
     from gpuinfer.cli.workload import log_to_people, spelled
 
@@ -76,13 +76,16 @@ def execute(values: Mapping[str, Any]) -> int:
     cases = [simulation.case(flags, labels) for flags, labels in sweeps.grid(swept, values)]
     _check_files(cases, common)
     command = spelled(simulation.NAME, {**values, "sweep": swept or None})
+    whole = True
     with interruptible():
         if cases[0].options.solve:
             document = _solved(cases[0], common, command, destination.stdout)
         else:
-            document = _simulated(cases, common, command, destination.stdout)
+            document, whole = _simulated(cases, common, command, destination.stdout)
     destination.write(document)
     _draw(cases[0].options.plot, document)
+    if not whole:
+        return PARTIAL
     return CHECK_FAILED if document["solve"] and document["solve"]["replicas"] is None else 0
 
 
@@ -110,17 +113,24 @@ def _check_files(cases: Sequence[Case], common: Common) -> None:
         raise UsageError(f"--plot {plot} cannot be written. Give a file in a folder of yours.")
 
 
-def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
+def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
+    """The document, and whether every setting came to be simulated before the user stopped it."""
     from gpuinfer.display import comparison
     from gpuinfer.simulate import tables
     from gpuinfer.simulate.document import document, run
 
     runs = []
     for number, case in enumerate(cases, 1):
-        runs.append(run(case.labels, case.strategy, _run(case, common.trace), case.target_s))
+        try:
+            runs.append(run(case.labels, case.strategy, _run(case, common.trace), case.target_s))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            _say(f"stopped; {len(runs)} of {len(cases)} settings are simulated", quiet=False)
+            break
         if len(cases) > 1:
             _say(f"{number} of {len(cases)} · {tables.name_of(runs[-1])}", common.quiet)
-    if len(runs) == 1:
+    if len(cases) == 1:
         facts = [*tables.facts(runs[0]), *_beyond(cases[:1])]
         comparison(
             f"simulate · {cases[0].title}", tables.LATENCY, list(tables.latencies(runs[0])), facts, on_stderr=on_stderr
@@ -129,7 +139,7 @@ def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: b
         title = f"simulate · {len(runs)} settings"
         remarks = [*tables.remarks(runs), *_beyond(cases)]
         comparison(title, tables.columns(runs), list(tables.rows(runs)), remarks, on_stderr=on_stderr)
-    return document(command, common.seed, runs, None)
+    return document(command, common.seed, runs, None), len(runs) == len(cases)
 
 
 def _run(case: Case, trace: str | None) -> Outcome:

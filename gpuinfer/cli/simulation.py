@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from gpuinfer import api, registry, settings
+from gpuinfer import api, blame, registry, settings
 from gpuinfer.api import Limits, Setup, Strategy
 from gpuinfer.cli.variants import addressed
 from gpuinfer.cli.workload import merge
@@ -130,7 +130,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Case:
     plugin = registry.load("strategies", name)
     given = merged.options("strategies", name, plugin)
     setup = Setup(seed=merged.common.seed)
-    built = plugin(setup, **given)
+    built = blame.make(plugin, setup, given)
     load, backend = arrivals(options), service(options)
     limits = _limits(options, backend.limits)
     most = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)

@@ -204,8 +204,15 @@ class Simulation:
             touched.clear()
 
     def _drain(self) -> bool:
-        """Nothing happens by itself any more: serve what waits, as an engine does that closes. Whether any did."""
+        """Nothing happens by itself any more: serve what waits, as an engine does that closes. Whether any did.
+
+        Raises `StrategyError` where a run would not come so far: clients that are to ask again wait for their answers,
+        or there was no cut at all.
+        """
         for replica in self.replicas:
+            asks_again = self._closed is not None and self._closed.wants_more(self.now)
+            if replica.queue.rows and (asks_again or not replica.has_cut):
+                raise replica.uncut()
             replica.dispatch(self.now, draining=True)
         return bool(self._events)
 

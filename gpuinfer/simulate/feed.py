@@ -73,6 +73,10 @@ class ClosedFeed:
         """
         return self._plan(client, now + max(least_s, self._load.think_s(self._dice)))
 
+    def wants_more(self, now: float) -> bool:
+        """Whether a client that were answered now would ask again."""
+        return self._left >= 1 and now <= self._until
+
     def _plan(self, client: Hashable, at: float) -> bool:
         if self._left < 1 or at > self._until:
             return False

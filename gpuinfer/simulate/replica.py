@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from gpuinfer import blame
 from gpuinfer.api import BatchRecord, Limits, Reason, Request, Strategy
 from gpuinfer.batching.admission import Admission
-from gpuinfer.batching.cutting import Cut, Fault, next_cut
+from gpuinfer.batching.cutting import Cut, Fault, blamed, next_cut, notices_of
 from gpuinfer.batching.queueing import Queue
 from gpuinfer.batching.shedding import make_room
 from gpuinfer.batching.tally import Tally
@@ -39,6 +40,9 @@ class Batch(NamedTuple):
     started: float
     seconds: float
     number: int  # the recorder's
+
+
+POSTPONED = 20_000  # looks in a row at which the strategy put the cut off once more: it never will
 
 
 Left = Callable[[Request, float, bool], None]
@@ -77,6 +81,9 @@ class Replica:
         self._left = left
         self._recorder = recorder
         self._alarm_at = math.inf
+        self.has_cut = False  # ever
+        self._rung = False  # why it looks: the time that the strategy named has come
+        self._postponed = 0  # such looks since the last cut, with every lane free
 
     # What happens to it
 
@@ -99,7 +106,12 @@ class Replica:
         """The time to look again has come, unless an earlier one took its place."""
         if now == self._alarm_at:
             self._alarm_at = math.inf
-            self.woken = True
+            self.woken = self._rung = True
+
+    def uncut(self) -> StrategyError:
+        """The error of a strategy that lets requests wait for ever."""
+        waiting = "1 row waits" if self.queue.rows == 1 else f"{self.queue.rows:,} rows wait"
+        return blamed(self.strategy, f"it does not cut, though {waiting} and nothing else will happen")
 
     def end(self, batch: Batch, now: float) -> None:
         """A batch has been answered, or has failed."""
@@ -112,7 +124,8 @@ class Replica:
             self._answer(cut, now)
             self.tally.ran(cut.rows, seconds)
             waited = started - min(request.arrived for request in cut.requests)
-            self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
+            with blame.calling(self.strategy, "observe"):
+                self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
         else:
             for request in cut.requests:
                 self._settle(request, outcome, now)
@@ -139,7 +152,7 @@ class Replica:
         self._early = Snapshot(lanes=tuple(lane.to_wire() for lane in self.lanes))
 
     def snapshot(self) -> Snapshot:
-        return since(self.tally.snapshot(self.queue.rows, self.lanes, self.strategy.notices), self._early)
+        return since(self.tally.snapshot(self.queue.rows, self.lanes, notices_of(self.strategy)), self._early)
 
     # How
 
@@ -151,8 +164,16 @@ class Replica:
             elif isinstance(step, Fault):
                 raise step.error
             else:
+                self._put_off()
                 return step
         return math.inf
+
+    def _put_off(self) -> None:
+        """The strategy waits for later. Raises `StrategyError` when it does so again and again, and for nothing."""
+        self._postponed += self._rung and len(self._free) == len(self.lanes)
+        self._rung = False
+        if self._postponed > POSTPONED + len(self.queue.clients):  # each of which it may have waited for
+            raise self.uncut()
 
     def _room(self) -> Limits:
         if self.limits.slots is None:
@@ -162,6 +183,7 @@ class Replica:
 
     def _launch(self, cut: Cut, now: float) -> None:
         self.tally.cut(cut, now)
+        self._postponed, self._rung, self.has_cut = 0, False, True
         number = self._recorder.cut(cut.requests, cut.rows, cut.reason, now) if self._recorder is not None else 0
         lane = self._free.pop()
         lane.enter("forward")

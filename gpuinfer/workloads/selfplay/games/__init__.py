@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer import registry
+from gpuinfer import blame, registry
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, check
 from gpuinfer.workloads.selfplay.game import Game
@@ -25,7 +25,8 @@ def build(name: str, options: Mapping[str, Any]) -> Game:
     """
     kind = _imported(name) if ":" in name else registry.load("games", name)
     given = {key: Given(value, _flag(key)) for key, value in options.items() if value is not None}
-    game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
+    with blame.calling(kind, "__init__"):
+        game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
     _refuse_halves(game, name)
     return game
 

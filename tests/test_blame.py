@@ -1,0 +1,140 @@
+"""An error of a plugin names the plugin, its package and the method; a run in which too much failed has failed."""
+
+import json
+import sys
+
+import jsonschema
+import pytest
+from evil import Evil, Far, Few, install_evil
+from helpers import AtOnce, Doubler
+
+from gpuinfer import blame, registry, report
+from gpuinfer.errors import BackendError, StrategyError, UsageError, WorkError, WorkloadError
+from gpuinfer.run import run
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    install_evil(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    registry.refresh()
+    yield
+    registry.refresh()
+
+
+def go(workload=None, backend=None, strategy=None, **arguments):
+    return run(workload or Few(), backend or Evil(), strategy or AtOnce(), roofline=False, update_s=0.02, **arguments)
+
+
+def near(**options):
+    return Far(seconds=0.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "kind", "says"),
+    [
+        pytest.param({"backend": Evil(fail="start")}, BackendError, "backend 'evil'.*: start raised", id="start"),
+        pytest.param({"backend": Evil(fail="infer")}, BackendError, "backend 'evil'.*: infer raised", id="infer"),
+        pytest.param(
+            {"backend": Evil(fail="connect"), "workload": Few(workers=1)}, BackendError, "connect raised", id="connect"
+        ),
+        pytest.param(
+            {"backend": Evil(fail="block"), "workload": Few(fail="block")}, BackendError, "block raised", id="block"
+        ),
+        pytest.param({"strategy": near(fail="cut_at")}, StrategyError, "strategy 'far'.*: cut_at raised", id="cut_at"),
+        pytest.param({"strategy": near(fail="select")}, StrategyError, "select raised", id="select"),
+        pytest.param({"strategy": near(fail="reason")}, StrategyError, "reason raised", id="reason"),
+        pytest.param({"strategy": near(fail="account")}, StrategyError, "account raised", id="account"),
+        pytest.param({"workload": Few(fail="run")}, WorkloadError, "workload 'few'.*: run raised", id="run"),
+    ],
+)
+def test_what_a_plugin_raises_names_it_its_package_and_its_method(plugins, kind, says, installed):
+    with pytest.raises(kind, match=says) as caught:
+        go(**plugins)
+    said = str(caught.value)
+    assert "(package evil-pkg 0.1)" in said
+    assert "raised RuntimeError: evil" in said
+    assert said.endswith("or check it with `gpuinfer plugins check evil-pkg`.")
+    assert len(said.splitlines()) == 1
+    assert caught.value.report["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        pytest.param({"backend": Evil(fail="device")}, id="device"),
+        pytest.param({"backend": Evil(fail="close")}, id="close"),
+        pytest.param({"strategy": near(fail="observe")}, id="observe"),
+    ],
+)
+def test_what_harms_no_request_is_told_once(plugins, installed, caplog):
+    assert go(Few(questions=5), **plugins)["status"] == "done"
+    assert len([message for message in caplog.messages if "(package evil-pkg 0.1): " in message]) == 1
+
+
+def test_errors_of_ours_speak_for_themselves_and_so_does_the_first_of_a_group():
+    with pytest.raises(UsageError, match="^a bad flag"), blame.calling(Evil(), "start"):
+        raise UsageError("a bad flag. Use a good one.")
+    with pytest.raises(ExceptionGroup), blame.calling(Evil(), "start"):
+        raise ExceptionGroup("two", [UsageError("a bad flag. Use a good one."), ValueError("more")])
+    with pytest.raises(WorkError, match="raised ValueError: first"), blame.calling(Evil(), "start"):
+        raise ExceptionGroup("two", [ValueError("first"), ValueError("more")])
+
+
+def test_an_attempt_to_leave_is_the_plugin_s_failure():
+    with pytest.raises(BackendError, match="start raised SystemExit: 7"), blame.calling(Evil(), "start"):
+        sys.exit(7)
+
+
+def test_a_plugin_of_ours_is_to_be_reported_and_one_of_no_package_names_its_module():
+    from gpuinfer.strategies.dynamic import Dynamic
+
+    assert blame.who(Dynamic).startswith("strategy 'dynamic' (package gpuinfer")
+    assert blame.cure(Dynamic()).endswith("report it.")
+    assert blame.who(Doubler()) == "backend 'Doubler' (module helpers)"
+
+
+def test_a_constructor_and_a_model_that_raise_are_named_too(installed, gpuinfer):
+    code, _, said = gpuinfer("few", "--fail", "model", "--backend", "evil")
+    assert code == 1
+    assert "gpuinfer: workload 'few' (package evil-pkg 0.1): model raised RuntimeError: evil model." in said
+
+
+# Too many failures
+
+
+def test_the_first_failure_stands_in_the_report():
+    made = go(Few(questions=6, fail="nothing"), Evil(fail="infer", every=3))
+    jsonschema.validate(made, report.schema())
+    assert made["status"] == "done"
+    assert made["errors"]["failed"] == 2
+    assert {**made["failures"], "first": ""} == {"count": 2, "of": 6, "share": 1 / 3, "allowed": 1.0, "first": ""}
+    assert "infer raised RuntimeError: evil infer." in made["failures"]["first"]
+
+
+def test_a_run_without_failures_has_none_to_tell():
+    assert go()["failures"] is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "code", "status"),
+    [
+        pytest.param((), 1, "failed", id="none by default"),
+        pytest.param(("--max-failures", "0.2"), 1, "failed", id="fewer than there were"),
+        pytest.param(("--max-failures", "0.4"), 0, "done", id="as many"),
+    ],
+)
+def test_the_exit_code_says_whether_too_many_failed(allowed, code, status, installed, gpuinfer, tmp_path):
+    words = ("few", "--questions", "6", "--fail", "nothing", "--backend", "evil", "-B", "fail=infer", "-B", "every=3")
+    ended, shown, said = gpuinfer(*words, *allowed, "--json", str(tmp_path / "report.json"))
+    assert ended == code
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == status
+    assert "2 failed" in shown
+    assert "the first" in shown
+    assert ("2 of 6 failed (33.3%), and --max-failures allows" in said) == bool(code)
+
+
+def test_a_share_that_is_none_is_refused(installed, gpuinfer):
+    code, _, said = gpuinfer("few", "--backend", "evil", "--max-failures", "7")
+    assert (code, "--max-failures" in said) == (2, True)

@@ -1,0 +1,243 @@
+"""What a plugin holds for too long is said by name, then given up; a second Ctrl-C ends whatever a plugin does."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from evil import Evil, Far, Few, install_evil
+from helpers import AtOnce
+
+from gpuinfer import leaving, precise_loop, watchdog
+from gpuinfer.api import Setup
+from gpuinfer.errors import BackendDied, StrategyError
+from gpuinfer.run import run
+from gpuinfer.watchdog import Held, Patience, Watchdog
+
+HERE = str(Path(__file__).parent)
+SETUP = Setup(patience=0.1, give_up=0.3)
+LOADING = Setup(patience=0.1, give_up=0.05)  # a start may take six times as long
+
+
+def go(workload=None, backend=None, strategy=None, **arguments):
+    return run(
+        workload or Few(), backend or Evil(SETUP), strategy or AtOnce(), roofline=False, update_s=0.02, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy", "error", "said", "ended"),
+    [
+        pytest.param(
+            Evil(SETUP, hold="infer"),
+            AtOnce(),
+            BackendDied,
+            r"backend 'Evil' \(module evil\) has had batch 1 \(1 request, 1 row\) for 0\.\d+ s. It is given up after",
+            r"^backend 'Evil' \(module evil\) has had batch 1 .* and is given up. Mend it, or allow more with --give-up",
+            id="a batch",
+        ),
+        pytest.param(
+            Evil(LOADING, hold="start"),
+            AtOnce(),
+            BackendDied,
+            r"backend 'Evil' \(module evil\) has been starting for",
+            r"^backend 'Evil' \(module evil\) has been starting for .* and is given up",
+            id="a start",
+        ),
+        pytest.param(
+            Evil(Setup(patience=0.02, give_up=1.0)),
+            Far(),
+            StrategyError,
+            r"strategy 'Far' \(module evil\) does not cut: 1 request waits, for",
+            r"^strategy 'Far' \(module evil\) does not cut: .* and is given up",
+            id="a cut that is always far away",
+        ),
+    ],
+)
+def test_what_is_held_is_said_by_name_then_given_up(backend, strategy, error, said, ended, caplog):
+    with pytest.raises(error, match=ended) as caught:
+        go(backend=backend, strategy=strategy)
+    assert caught.value.report["status"] == "failed"
+    assert any(re.match(said, message) for message in caplog.messages)
+
+
+def test_a_workload_that_bears_its_failures_is_ended_all_the_same():
+    with pytest.raises(BackendDied, match="is given up"):
+        go(Few(fail="nothing"), Evil(SETUP, hold="infer"))
+
+
+def test_a_backend_that_does_not_close_keeps_no_result_from_the_user(caplog):
+    seen = []
+    made = go(backend=Evil(SETUP, hold="close"), on_report=lambda report: seen.append((report, caplog.text)))
+    assert [(report["status"], text) for report, text in seen] == [("done", "")]
+    assert made["status"] == "done"
+    assert "backend 'Evil' (module evil) has been closing for" in caplog.text
+    assert "did not close in time, and is left as it is" in caplog.text
+
+
+def test_a_workload_that_neither_asks_nor_tells_is_named_and_left_alone(caplog):
+    said = "workload 'Few' (module evil) has asked for nothing and told of nothing for"
+    made = go(
+        Few(mute=True), Evil(Setup(patience=0.02, give_up=0.1)), until=lambda update: said in caplog.text, grace_s=0
+    )
+    assert made["status"] == "done"
+
+
+def test_what_a_backend_holds_in_a_worker_process_is_said_of_the_backend(capfd):
+    with pytest.raises(BackendDied, match=r"^backend 'Evil' \(module evil\) has had batch 1 .* and is given up"):
+        go(Few(workers=1), Evil(SETUP, hold="infer"))
+    assert "gpuinfer: worker 0: backend 'Evil' (module evil) has had batch 1" in capfd.readouterr().err
+
+
+def test_what_blocks_the_loop_of_a_worker_process_is_said_of_the_backend(capfd):
+    with pytest.raises(BackendDied, match=r"has kept all else waiting in infer for .* \(it is at .*evil.py:\d+\)"):
+        go(Few(workers=1), Evil(SETUP, block="infer"))
+
+
+# How time is counted
+
+
+class Noting(Watchdog):
+    def __init__(self, held, **patience):
+        self.errors = []
+        super().__init__(Patience(**patience), self.errors.append)
+        self.watch(lambda: held)
+
+
+def test_what_moves_is_accused_of_nothing(caplog):
+    held = [None]
+    dog = Noting(held, say_s=1.0, give_up_s=2.0)
+    for batch in range(100):
+        held[0] = Held(("batch", batch), Evil(), "has had a batch for {age}", 2.0)
+        dog.look(0.9)
+    assert (dog.errors, caplog.messages) == ([], [])
+
+
+def test_words_come_at_doubling_times_and_the_end_once(caplog):
+    dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 100.0)], say_s=10.0)
+    for _ in range(200):
+        dog.look(1.0)
+    assert [message.split("for ")[1].split(".")[0] for message in caplog.messages] == ["10 s", "20 s", "40 s", "80 s"]
+    assert [type(error) for error in dog.errors] == [BackendDied]
+
+
+def test_a_process_that_was_suspended_accuses_nobody(monkeypatch, caplog):
+    dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 100.0)], say_s=10.0)
+    now = dog._looked
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    for seconds in (0.0, 1.0, 3600.0, 1.0):
+        now += seconds
+        dog.look_again()
+    assert (dog.errors, caplog.messages) == ([], [])
+
+
+def test_a_slow_run_is_not_one_that_hangs():
+    patience = Patience(give_up_s=600.0)
+    assert patience.batch_s(longest_s=1.0, remote=False) == 600.0
+    assert patience.batch_s(longest_s=60.0, remote=False) == 3000.0
+    assert patience.start_s > patience.give_up_s > patience.strategy_s
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Starts `gpuinfer` in a process of its own, with the package installed; returns the process."""
+    folder = tmp_path_factory.mktemp("site")
+    install_evil(folder)
+    paths = [str(folder), HERE, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def start(*words):
+        words = [sys.executable, "-m", "gpuinfer", *words, "--backend", "evil", "--patience", "0.1"]
+        return subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+
+    return start
+
+
+def lines_until(process, wanted):
+    """What it says on standard error, until a line holds these words."""
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if wanted in line:
+            return said
+    raise AssertionError(f"it never said '{wanted}', but: {''.join(said)}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("-B", "block=infer"), id="a backend that blocks the loop"),
+        pytest.param(("-B", "hold=infer"), id="a backend that heeds no cancellation"),
+        pytest.param(("-B", "block=infer", "--workers", "1"), id="a worker process that blocks its loop"),
+    ],
+)
+def test_a_second_ctrl_c_ends_it_whatever_the_plugin_does(command, words, tmp_path):
+    target = tmp_path / "report.json"
+    with command("few", *words, "--json", str(target)) as process:
+        lines_until(process, "backend 'evil' (package evil-pkg 0.1)")
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        lines_until(
+            process, "Ctrl-C: stopping, and keeping what is finished, within 30 s. Once more, and it ends at once."
+        )
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=20)  # far less than any patience but that of the second signal
+    assert process.returncode == 3
+    assert json.loads(target.read_text())["status"] == "partial"
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_backend_that_blocks_the_loop_is_given_up_with_a_report(command, tmp_path):
+    target = tmp_path / "report.json"
+    with command("few", "-B", "block=infer", "--give-up", "0.3", "--json", str(target)) as process:
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert json.loads(target.read_text())["status"] == "failed"
+    assert "backend 'evil' (package evil-pkg 0.1) has kept all else waiting in infer for" in said
+    assert "check it with `gpuinfer plugins check evil-pkg`" in said
+    assert "Traceback" not in said
+
+
+def test_threads_that_a_plugin_leaves_running_do_not_keep_the_process(tmp_path):
+    script = tmp_path / "left.py"
+    script.write_text(
+        "import threading, time\nfrom gpuinfer import leaving\n"
+        "threading.Thread(target=time.sleep, args=(1e6,)).start()\nleaving.own()\nleaving.soon(5)\n"
+    )
+    assert subprocess.run([sys.executable, script], timeout=60).returncode == 5
+
+
+def test_a_process_that_is_not_the_command_s_own_is_never_ended():
+    assert not leaving.owned()
+    leaving.soon(5)
+
+
+def test_a_loop_leaves_behind_what_does_not_end():
+    ended = threading.Event()
+
+    async def stubborn():
+        while not ended.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.to_thread(ended.wait, 60)
+
+    async def main():
+        task = asyncio.create_task(stubborn())
+        await asyncio.sleep(0)
+        return task
+
+    task = precise_loop.run(main())
+    assert not task.done()
+    ended.set()
