@@ -1,4 +1,4 @@
-"""A package that harms whoever uses it, as far as it can: each of its plugins does what its options say. Child processes
+"""A package that harms whoever uses it, as far as it can: each plugin does what its options say. Child processes
 import it by name.
 """
 
@@ -34,7 +34,7 @@ class Evil(Backend):
 
     async def _do(self, method: str) -> None:
         if self.options.block == method:
-            time.sleep(1e6)
+            time.sleep(1e6)  # noqa: ASYNC251 (that is the point)
         while self.options.hold == method:
             try:
                 await asyncio.Event().wait()

@@ -74,7 +74,7 @@ def test_what_harms_no_request_is_told_once(plugins, installed, caplog):
 
 
 def test_errors_of_ours_speak_for_themselves_and_so_does_the_first_of_a_group():
-    with pytest.raises(UsageError, match="^a bad flag"), blame.calling(Evil(), "start"):
+    with pytest.raises(UsageError, match=r"^a bad flag"), blame.calling(Evil(), "start"):
         raise UsageError("a bad flag. Use a good one.")
     with pytest.raises(ExceptionGroup), blame.calling(Evil(), "start"):
         raise ExceptionGroup("two", [UsageError("a bad flag. Use a good one."), ValueError("more")])

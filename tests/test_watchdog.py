@@ -41,7 +41,7 @@ def go(workload=None, backend=None, strategy=None, **arguments):
             AtOnce(),
             BackendDied,
             r"backend 'Evil' \(module evil\) has had batch 1 \(1 request, 1 row\) for 0\.\d+ s. It is given up after",
-            r"^backend 'Evil' \(module evil\) has had batch 1 .* and is given up. Mend it, or allow more with --give-up",
+            r"^backend 'Evil' \(module evil\) has had batch 1 .* and is given up. Mend it, or allow more with",
             id="a batch",
         ),
         pytest.param(
