@@ -307,9 +307,9 @@ class _Execution:
         self._failure = error
 
     def _held(self) -> list[Held]:
-        """A workload that waits for something, while nobody has anything of it to do. Asked by the watchdog."""
-        if not self._following or self.session.asked or self.session.stopping.is_set():
-            return []
+        """A workload that waits for something, while nobody has anything of it to do. Called by the watchdog."""
+        if not self._following or self.progress.setup or self.session.asked or self.session.stopping.is_set():
+            return []  # what it prepares, compiled kernels say, may take minutes, and is told as the phase
         doing = "has asked for nothing and told of nothing for {age}"
         return [Held(("silent", self._told, self._active), self.workload, doing, grace=SILENT)]
 

@@ -188,14 +188,25 @@ def test_overload_is_said():
     assert outcome.served_rows_per_s == pytest.approx(12_308, rel=0.03)
 
 
-def test_a_strategy_that_never_cuts_is_drained_as_by_an_engine_that_closes():
+@pytest.mark.parametrize("load", [Poisson(100), Closed(4)], ids=["an open load", "clients that wait"])
+@pytest.mark.parametrize("later", [math.inf, 3600.0], ids=["never", "an hour later"])
+def test_a_strategy_that_never_cuts_ends_the_simulation(load, later):
     class Never(Strategy):
         def cut_at(self, queue: QueueView) -> float:
-            return math.inf
+            return queue.now + later
 
-    outcome = simulate(Poisson(100), PLAIN, Never, Limits(64), requests=100, warmup=0)
+    with pytest.raises(StrategyError, match=r"strategy 'Never' \(module .*\): it does not cut, though \d+ rows wait"):
+        simulate(load, PLAIN, Never, Limits(64), requests=100)
+
+
+def test_what_a_strategy_leaves_at_the_end_is_drained_as_by_an_engine_that_closes():
+    class Full(Strategy):
+        def cut_at(self, queue: QueueView) -> float:
+            return queue.now if queue.rows >= queue.limits.max_rows else math.inf
+
+    outcome = simulate(Poisson(100), PLAIN, Full, Limits(64), requests=100, warmup=0)
     assert outcome.snapshot.requests == 100
-    assert set(outcome.snapshot.reasons) == {"drain"}
+    assert set(outcome.snapshot.reasons) == {"full", "drain"}
 
 
 def test_a_strategy_that_raises_ends_the_simulation():
