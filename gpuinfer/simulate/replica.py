@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     number: int  # the recorder's
 
 
-POSTPONED = 20_000  # looks in a row at which the strategy put the cut off once more: it never will
+POSTPONED = 5_000  # looks in a row at which the strategy put the cut off once more: it never will
 
 
 Left = Callable[[Request, float, bool], None]

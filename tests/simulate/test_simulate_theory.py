@@ -189,7 +189,7 @@ def test_overload_is_said():
 
 
 @pytest.mark.parametrize("load", [Poisson(100), Closed(4)], ids=["an open load", "clients that wait"])
-@pytest.mark.parametrize("later", [math.inf, 3600.0], ids=["never", "an hour later"])
+@pytest.mark.parametrize("later", [math.inf, 3600.0, 0.01], ids=["never", "an hour later", "a little later"])
 def test_a_strategy_that_never_cuts_ends_the_simulation(load, later):
     class Never(Strategy):
         def cut_at(self, queue: QueueView) -> float:
