@@ -107,6 +107,7 @@ async def execute(
 
 
 async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str, Any]:
+    status = "failed"
     with signals.heeded(execution.asked, execution.insist, execution.force):
         async with execution.session:
             try:
@@ -116,7 +117,7 @@ async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str
                 await execution.reconcile(again=roofline is True)
             except BaseException as caught:
                 error = errors.unwrap(caught)
-                error.report = execution.report("failed")  # type: ignore[attr-defined]
+                error.report = execution.report(status)  # type: ignore[attr-defined]
                 if error is caught:
                     raise
                 raise error from caught
