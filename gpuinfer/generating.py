@@ -72,7 +72,12 @@ class TextModel:
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
         steps = {name: counted[name] for name in ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")}
-        told = {"model": dict(self.facts), "computes_in": self.facts.get("computes_in"), "tokens": drawn, "steps": steps}
+        told = {
+            "model": dict(self.facts),
+            "computes_in": self.facts.get("computes_in"),
+            "tokens": drawn,
+            "steps": steps,
+        }
         return {**self._gauge(), **told}
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
