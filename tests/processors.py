@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,10 @@ SELECTED = "not thorough and not soak and not gpu"
 AT_ONCE = 2  # processes
 LIMIT_S = 1500
 DEPENDENT = (
+    "tests/text/test_arithmetic.py",
     "tests/text/test_decoder.py",
     "tests/text/test_decoder_cpu.py",
+    "tests/text/test_decoder_cpu_product.py",
     "tests/text/test_decoder_torch.py",
     "tests/text/test_generator.py",
     "tests/text/test_generator_models.py",
@@ -44,21 +46,44 @@ class Processor:
     switches: Mapping[str, str]
 
 
-def switches(aten: str, onednn: str, mkl: str, numba: str) -> dict[str, str]:
+def switches(aten: str, onednn: str, mkl: str, numba: str, features: Sequence[str]) -> dict[str, str]:
     return {
         "ATEN_CPU_CAPABILITY": aten,
         "ONEDNN_MAX_CPU_ISA": onednn,
         "MKL_ENABLE_INSTRUCTIONS": mkl,
         "NUMBA_CPU_NAME": numba,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features),  # the name alone leaves those of this machine
     }
+
+
+AVX2 = [
+    "cmov",
+    "cx16",
+    "sse",
+    "sse2",
+    "sse3",
+    "ssse3",
+    "sse4.1",
+    "sse4.2",
+    "popcnt",
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "bmi",
+    "bmi2",
+    "lzcnt",
+    "movbe",
+]
+AVX512 = [*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 
 
 PROCESSORS = {
     "avx512": Processor(
         frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
-        switches("avx512", "AVX512_CORE", "AVX512", "skylake-avx512"),
+        switches("avx512", "AVX512_CORE", "AVX512", "skylake-avx512", AVX512),
     ),
-    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "haswell")),
+    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "haswell", AVX2)),
 }
 """Newest first. None of them multiplies bfloat16 itself."""
 
