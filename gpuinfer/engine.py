@@ -61,9 +61,8 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.strategy = PassThrough() if backend.remote else strategy
-        self.lanes: list[
-            Lane
-        ] = []  # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
+        # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
+        self.lanes: list[Lane] = []
         self._max_queue_rows = max_queue_rows
         self._recorder = recorder
         self._clock = clock

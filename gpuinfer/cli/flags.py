@@ -73,6 +73,15 @@ def of(model: type[BaseModel], owner: str) -> Parameters:
     return {name: _of_field(name, field) for name, field in options.fields_of(model).items()}
 
 
+def app(name: str, parameters: Parameters, text: str, call: Callable[..., None]) -> typer.Typer:
+    """A command of these flags, which calls `call` with their values (None: not given)."""
+    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
+    made = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    made.command(name, help=text, context_settings={"help_option_names": ["-h", "--help"]})(call)
+    return made
+
+
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 

@@ -53,11 +53,7 @@ def _app() -> typer.Typer:
     def call(**values: Any) -> None:
         raise typer.Exit(execute(values))
 
-    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
-    made = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    made.command(NAME, help=TEXT, context_settings={"help_option_names": ["-h", "--help"]})(call)
-    return made
+    return flags.app(NAME, parameters, TEXT, call)
 
 
 app = _app()

@@ -44,12 +44,8 @@ def command(name: str) -> Any:
 
 
 def made(name: str, parameters: flags.Parameters, text: str, call: Callable[..., None]) -> Any:
-    """A command of these flags, which calls `call` with their values (None: not given)."""
-    call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, help=text, context_settings={"help_option_names": ["-h", "--help"]})(call)
-    return typer.main.get_command(app)
+    """The command of `flags.app`, ready to be called."""
+    return typer.main.get_command(flags.app(name, parameters, text, call))
 
 
 def execute(name: str, values: Mapping[str, Any]) -> int:

@@ -6,7 +6,8 @@ import json
 import os
 
 import pytest
-from run_generate import complaint, generate, prompts, rows_of, started
+from complaints import complaint
+from run_generate import generate, prompts, rows_of, started
 
 
 def test_it_reads_standard_input_and_writes_standard_output(tmp_path):

@@ -8,7 +8,8 @@ import random
 import signal
 
 import pytest
-from run_generate import complaint, generate, prompts, rows_of, started, until
+from complaints import complaint
+from run_generate import generate, prompts, rows_of, started, until
 
 COUNT = 5000
 WORK = ["--input", "in.jsonl", "--output", "out.jsonl", "--quiet"]

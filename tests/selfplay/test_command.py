@@ -11,7 +11,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from command import complaint, records_of, selfplay, shards
+from command import records_of, selfplay, shards
+from complaints import complaint
 from safetensors.torch import save_file
 
 from gpuinfer import report

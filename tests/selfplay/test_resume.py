@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command import SECONDS, complaint, records_of, selfplay, shards, started, until
+from command import SECONDS, records_of, selfplay, shards, started, until
+from complaints import complaint
 from counts import counts
 from matches import same
 

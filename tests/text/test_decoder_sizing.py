@@ -11,7 +11,7 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.text.decoder import open_decoder, open_sized, opening, sizing
+from gpuinfer.models.text.decoder import open_sized, opening, sizing
 from gpuinfer.models.text.decoder.null import NullDecoder
 from gpuinfer.models.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
 from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
@@ -162,7 +162,7 @@ NULL = replace(LLAMA, family="null", vocabulary=257, end_tokens=(256,))
 
 
 def test_the_null_model_has_a_decoder_that_computes_nothing():
-    decoder = open_decoder(
+    decoder, _ = open_sized(
         Opened(NULL),
         torch.float32,
         CPU,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 from gpuinfer import errors, registry
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.workloads.following import followed
 from gpuinfer.workloads.generate import output, reading
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
@@ -23,7 +23,6 @@ from gpuinfer.workloads.generate.output import Output, open_output
 from gpuinfer.workloads.generate.pump import Pump, Tally
 from gpuinfer.workloads.generate.reading import Source
 
-LOOK_S = 0.1  # between two words on how it goes
 TEST_ROWS = 3
 
 log = logging.getLogger(__name__)
@@ -258,22 +257,3 @@ def arithmetic(setup: Setup) -> str:
 
 async def loaded(infer: Infer) -> None:
     await infer.ready()
-
-
-async def followed(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
-    stop = asyncio.create_task(stopping.wait())
-    try:
-        while not task.done():
-            await asyncio.wait({task, stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() and not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            yield
-        with contextlib.suppress(asyncio.CancelledError):
-            task.result()
-    finally:
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})

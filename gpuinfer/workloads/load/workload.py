@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -18,6 +17,7 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed, Mix
+from gpuinfer.workloads.following import followed
 from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unheeded, rows_of, schedule_of
 from gpuinfer.workloads.load.asking import Asker, Tally
 from gpuinfer.workloads.load.driving import Clients, Driver, Open
@@ -29,7 +29,6 @@ MODELS = ("blobnet", "blobnet-small", "module:factory", "none")
 SOURCES = ("rate", "clients", "schedule", "replay")  # of which one says what the load is
 CLIENTS = 64  # when none does
 DURATION_S = 10.0
-LOOK_S = 0.1  # between two words on how it goes
 
 
 class Load(Workload):
@@ -153,7 +152,7 @@ class Load(Workload):
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
         asker = Asker(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)
         driver = self._driver(asker, infer)
-        async for _ in followed(driver, infer.stopping):
+        async for _ in followed(asyncio.create_task(driver.run()), infer.stopping):
             yield self._progress(tally, driver.lasted_s)
         if tally.first_failure is not None and not tally.answered:
             raise tally.first_failure
@@ -187,24 +186,3 @@ class Load(Workload):
         if doubt and not Load._warned:
             Load._warned = True
             log.warning("%s", doubt)
-
-
-async def followed(driver: Driver, stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Runs it, and comes back now and then until it has ended or was asked to stop. Raises what it raises."""
-    task = asyncio.create_task(driver.run())
-    stop = asyncio.create_task(stopping.wait())
-    try:
-        while not task.done():
-            await asyncio.wait({task, stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() and not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            yield
-        with contextlib.suppress(asyncio.CancelledError):
-            task.result()
-    finally:
-        stop.cancel()
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # seen, though something else is being raised

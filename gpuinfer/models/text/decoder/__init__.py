@@ -8,7 +8,7 @@ null.py                 computes nothing
 ```
 """
 
-from gpuinfer.models.text.decoder.opening import open_decoder, open_sized
+from gpuinfer.models.text.decoder.opening import open_sized
 from gpuinfer.models.text.decoder.sizing import Sizing
 
-__all__ = ["Sizing", "open_decoder", "open_sized"]
+__all__ = ["Sizing", "open_sized"]

@@ -56,22 +56,14 @@ def call_int(typing, function):
 def atomic_add(typing, array, index, value):
     """Add to an element of an int64 array, seen by all threads in one order; its value before."""
 
-    def generate(context, builder, signature, values):
-        pointer = _element(context, builder, signature, values)
-        return builder.atomic_rmw("add", pointer, values[2], "seq_cst")
-
-    return types.int64(array, types.int64, types.int64), generate
+    return _exchange("add", array)
 
 
 @intrinsic
 def atomic_swap(typing, array, index, value):
     """Set an element of an int64 array, seen by all threads in one order; its value before."""
 
-    def generate(context, builder, signature, values):
-        pointer = _element(context, builder, signature, values)
-        return builder.atomic_rmw("xchg", pointer, values[2], "seq_cst")
-
-    return types.int64(array, types.int64, types.int64), generate
+    return _exchange("xchg", array)
 
 
 @intrinsic
@@ -132,3 +124,13 @@ def float_of(typing, bits):
 def _element(context, builder, signature, values):
     array = context.make_array(signature.args[0])(context, builder, values[0])
     return builder.gep(array.data, [values[1]])
+
+
+def _exchange(operation, array):
+    """Signature and code of an atomic operation on an element of `array` with a value; it gives the value before."""
+
+    def generate(context, builder, signature, values):
+        pointer = _element(context, builder, signature, values)
+        return builder.atomic_rmw(operation, pointer, values[2], "seq_cst")
+
+    return types.int64(array, types.int64, types.int64), generate

@@ -6,7 +6,6 @@ STOP = 8
 ARRIVED = 16  # lanes at the barrier
 PHASE = 24  # barriers passed
 ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken part in
-CONTROL = 8
 
 # in `sizes`
 (

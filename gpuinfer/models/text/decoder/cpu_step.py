@@ -64,10 +64,7 @@ def wait_for_go(lane, control, addresses):
     seen = control[asleep + 1]
     spins = 0
     while atomic_load(control, at.GO) == seen:
-        relax()
-        spins += 1
-        if spins % SPINS_BEFORE_YIELD == 0:
-            call_int(addresses[at.YIELD])
+        spins = spin(spins, addresses)
         if spins > SPINS_BEFORE_SLEEP:
             atomic_swap(control, asleep, 1)
             # A step may have begun meanwhile: then its leader has seen the flag, and wakes us, or has not.
@@ -87,10 +84,17 @@ def barrier(control, lanes, addresses):
         return
     spins = 0
     while atomic_load(control, at.PHASE) == phase:
-        relax()
-        spins += 1
-        if spins % SPINS_BEFORE_YIELD == 0:
-            call_int(addresses[at.YIELD])
+        spins = spin(spins, addresses)
+
+
+@inlined
+def spin(spins, addresses):
+    """Wait for a moment; how often one has. Now and then others may have the core."""
+    relax()
+    spins += 1
+    if spins % SPINS_BEFORE_YIELD == 0:
+        call_int(addresses[at.YIELD])
+    return spins
 
 
 @inlined

@@ -19,34 +19,6 @@ STEP_TOKENS = 2048
 NULL_SLOTS = 1024
 
 
-def open_decoder(
-    checkpoint: Checkpoint,
-    weights_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    slots: int | None,
-    length: int,
-    threads: int,
-    deterministic: bool,
-    compile: bool,
-    graphs: bool,
-    step_tokens: int = STEP_TOKENS,
-) -> Decoder:
-    """A decoder with the checkpoint's weights in `weights_dtype`; see `open_sized`."""
-    return open_sized(
-        checkpoint,
-        weights_dtype,
-        device,
-        slots=slots,
-        length=length,
-        threads=threads,
-        deterministic=deterministic,
-        compile=compile,
-        graphs=graphs,
-        step_tokens=step_tokens,
-    )[0]
-
-
 def open_sized(
     checkpoint: Checkpoint,
     weights_dtype: torch.dtype,
@@ -66,6 +38,8 @@ def open_sized(
     our own where the processor can run them; `threads` is how many take part. Raises `UsageError` when the model does
     not fit, or the slots that were asked for do not.
     """
+    if device.type == "cpu":
+        torch.set_num_threads(threads)  # of this process: torch knows no other way
     shape = checkpoint.shape
     if shape.family == "null":
         count = slots or NULL_SLOTS
@@ -80,7 +54,6 @@ def open_sized(
         return found(slots=sizing.slots, deterministic=deterministic), sizing
     open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, length=length, deterministic=deterministic)
     if device.type != "cuda":
-        torch.set_num_threads(threads)  # of this process: torch knows no other way
         sizing = find(free_memory(device))
         return open_with(slots=sizing.slots, compile=compile, graphs=False), sizing
     decoder = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -51,14 +51,10 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
     from gpuinfer.models.text.decoder.sizing import free_memory
 
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
-    wanted = asked(spec, tuning, setup, device)
-    if device.type == "cpu":
-        torch.set_num_threads(wanted.threads or 1)  # of this process: torch knows no other way
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
+    wanted = asked(spec, tuning, setup, device, computes=checkpoint.shape.layers > 0)
     length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))
-    if not checkpoint.shape.layers and tuning.step_tokens is None and "step_tokens" not in spec.arguments:
-        wanted = replace(wanted, step_tokens=NULL_STEP_TOKENS)
     generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
     _warm_up(generator)
     return generator
@@ -76,10 +72,14 @@ def _warm_up(generator: Generator) -> None:
             generator.step()
 
 
-def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device) -> Tuning:
-    """What was asked for, with what follows from the machine. Raises `UsageError` for numbers below 1."""
+def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, *, computes: bool) -> Tuning:
+    """What was asked for, with what follows from the machine, and from whether the model computes anything.
+
+    Raises `UsageError` for numbers below 1.
+    """
     given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in ("slots", "context", "step_tokens")}
-    step_tokens = given["step_tokens"] or (CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    usual = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
+    step_tokens = given["step_tokens"] or (usual if computes else NULL_STEP_TOKENS)
     threads = tuning.threads or max(1, cores() // setup.processes)
     return Tuning(given["slots"], given["context"], step_tokens, threads, tuning.compile, tuning.graphs)
 
