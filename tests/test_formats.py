@@ -12,7 +12,7 @@ from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
-from gpuinfer.models import formats
+from gpuinfer.models import formats, processor
 from gpuinfer.models.formats import computed_in, notices
 from gpuinfer.models.load import build
 from gpuinfer.registry import load
@@ -24,6 +24,7 @@ SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
 @pytest.fixture(params=[pytest.param(True, id="a processor with products"), pytest.param(False, id="one without")])
 def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(formats, "NARROW", {name: lambda: request.param for name in NARROW})
+    monkeypatch.setattr(processor, "has_bfloat16_in_mkl", lambda: request.param)
     return bool(request.param)
 
 
@@ -102,12 +103,16 @@ def test_an_option_of_this_name_is_had_by_both_backends() -> None:
     }
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_text_model_s_run_says_that_bfloat16_is_computed_in_float32(dtype: str, has_products: bool) -> None:
-    said = notices(Setup(ModelSpec("tiny", kind="text"), "cpu", dtype), "auto")
-    assert [("computed with in float32" in line) for line in said] == [True] * (
-        dtype == "bfloat16" and not has_products
-    )
+def test_a_text_model_in_bfloat16_says_what_it_computes_in_or_that_company_shows(
+    dtype: str, deterministic: bool, has_products: bool
+) -> None:
+    setup = Setup(ModelSpec("tiny", kind="text"), "cpu", dtype, deterministic=deterministic)
+    if dtype != "bfloat16" or (deterministic and has_products):
+        assert notices(setup, "auto") == ()
+    else:
+        assert ("--deterministic" if has_products else "computed with in float32") in notices(setup, "auto")[0]
 
 
 def test_a_text_model_leaves_no_choice_of_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.models.processor import has_bfloat16, has_float16
+from gpuinfer.models.processor import has_bfloat16, has_bfloat16_in_mkl, has_float16
 
 CASCADE_LAKE = "flags\t\t: fpu sse4_2 avx avx2 avx512f avx512bw avx512vl avx512_vnni"
 COOPER_LAKE = f"{CASCADE_LAKE} avx512_bf16"
@@ -41,6 +41,18 @@ def test_a_processor_has_the_formats_that_its_flags_name(
 ) -> None:
     path = told(tmp_path, core, core)
     assert (has_bfloat16(path, {}), has_float16(path, {})) == (bfloat16, float16)
+
+
+@pytest.mark.parametrize(
+    ("maker", "core", "has"),
+    [
+        pytest.param("GenuineIntel", SAPPHIRE_RAPIDS, True, id="its own maker's"),
+        pytest.param("GenuineIntel", CASCADE_LAKE, False, id="its own maker's, without"),
+        pytest.param("AuthenticAMD", COOPER_LAKE, False, id="another's"),
+    ],
+)
+def test_mkl_serves_the_processors_of_its_own_maker(maker: str, core: str, has: bool, tmp_path: Path) -> None:
+    assert has_bfloat16_in_mkl(told(tmp_path, f"vendor_id\t: {maker}\n{core}"), {}) is has
 
 
 def test_cores_of_two_kinds_have_what_both_have(tmp_path: Path) -> None:

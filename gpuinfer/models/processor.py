@@ -12,6 +12,7 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 FLAG_LINES = ("flags", "Features")  # x86's name for it, then Arm's
+SERVED_BY_MKL = "GenuineIntel"  # the maker whose instructions for bfloat16 MKL uses
 
 # Any one of these flags will do: x86's words, then Arm's.
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -41,6 +42,14 @@ def has_bfloat16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None 
 def has_float16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
     """Whether products of float16 are one instruction here; no where the system does not tell."""
     return bool(FLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_FLOAT16, environment)
+
+
+def has_bfloat16_in_mkl(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether MKL has products of bfloat16 that are one instruction here."""
+    try:
+        return has_bfloat16(cpuinfo, environment) and SERVED_BY_MKL in cpuinfo.read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:

@@ -11,7 +11,6 @@ from gpuinfer.models import processor
 from gpuinfer.models.device import resolve_device, resolve_dtype
 
 FLOAT32 = "float32"
-MAKER = "GenuineIntel"
 
 
 def computes_in(dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> str:
@@ -34,17 +33,9 @@ def computes_in_here(setup: Setup) -> str:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor does, and there is a library that has it do so: MKL, on processors of its own
-    maker. On an AMD it took 16 times as long as our own kernels for a row of bfloat16.
+    """Whether the processor does, and there is a library that has it do so: MKL, on processors of its own maker. On an
+    AMD it took 16 times as long as our own kernels for a row of bfloat16.
     """
     from gpuinfer.models.text.decoder import blas
 
-    return processor.has_bfloat16() and made_by(MAKER) and blas.find() is not None
-
-
-def made_by(maker: str) -> bool:
-    """Whether the system says so of the processor."""
-    try:
-        return maker in processor.CPUINFO.read_text(errors="replace")
-    except OSError:
-        return False
+    return processor.has_bfloat16_in_mkl() and blas.find() is not None
