@@ -259,6 +259,7 @@ class Backend(Plugin, ABC):
     def device(self) -> Mapping[str, Any]:
         """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.
 
+        `in_force` may name the values that options took which were left to the backend, such as {threads: 2}.
         A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
         measured_bytes, …), `tokens`, how many it has taken in and drawn until now: {input, output}; and `steps`, what
         they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),

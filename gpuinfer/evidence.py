@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpuinfer.api import Roofline
+from gpuinfer.change import Change, Flag
 
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
 
@@ -41,10 +41,8 @@ class Evidence:
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller
     bfloat16_pays: bool = True  # the device multiplies bfloat16 itself: elsewhere it is no faster, and often slower
-    options: Mapping[str, Collection[str]] = field(
-        default_factory=dict
-    )  # of backend, strategy, workload: "-B", "-S", "--"
-    command: str = "gpuinfer"
+    options: Mapping[Flag, Mapping[str, Any]] = field(default_factory=dict)  # name → value in force; None: not known
+    command: str = "gpuinfer"  # that does the work again
 
     @property
     def efficiency(self) -> float:
@@ -86,18 +84,14 @@ class Evidence:
         """How many threads wanted a core at once, on average: those that had one, and those that waited for one."""
         return (self.cpu_s + self.cpu_wait_s) / self.wall_s if self.cpu_s else self.threads_busy
 
-    def with_option(self, flag: str, value: int, *names: str) -> str | None:
-        """The command with the first of these options that the plugin has; None where it has none of them."""
+    def change(self, flag: Flag, value: float | str, *names: str) -> Change | None:
+        """To this value of the first of these options that the plugin in force has; None where it has none of them."""
         name = next((name for name in names if name in self.options.get(flag, ())), None)
-        return f"{self.command} {flag} {name}={value}" if name else None
+        return Change(flag, name, value) if name else None
 
-    def with_flag(self, name: str, value: object) -> str | None:
-        """The command with this option of the workload, which it may have had before; None where there is none such."""
-        if name not in self.options.get("--", ()):
-            return None
-        flag = f"--{name.replace('_', '-')}"
-        without = re.sub(rf" {flag}[ =]\S+", "", self.command)
-        return f"{without} {flag} {value}"
+    def in_force(self, change: Change) -> bool:
+        """Whether the option has this value already, set by somebody or left to the plugin."""
+        return bool(self.options.get(change.flag, {}).get(change.name) == change.value)
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuinfer import machine, sharing
 from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.change import Flag
 from gpuinfer.evidence import Evidence, is_forward
 from gpuinfer.models.processor import has_bfloat16
 from gpuinfer.neighbours import CoreTime
@@ -280,11 +281,7 @@ def evidence(run: Run) -> Evidence:
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,
         bfloat16_pays=not on_cpu or has_bfloat16(),
-        options={
-            "-B": _options(run, "backends", run.backend),
-            "-S": _options(run, "strategies", run.strategy),
-            "--": list(run.settings.get(run.workload) or ()),
-        },
+        options=options(run),
         command=run.command,
     )
 
@@ -295,6 +292,23 @@ def _on_average(run: Run, whose: str) -> float | None:
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 
-def _options(run: Run, kind: str, name: str) -> list[str]:
-    """The names of a plugin's options, as far as the settings show them."""
-    return list(run.settings.get(kind, {}).get(name, ()))
+def options(run: Run) -> dict[Flag, dict[str, Any]]:
+    """The options of the plugins in force with their values, as far as the settings show them, and the number format.
+
+    What was left to a plugin has the value that it took, where that shows: in the backend's `device`, in the facts.
+    """
+    slots = round(slots_of_a_lane(run.snapshot)) or None
+    taken: dict[Flag, Mapping[str, Any]] = {
+        "-B": {"slots": slots, **run.snapshot.device.get("in_force", {})},
+        "-S": {},
+        "--": {"batch_size": slots, **run.progress.facts},
+    }
+    found: dict[Flag, Mapping[str, Any]] = {
+        "-B": run.settings.get("backends", {}).get(run.backend) or {},
+        "-S": run.settings.get("strategies", {}).get(run.strategy) or {},
+        "--": {**(run.settings.get(run.workload) or {}), "dtype": run.setup.dtype},
+    }
+    return {
+        flag: {name: taken[flag].get(name) if value is None else value for name, value in values.items()}
+        for flag, values in found.items()
+    }

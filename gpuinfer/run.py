@@ -81,12 +81,12 @@ async def execute(
 
     `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
     whether to measure the bare model of the backend's setup, before and after, or is what has been measured, and is not
-    measured again. `command` is what the verdict's advice is appended to. `until` is asked at every update, and once it
-    says yes the run is over, and done; it has failed when a larger share than `max_failures` did. The first SIGINT or
-    SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it, and waits for nobody.
-    What the workload raises is raised again, with the report so far as its `report`. So is `WorkError` about a plugin
-    that held something for longer than the setup's `give_up`. When the setup names a trace, `on_trace` is told what was
-    recorded, whatever happened.
+    measured again. `command` does the work again: the verdict's advice is said as a change to it. `until` is asked at
+    every update, and once it says yes the run is over, and done; it has failed when a larger share than `max_failures`
+    did. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels
+    it, and waits for nobody. What the workload raises is raised again, with the report so far as its `report`. So is
+    `WorkError` about a plugin that held something for longer than the setup's `give_up`. When the setup names a trace,
+    `on_trace` is told what was recorded, whatever happened.
 
     `on_report` is told the report of a run that raises nothing, before the backend is closed, which may take long. When
     a plugin blocks the event loop, and the run has to end, `on_abandon` is told the report so far from another thread;

@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packages import install, install_count
@@ -17,7 +18,8 @@ from gpuinfer import registry
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
-from gpuinfer.cli.workload import build, merge, spelled
+from gpuinfer.cli.spelling import anew, spelled
+from gpuinfer.cli.workload import build, merge
 
 RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
 
@@ -319,6 +321,26 @@ def test_the_command_line_is_spelled_again_without_what_is_about_output():
     values = {"games": "5", "games_in_flight": "2", "resume": False, "live": True, "json": "-", "verbose": 1}
     again = spelled("count", {**values, "backend_options": ["a=b c"], "seed": None})
     assert again == "gpuinfer count --games 5 --games-in-flight 2 --no-resume -B 'a=b c'"
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        pytest.param({"out": "records", "resume": True}, "gpuinfer count --out records-3", id="to a place of its own"),
+        pytest.param({"out": "new.d"}, "gpuinfer count --out new-2.d", id="beside what this very run will write"),
+        pytest.param({"output": "-"}, "gpuinfer count --output -", id="to a stream as before"),
+        pytest.param({"output": "/dev/null"}, "gpuinfer count --output /dev/null", id="to a device as before"),
+    ],
+)
+def test_the_same_work_anew_is_refused_by_nothing_that_was_written(tmp_path, monkeypatch, given, command):
+    monkeypatch.chdir(tmp_path)
+    for there in ("records", "records-2"):
+        (tmp_path / there).mkdir()
+    assert anew("count", given, SimpleNamespace(**given)) == command
+
+
+def test_the_same_work_anew_goes_on_with_nothing_even_where_the_environment_says_so():
+    assert anew("count", {"resume": None}, SimpleNamespace(resume=True)) == "gpuinfer count --no-resume"
 
 
 # The report's file

@@ -22,6 +22,7 @@ LAYERS = [
     ["gpuinfer.report"],
     ["gpuinfer.verdict"],
     ["gpuinfer.evidence"],
+    ["gpuinfer.change"],
     ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
     ["gpuinfer.central"],
     ["gpuinfer.engine", "gpuinfer.simulate"],

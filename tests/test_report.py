@@ -180,9 +180,18 @@ def test_stations_are_told_with_their_visits_busy_time_and_servers():
 
 def test_the_verdicts_commands_name_options_of_the_plugins_in_force():
     plugins = {"backends": {"inprocess": {"threads": None}, "other": {}}, "strategies": {"dynamic": {"max_wait": 0}}}
-    settings = {**plugins, "selfplay": {"games": 3}}
-    assert evidence(a_run(settings=settings)).options == {"-B": ["threads"], "-S": ["max_wait"], "--": ["games"]}
-    assert evidence(a_run()).options == {"-B": [], "-S": [], "--": []}
+    settings = {**plugins, "selfplay": {"games": 3, "workers": None, "batch_size": None}}
+    run = a_run(
+        settings=settings,
+        snapshot=Snapshot(device={"in_force": {"threads": 2}}),
+        progress=Progress(0, facts={"workers": 5}),
+    )
+    assert evidence(run).options == {
+        "-B": {"threads": 2},
+        "-S": {"max_wait": 0},
+        "--": {"games": 3, "workers": 5, "batch_size": None, "dtype": "float32"},
+    }
+    assert evidence(a_run()).options == {"-B": {}, "-S": {}, "--": {"dtype": "float32"}}
 
 
 def test_what_generates_tells_tokens_slots_and_its_model_and_evaluates_nothing():

@@ -1,18 +1,24 @@
 """The verdict: one constructed run for each class, and what every verdict owes its reader."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
+from gpuinfer.change import Change
 from gpuinfer.evidence import Evidence, is_forward
 from gpuinfer.report import schema
 from gpuinfer.verdict import judge
 
 ROOFLINE = Roofline(10_000.0, 512, "2 forwards × 1 thread")
+OPTIONS = {
+    "-B": {"max_rows": 64, "threads": 8, "in_flight": 1},
+    "-S": {"max_wait": 0.01, "max_rows": None},
+    "--": {"workers": None, "games_in_flight": 64, "dtype": "float32"},
+}
 CLASSES = schema()["properties"]["bottleneck"]["properties"]["class"]["enum"]
 
 
@@ -29,7 +35,7 @@ def a_run(*lanes, **more):
         "rows_mean": 512.0,
         "cores": 4,
         "command": "gpuinfer selfplay",
-        "options": {"-B": ["max_rows", "threads", "in_flight"], "-S": ["max_wait", "max_rows"]},
+        "options": OPTIONS,
     }
     return Evidence(**{**plain, "lanes": lanes, **more})  # fmt: skip
 
@@ -156,7 +162,7 @@ CASES = [
         id="moving takes longer although it overlaps",
     ),
     pytest.param(
-        a_run(lane("forward 0", forward=3.0, transfer=6.0), options={"-B": ["forwards"]}),
+        a_run(lane("forward 0", forward=3.0, transfer=6.0), options={"-B": {"forwards": 1}}),
         "transfer-bound",
         "6.0 s moving rows",
         "gpuinfer selfplay -B forwards=2",
@@ -241,7 +247,25 @@ CASES = [
 def test_no_command_names_an_option_that_the_plugin_in_force_has_not():
     told = [judge(replace(case.values[0], options={})) for case in CASES]
     assert [one["class"] for one in told] == [case.values[1] for case in CASES]
-    assert not [one["command"] for one in told if one["command"] and ("-B" in one["command"] or "-S" in one["command"])]
+    assert not [one for one in told if one["command"] or one["change"]]
+
+
+@pytest.mark.parametrize("run", [pytest.param(case.values[0], id=case.id) for case in CASES if case.values[3]])
+def test_what_is_in_force_already_is_never_advised(run):
+    change = Change(**judge(run)["change"])
+    forced = {**run.options, change.flag: {**run.options[change.flag], change.name: change.value}}
+    assert judge(replace(run, options=forced))["change"] != asdict(change)
+
+
+def test_a_command_says_each_option_once():
+    assert [Change(*change).in_command("gpuinfer load --rows=8 -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b'")
+            for change in (("-B", "max_rows", 64), ("-S", "max_rows", 64), ("--", "rows", 64), ("--", "games_in", 2))
+            ] == [
+        "gpuinfer load --rows=8 -B threads=2 -S max_rows=8 --name 'a b' -B max_rows=64",
+        "gpuinfer load --rows=8 -B max-rows=8 -B threads=2 --name 'a b' -S max_rows=64",
+        "gpuinfer load -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b' --rows 64",
+        "gpuinfer load --rows=8 -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b' --games-in 2",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "kind", "why", "command"), CASES)
@@ -361,7 +385,7 @@ evidence = st.builds(
     cpu_s=st.just(0.0) | st.floats(0, 100),
     cpu_wait_s=st.floats(0, 100),
     on_cpu=st.booleans(),
-    options=st.sampled_from([{}, {"-B": ["max_rows", "threads", "forwards"], "-S": ["max_wait", "max_rows"]}]),
+    options=st.sampled_from([{}, OPTIONS]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 

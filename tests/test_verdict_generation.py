@@ -42,7 +42,7 @@ def a_run(stations=BUSY, **more):
         "cores": 2,
         "cpu_s": 19.0,
         "dtype": "bfloat16",
-        "options": {"-B": ["slots", "threads"], "--": ["batch_size", "context"]},
+        "options": {"-B": {"slots": 2, "threads": 2}, "--": {"batch_size": 2, "context": None, "dtype": "float32"}},
         "command": COMMAND,
     }
     return Evidence(**{**plain, **more})
@@ -79,7 +79,7 @@ CASES = [
         id="steps take as long with more rows",
     ),
     pytest.param(
-        a_run(batch_s=FLAT, options={"-B": ["slots"]}),
+        a_run(batch_s=FLAT, options={"-B": {"slots": 64}}),
         "batch cap too small",
         "a step of more rows",
         f"{COMMAND} -B slots=128",

@@ -8,10 +8,9 @@ from typing import Any
 
 from gpuinfer import registry, settings
 from gpuinfer.cli import output
+from gpuinfer.cli.spelling import SHOWN_ONLY
 from gpuinfer.cli.workload import merge, option_flags, plain_flags
 from gpuinfer.errors import WorkError
-
-SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose")  # how a run is shown, not what it does
 
 
 def apply(target: str, flags: Mapping[str, Any]) -> tuple[Path, list[str]]:

@@ -12,11 +12,11 @@ from typing import Any
 from gpuinfer import options, registry
 from gpuinfer.bench.variant import Variant
 from gpuinfer.cli import flags
-from gpuinfer.cli.workload import build, merge, spelled
+from gpuinfer.cli.spelling import SHORTS, spelled
+from gpuinfer.cli.workload import build, merge
 from gpuinfer.errors import UnknownName, UsageError
 
 KINDS = {"backend_options": "backends", "strategy_options": "strategies"}
-SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
 # Flags that take one value: no part of a run, or, the seed, counted up by the repeats.
 SINGLE = ("json", "trace", "config", "live", "quiet", "verbose", "roofline", "seed")
 AMOUNTS = ("games", "requests", "duration", "schedule", "replay")  # flags that say how much there is to do

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from gpuinfer import blame, registry, settings
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
+from gpuinfer.cli.spelling import anew
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, Several
 
@@ -66,7 +66,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     with display, _failed_report(destination):
-        report = _run(plan, common.roofline, display, destination, allowed, spelled(name, values))
+        report = _run(plan, common.roofline, display, destination, allowed, anew(name, values, plan.workload.options))
     if report["status"] == "failed":
         _say_failures(report["failures"])
     return EXIT_CODES.get(report["status"], FAILED)
@@ -127,21 +127,6 @@ def _failed_report(destination: output.Destination) -> Iterator[None]:
         if (report := getattr(error, "report", None)) is not None:
             destination.write(report)
         raise
-
-
-def spelled(name: str, values: Mapping[str, Any]) -> str:
-    """The command line again, without what only says where its output goes: the verdict's advice is added to it."""
-    words = ["gpuinfer", name]
-    shorts = {"backend_options": "-B", "strategy_options": "-S"}
-    for key, value in values.items():
-        if value is None or key in ("json", "trace", "live", "quiet", "verbose"):
-            continue
-        if isinstance(value, bool):
-            words.append(flags.flag(key if value else f"no_{key}"))
-        else:
-            several = value if isinstance(value, list) else [value]
-            words += [word for one in several for word in (shorts.get(key, flags.flag(key)), str(one))]
-    return shlex.join(words)
 
 
 class _ToPeople(logging.Handler):

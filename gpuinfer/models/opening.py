@@ -90,12 +90,13 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline
         bits = spec.inputs if spec.input_dtype == BITS else None
         forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
     gauge, threads = Gauge(device), threads_for(setup, tuning)
+    in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
     return Opened(
         spec,
         limits,
         forward,
         answer,
-        lambda: {**gauge.read(), "computes_in": computed, "threads": threads},
+        lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force},
         partial(register, device=device),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+from gpuinfer.change import Change, Flag
 from gpuinfer.evidence import Evidence, busy_s, place, station_s
 from gpuinfer.verdict.bounds import BINDS
 from gpuinfer.verdict.case import Case, Verdict
@@ -71,18 +72,18 @@ def too_many_threads(case: Case) -> Verdict | None:
     if run.cpu_wait_s:
         why += f": ready to run, they waited {run.cpu_wait_s / (run.cpu_s + run.cpu_wait_s):.0%} of their time"
     high = _left(run, run.runnable / run.cores)
-    command, advice = _fewer_threads(run, hidden >= HIDDEN * run.cores)
-    return Verdict("oversubscribed CPUs", _largest(run), why + ".", advice, command, Gain.up_to(high))
+    change, advice = _fewer_threads(run, hidden >= HIDDEN * run.cores)
+    return Verdict("oversubscribed CPUs", _largest(run), why + ".", advice, change, Gain.up_to(high))
 
 
-def _fewer_threads(run: Evidence, hidden: bool) -> tuple[str | None, str]:
+def _fewer_threads(run: Evidence, hidden: bool) -> tuple[Change | None, str]:
     """Fewer threads in each forward where no lane knows of them, else fewer processes."""
     if hidden and run.forwards:
-        threads = max(1, run.cores // len(run.forwards))
-        if f"threads={threads}" not in run.command:  # else that is in force already
-            return run.with_option("-B", threads, "threads"), "Use fewer threads in each forward."
+        change = run.change("-B", max(1, run.cores // len(run.forwards)), "threads")
+        if change is None or not run.in_force(change):
+            return change, "Use fewer threads in each forward."
     if run.facts.get("workers", 0) > run.cores:
-        return f"{run.command} --workers {run.cores}", "Use no more workers than there are cores."
+        return run.change("--", run.cores, "workers"), "Use no more workers than there are cores."
     return None, "Use fewer threads in each worker."
 
 
@@ -111,8 +112,8 @@ def _transfer(case: Case, moving: float, computing: float) -> Verdict:
         return Verdict("transfer-bound", "transfer", why, "Send fewer bytes for each row: uint8 or bits.")
     most = _spare(run) if run.on_cpu else (moving + computing) / moving
     gain = case.gain_of(lambda now: with_lanes(now, 1), most)
-    command = run.with_option("-B", lanes // queues + 1, *LANES)
-    return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", command, gain)
+    change = run.change("-B", lanes // queues + 1, *LANES)
+    return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
 
 
 def _cap(case: Case, best: float) -> Verdict:
@@ -124,10 +125,10 @@ def _cap(case: Case, best: float) -> Verdict:
         if case.curve
         else ""
     )
-    flag = "-S" if run.cut_by("cap") > run.cut_by("full") else "-B"
+    flag: Flag = "-S" if run.cut_by("cap") > run.cut_by("full") else "-B"
     gain = case.gain_of(lambda now: with_cap(now, best))
-    command = run.with_option(flag, round(best), "max_rows")
-    return Verdict("batch cap too small", "forward", why, "Allow larger batches.", command, gain)
+    change = run.change(flag, round(best), "max_rows")
+    return Verdict("batch cap too small", "forward", why, "Allow larger batches.", change, gain)
 
 
 def one_worker(case: Case) -> Verdict | None:
@@ -177,7 +178,7 @@ def _more_workers(case: Case, kind: str, station: str, why: str) -> Verdict:
     most = wanted / now
     gain = case.gain_of(lambda now: with_workers(now, most), most)
     advice = f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers."
-    return Verdict(kind, station, why, advice, f"{run.command} --workers {wanted}", gain)
+    return Verdict(kind, station, why, advice, run.change("--", wanted, "workers"), gain)
 
 
 def _no_room(run: Evidence) -> str:
@@ -204,8 +205,8 @@ def all_cores(case: Case) -> Verdict | None:
 def _saturated(run: Evidence, why: str) -> Verdict:
     kind, station = "device-saturated", "forward"
     if run.dtype == "float32" and run.computes and run.bfloat16_pays:
-        command, gain = f"{run.command} --dtype bfloat16", Gain(1.0, FASTER_DTYPE)
-        return Verdict(kind, station, why, "Compute in bfloat16.", command, gain, healthy=True)
+        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
+        return Verdict(kind, station, why, "Compute in bfloat16.", change, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."
     return Verdict(kind, station, why, advice, healthy=True)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpuinfer.change import Change
 from gpuinfer.evidence import Evidence
 from gpuinfer.verdict.bounds import BINDS, bounds
 from gpuinfer.verdict.curve import Curve, curve_of
@@ -52,6 +53,6 @@ class Verdict:
     station: str
     why: str
     advice: str
-    command: str | None = None
+    change: Change | None = None  # that the advice speaks of
     gain: Gain = field(default_factory=Gain)
     healthy: bool = False  # nothing to mend: the run does what it can, or what is asked of it

@@ -93,9 +93,9 @@ def more_slots(case: Case) -> Verdict | None:
     else:
         return None
     why = f"{_in_use(run)}, and {because}."
-    command = run.with_flag("batch_size", wanted) or run.with_option("-B", wanted, "slots")
+    change = run.change("--", wanted, "batch_size") or run.change("-B", wanted, "slots")
     advice = "Generate more rows at once; where memory has no room for them, with a shorter context."
-    return Verdict("batch cap too small", "forward", why, advice, command, gain)
+    return Verdict("batch cap too small", "forward", why, advice, change, gain)
 
 
 def _gain(run: Evidence, curve: Curve | None) -> Gain | None:
@@ -122,9 +122,8 @@ def model(case: Case) -> Verdict | None:
     )
     station = "prefill" if _mostly_prompts(run) else "forward"
     if run.dtype == "float32" and run.bfloat16_pays:
-        command = f"{run.command} --dtype bfloat16"
-        gain = Gain(1.0, FASTER_DTYPE)
-        return Verdict("device-saturated", station, why, "Compute in bfloat16.", command, gain, healthy=True)
+        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
+        return Verdict("device-saturated", station, why, "Compute in bfloat16.", change, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."
     return Verdict("device-saturated", station, why, advice, healthy=True)
 

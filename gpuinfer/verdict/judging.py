@@ -48,14 +48,18 @@ NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the l
 def judge(run: Evidence) -> dict[str, Any]:
     """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
-        return _told(NOTHING, {}, 0.0, 0.0)
+        return _told(NOTHING, run, {})
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
-        return _told(NOTHING_ASKED, {}, 0.0, 0.0)
+        return _told(NOTHING_ASKED, run, {})
     case = Case.of(run)
-    verdict = next(
-        (found for cause in (GENERATION if run.slots else CAUSES) if (found := cause(case))), None
-    ) or waits.no_cause_fits(case)
-    return _told(_beside(verdict, run), dict(case.bounds), run.share(verdict.station), run.share("other"))
+    causes = GENERATION if run.slots else CAUSES
+    fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
+    return _told(_beside(next(fitting, None) or waits.no_cause_fits(case), run), run, dict(case.bounds))
+
+
+def _done_already(verdict: Verdict, run: Evidence) -> bool:
+    """Whether it advises what is in force: then something else must be the cause."""
+    return verdict.change is not None and run.in_force(verdict.change)
 
 
 def _beside(verdict: Verdict, run: Evidence) -> Verdict:
@@ -67,16 +71,18 @@ def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
 
 
-def _told(verdict: Verdict, bounds: dict[str, float], share: float, unexplained: float) -> dict[str, Any]:
+def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
+    measured, change = run.wall_s > 0 and bool(run.lanes), verdict.change
     return {
         "class": verdict.kind,
         "healthy": verdict.healthy,
         "station": verdict.station,
-        "share": share,
+        "share": run.share(verdict.station) if measured else 0.0,
         "why": verdict.why,
         "advice": verdict.advice,
-        "command": verdict.command,
+        "change": asdict(change) if change else None,
+        "command": change.in_command(run.command) if change else None,
         "gain": asdict(verdict.gain),
         "bounds": bounds,
-        "unexplained": unexplained,
+        "unexplained": run.share("other") if measured else 0.0,
     }

@@ -34,8 +34,8 @@ def advise(case: Case, why: str, factor: float) -> Verdict:
     search = factor if run.work else 1.0  # what a client of which nothing is known does beside it stays what it is
     gain = case.gain_of(lambda now: with_rows(now, factor, search))
     if games:
-        flag = f"{run.command} --games-in-flight {math.ceil(games * factor)}"
-        return Verdict(KIND, "idle", why, advice + "more games in flight.", flag, gain)
+        change = run.change("--", math.ceil(games * factor), "games_in_flight")
+        return Verdict(KIND, "idle", why, advice + "more games in flight.", change, gain)
     advice += f"{max(2, math.ceil(run.block_rows * factor)):,} in each request, or {factor:.1f} times the clients."
     return Verdict(KIND, "idle", why, advice, None, gain)
 

@@ -51,7 +51,7 @@ def for_the_timer(case: Case) -> Verdict | None:
     if waited < everybody and (gain.expected or 1.0) < WORTH:
         return None
     advice = "Do not wait: while the backend is busy a batch grows by itself."
-    return Verdict("timer-bound", "idle", why, advice, run.with_option("-S", 0, "max_wait"), gain)
+    return Verdict("timer-bound", "idle", why, advice, run.change("-S", 0, "max_wait"), gain)
 
 
 def for_clients(case: Case) -> Verdict | None:

@@ -78,6 +78,7 @@ def report_of(plan: Plan) -> dict[str, Any]:
         "workload": "planted",
         "backend": "central",
         "strategy": "dynamic",
+        "planted": workload.options.model_dump(mode="json"),
         "backends": {"central": backend.options.model_dump()},
         "strategies": {"dynamic": strategy.options.model_dump()},
     }
