@@ -10,7 +10,7 @@ from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Completion, Generation, Prompt
 
 
-class Parrot(api.Backend):
+class Starling(api.Backend):
     """Answers each prompt with its own words, over and over, as slowly as a model of that speed would."""
 
     serves = ("text",)
@@ -38,7 +38,7 @@ class Parrot(api.Backend):
         prompt: Prompt = request.payload
         words = (prompt.text or "").split()
         if not words:
-            return api.Event(request, error=BadPrompt("a parrot needs words. Give the prompt as `text`."))
+            return api.Event(request, error=BadPrompt("a starling needs words. Give the prompt as `text`."))
         said = [words[number % len(words)] for number in range(prompt.sampling.max_tokens)]
         for _ in said:
             await asyncio.sleep(self.options.seconds)

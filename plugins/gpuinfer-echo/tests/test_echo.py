@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gpuinfer_echo.backend import Echo
 from gpuinfer_echo.strategy import Fixed
-from gpuinfer_echo.text import Parrot
+from gpuinfer_echo.text import Starling
 from gpuinfer_echo.workload import Ping, ask
 
 from gpuinfer.api import Limits, Reason, Request
@@ -32,7 +32,7 @@ def test_the_strategy_keeps_the_contract():
 
 
 def test_the_backend_of_text_keeps_the_contract():
-    assert_ok(check_backend(lambda: Parrot(seconds=0.0)))
+    assert_ok(check_backend(lambda: Starling(seconds=0.0)))
 
 
 def test_the_workload_keeps_the_contract_with_its_processes():
@@ -61,22 +61,22 @@ def test_echo_answers_with_the_payload():
 
 
 def answers_of(*prompts: Prompt) -> list[Any]:
-    async def ask_parrot() -> list[Any]:
-        parrot = Parrot(seconds=0.01)
-        parrot.stepped = lambda rows, seconds: None
-        await parrot.start()
-        assert parrot.limits == Limits(16, 16, 16)
-        return [event.error or event.value async for event in parrot.stream([Request(prompt) for prompt in prompts])]
+    async def ask_starling() -> list[Any]:
+        starling = Starling(seconds=0.01)
+        starling.stepped = lambda rows, seconds: None
+        await starling.start()
+        assert starling.limits == Limits(16, 16, 16)
+        return [event.error or event.value async for event in starling.stream([Request(prompt) for prompt in prompts])]
 
-    return run_virtual(ask_parrot())
+    return run_virtual(ask_starling())
 
 
-def test_the_parrot_answers_the_shorter_prompt_first():
+def test_the_starling_answers_the_shorter_prompt_first():
     long, short = (Prompt(text="to be or", sampling=Sampling(max_tokens=tokens)) for tokens in (5, 2))
     assert [answer.completions[0].text for answer in answers_of(long, short)] == ["to be", "to be or to be"]
 
 
-def test_the_parrot_refuses_one_prompt_and_answers_the_next():
+def test_the_starling_refuses_one_prompt_and_answers_the_next():
     refused, answered = answers_of(Prompt(tokens=(1, 2)), Prompt(text="hey", sampling=Sampling(max_tokens=1)))
     assert isinstance(refused, BadPrompt)
     assert answered.completions[0].text == "hey"
