@@ -10,6 +10,8 @@ from typing import Any
 from gpuinfer.api import Roofline
 from gpuinfer.change import Change, Flag
 
+MOST_WAITED = 0.2  # of a lane's time: so much is taken for work, however long threads have waited
+
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
 
 
@@ -25,6 +27,7 @@ class Evidence:
     rows_mean: float = 0.0  # of a batch
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     slots: int = 0  # rows that may be generated at once: the batches are then forward steps. 0: there are no slots
+    steps: Mapping[str, float] = field(default_factory=dict)  # with slots: `Backend.device`'s word on its steps
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result
     queue_wait_s: float = 0.0  # mean
@@ -62,6 +65,13 @@ class Evidence:
         return self.rows_per_s * self.wall_s / self.requests if self.requests else 0.0
 
     @property
+    def rows_usual(self) -> float:
+        """Rows of the batch that a row was in, on average: a few small batches at the end count for little."""
+        rows = math.fsum(size * count for size, (count, _) in self.batch_s.items())
+        squares = math.fsum(size * size * count for size, (count, _) in self.batch_s.items())
+        return squares / rows if rows else self.rows_mean
+
+    @property
     def blocks_outstanding(self) -> float | None:
         """Requests that may be under way at once; None when nobody tells: the N of the laws."""
         if "clients" in self.facts:
@@ -80,6 +90,38 @@ class Evidence:
         return self.cpu_s / self.wall_s if self.cpu_s else min(self.threads_busy, self.cores)
 
     @property
+    def others(self) -> float | None:
+        """Cores that were given to anybody else, on average; None where the system does not tell."""
+        if self.others_cores is None:
+            return None
+        return self.others_cores + (self.stolen_cores or 0.0)
+
+    @property
+    def cores_left(self) -> float:
+        """Cores that others left to this run, on average: those that it had, at least."""
+        return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores))
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which threads were ready to run that they waited for a core; 0: not known."""
+        return self.cpu_wait_s / (self.cpu_s + self.cpu_wait_s) if self.cpu_wait_s else 0.0
+
+    @property
+    def stretched(self) -> float:
+        """How many times as long the lanes' work took as with a core for each: they count their waits for one as work.
+
+        Of work that computes; work that waits for something else, as for a device, is stretched by less.
+        """
+        working = self.threads_busy * self.wall_s
+        return 1 / max(1 - self.cpu_wait_s / working, MOST_WAITED) if working and self.cpu_wait_s else 1.0
+
+    @property
+    def threads(self) -> int | None:
+        """Of one forward, as they are set; None: not known."""
+        found = self.facts.get("threads") or self.options.get("-B", {}).get("threads")
+        return int(found) if found else None
+
+    @property
     def runnable(self) -> float:
         """How many threads wanted a core at once, on average: those that had one, and those that waited for one."""
         return (self.cpu_s + self.cpu_wait_s) / self.wall_s if self.cpu_s else self.threads_busy
@@ -92,6 +134,11 @@ class Evidence:
     def in_force(self, change: Change) -> bool:
         """Whether the option has this value already, set by somebody or left to the plugin."""
         return bool(self.options.get(change.flag, {}).get(change.name) == change.value)
+
+    def largest(self) -> str:
+        """The station, other than idle, in which the lanes spent most time."""
+        names = {name for lane in self.lanes for name in lane["stations"]} - {"idle"}
+        return max(sorted(names), key=self.share, default="idle")
 
     def share(self, station: str) -> float:
         """The station's share of all lanes' time."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive: another thread costs more
+OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
 
@@ -77,6 +78,7 @@ class TextModel:
             "computes_in": self.facts.get("computes_in"),
             "tokens": drawn,
             "steps": steps,
+            "in_force": {name: value for name, value in self.facts.items() if name in OPTIONS},
         }
         return {**self._gauge(), **told}
 

@@ -265,6 +265,7 @@ def evidence(run: Run) -> Evidence:
         rows_mean=batches(snapshot)["rows_mean"] or 0.0,
         batch_s=snapshot.batch_s,
         slots=round(slots_of_a_lane(snapshot)),
+        steps=snapshot.device.get("steps", {}),
         reasons=snapshot.reasons,
         latency_s=summarise(snapshot.latency).get("mean", 0.0),
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),

@@ -51,7 +51,47 @@ TWO_WORKERS = (
 FACTS = {"workers": 2, "blocks": 2, "rows_outstanding": 384, "games_in_flight": 64}
 CLIENTS = {"clients": 8}
 
+SHARED = (
+    lane("worker 0: search", search=3.0), lane("worker 0: forward 0", forward=7.0),
+    lane("worker 1: search", search=3.0), lane("worker 1: forward 0", forward=7.0),
+)  # fmt: skip
+SMALL = {
+    "cores": 2, "cpu_s": 19.0, "cpu_wait_s": 12.0, "roofline": Roofline(120_000.0, 512, "2 × 1 thread"),
+    "requests": 7000, "rows_per_s": 5600.0, "rows_mean": 8.0, "batch_s": {8: (7000, 13.0)},
+    "facts": {"workers": 2, "blocks": 2, "rows_outstanding": 384, "games_in_flight": 128},
+    "options": {"-B": {"threads": 1, "max_rows": 8}, "-S": {"max_rows": None}, "--": {"games_in_flight": 128}},
+}  # fmt: skip
+NEIGHBOUR = {"others_cores": 1.1, "cpu_s": 9.0, "cpu_wait_s": 20.0}
+
 CASES = [
+    pytest.param(
+        a_run(*SHARED, **{**SMALL, "reasons": {"full": 99, "clients": 1}}),
+        "batch cap too small",
+        "99% of the batches were cut because no more rows may go in, 8 on average",
+        "gpuinfer selfplay -B max_rows=512",
+        id="a cap, where search and model share the cores and take turns",
+    ),
+    pytest.param(
+        a_run(*SHARED, **{**SMALL, **NEIGHBOUR, "reasons": {"full": 99, "clients": 1}}),
+        "batch cap too small",
+        "Other programs took 1.1 of 2 cores. 99% of the batches were cut because no more rows may go in",
+        "gpuinfer selfplay -B max_rows=512",
+        id="a cap, and a neighbour on the cores",
+    ),
+    pytest.param(
+        a_run(*SHARED, **{**SMALL, "facts": {"workers": 2, "blocks": 2, "rows_outstanding": 24, "games_in_flight": 8}}),
+        "too few rows outstanding",
+        "2 workers × 2 blocks × 6 rows = 24 rows outstanding, batches of 8",
+        "gpuinfer selfplay --games-in-flight 214",
+        id="few games in flight, where search and model share the cores",
+    ),
+    pytest.param(
+        a_run(*SHARED, **{**SMALL, **NEIGHBOUR, "rows_mean": 512.0, "batch_s": {512: (100, 13.0)}}),
+        "oversubscribed CPUs",
+        "Other programs took 1.1 of 2 cores. Ready to run, threads of this run waited 69% of their time.",
+        None,
+        id="a neighbour on the cores, and nothing else",
+    ),
     pytest.param(
         a_run(*HALF_BUSY, rows_per_s=9500.0, roofline=ROOFLINE),
         "device-saturated",
@@ -113,8 +153,8 @@ CASES = [
         a_run(*FULL_LANES, rows_mean=96.0, roofline=ROOFLINE, facts=FACTS, rows_per_s=3000.0, requests=312,
               batch_s={96: (312, 9.5)}),
         "too few rows outstanding",
-        "2 workers × 2 blocks × 96 rows = 384 rows outstanding, batches of 96; the model is fastest with 512 a batch",
-        "gpuinfer selfplay --games-in-flight 342",
+        "2 workers × 2 blocks × 96 rows = 384 rows outstanding, batches of 96; the model is 2.9 times as fast with 419",
+        "gpuinfer selfplay --games-in-flight 280",
         id="too few rows can be outstanding, with the arithmetic",
     ),
     pytest.param(
@@ -341,6 +381,38 @@ def test_lanes_that_are_busy_with_small_batches_for_want_of_more_are_not_what_bi
     assert judge(run)["class"] == "search-bound"
 
 
+def test_games_that_are_all_in_flight_are_too_few_and_the_number_that_would_do_is_said():
+    facts = {"workers": 2, "blocks": 1, "rows_outstanding": 180, "games_in_flight": 60}
+    told = judge(
+        a_run(*SHARED, **{**SMALL, "facts": facts, "total": 60, "rows_mean": 90.0, "batch_s": {90: (900, 13.0)}})
+    )
+    assert told["class"] == "too few rows outstanding"
+    assert "2 workers × 1 block × 90 rows = 180 rows outstanding" in told["why"]
+    assert told["advice"].startswith("All 60 games are in flight at once: play 2")
+    assert told["command"] is None
+
+
+def test_a_strategys_cap_that_would_keep_larger_batches_small_is_to_go_with_the_cure():
+    options = {**SMALL["options"], "-S": {"max_rows": 8}}
+    facts = {"workers": 2, "blocks": 1, "rows_outstanding": 180, "games_in_flight": 60}
+    capped = {**SMALL, "facts": facts, "options": options, "reasons": {"cap": 93, "clients": 7}}
+    told = judge(a_run(*SHARED, **{**capped, "rows_mean": 90.0, "batch_s": {90: (900, 13.0)}}))
+    assert told["class"] == "too few rows outstanding"  # a block of 90 rows goes alone, cap or not
+    assert "Leave -S max_rows=8 out then" in told["advice"]
+
+
+def test_a_neighbour_that_takes_what_nobody_wanted_is_none():
+    """Its cores would have been idle: this run's threads hardly waited."""
+    told = judge(a_run(*SHARED, **{**SMALL, "others_cores": 1.0, "cpu_s": 9.0, "cpu_wait_s": 0.5}))
+    assert "Other programs" not in told["why"]
+
+
+def test_one_thread_in_each_forward_is_never_too_many():
+    """Event loops and Python's lock make more threads ready to run than lanes are busy: that is no thread too many."""
+    told = judge(a_run(*SHARED, **{**SMALL, "cpu_wait_s": 60.0, "reasons": {"full": 99, "clients": 1}}))
+    assert told["class"] == "batch cap too small"
+
+
 def test_what_a_share_of_few_rows_fills_is_no_cap():
     run = a_run(
         *FULL_LANES, rows_mean=16.0, rows_per_s=800.0, requests=8000, roofline=ROOFLINE, facts={"clients": 16},
@@ -348,7 +420,7 @@ def test_what_a_share_of_few_rows_fills_is_no_cap():
     )  # fmt: skip
     told = judge(run)
     assert told["class"] == "too few rows outstanding"
-    assert "32 in each request" in told["advice"]
+    assert "25 in each request" in told["advice"]
 
 
 def test_only_what_needs_no_mending_is_healthy():
@@ -366,7 +438,7 @@ lanes = st.lists(
 sums = st.tuples(st.integers(1, 1000), st.floats(1e-6, 100))
 evidence = st.builds(
     Evidence,
-    wall_s=st.floats(0, 100),
+    wall_s=st.just(0.0) | st.floats(0.001, 100),
     lanes=lanes,
     requests=st.integers(0, 10_000),
     rows_per_s=st.floats(0, 1e6),
@@ -384,6 +456,8 @@ evidence = st.builds(
     cores=st.integers(1, 64),
     cpu_s=st.just(0.0) | st.floats(0, 100),
     cpu_wait_s=st.floats(0, 100),
+    others_cores=st.none() | st.floats(0, 64),
+    stolen_cores=st.none() | st.floats(0, 64),
     on_cpu=st.booleans(),
     options=st.sampled_from([{}, OPTIONS]),
     dtype=st.sampled_from(["float32", "bfloat16"]),

@@ -25,9 +25,19 @@ SUBLINEAR = steps((16, 100, 0.004), (32, 100, 0.005), (64, 800, 0.010))  # with 
 FLAT = steps((8, 100, 0.010), (32, 100, 0.010), (64, 800, 0.0105))
 
 
+def a_lane(name, **stations):
+    return {"name": name, "stations": {**stations, "idle": 10.0 - sum(stations.values())}, "visits": {}}
+
+
+def waiting(*lanes, **more):
+    """A model that has nothing to do for 45 % of the time, beside these lanes."""
+    run = a_run({**BUSY, "forward": 4.0}, cpu_s=12.0, **more)
+    return replace(run, lanes=[*run.lanes, *lanes])
+
+
 def a_run(stations=BUSY, **more):
     """Ten seconds of a model with 64 slots, 400 rows answered, most of which had waited."""
-    lane = {"name": "forward 0", "stations": {**stations, "idle": 10.0 - sum(stations.values())}, "visits": {}}
+    lane = a_lane("forward 0", **stations)
     plain = {
         "wall_s": 10.0,
         "lanes": [lane],
@@ -119,6 +129,112 @@ CASES = [
         "The model had nothing to do 45% of the time",
         None,
         id="rows come slowly",
+    ),
+    pytest.param(
+        waiting(a_lane("input", read=9.0, understand=0.2), a_lane("output", write=0.1, sync=0.4)),
+        "host-bound",
+        "nothing to do 45% of the time: rows come slowly (“read” 90% of the time)",
+        None,
+        id="slow standard input",
+    ),
+    pytest.param(
+        waiting(a_lane("input", understand=2.5), a_lane("prompts 0", understand=3.0, constrain=0.2)),
+        "host-bound",
+        "turning prompts into tokens takes long (“understand” 55% of the time)",
+        None,
+        id="prompts that are hard to read, in two lanes",
+    ),
+    pytest.param(
+        waiting(a_lane("input", understand=0.5), a_lane("prompts 0", understand=0.5, constrain=4.0)),
+        "host-bound",
+        "schemas, patterns and grammars take long to compile",
+        None,
+        id="a heavy schema for each row",
+    ),
+    pytest.param(
+        waiting(a_lane("input", read=0.2), a_lane("output", write=8.0, sync=0.5)),
+        "host-bound",
+        "answers are taken slowly (“write” 80% of the time)",
+        None,
+        id="slow standard output",
+    ),
+    pytest.param(
+        waiting(a_lane("input", read=0.2), a_lane("output", write=0.3, sync=6.0)),
+        "host-bound",
+        "the disk takes long to say that it has them (fsync)",
+        None,
+        id="a slow fsync",
+    ),
+    pytest.param(
+        waiting(a_lane("input", read=1.0), a_lane("output", write=0.3, sync=0.5)),
+        "host-bound",
+        "rows are asked and answers taken more slowly",
+        None,
+        id="nothing beside the model was busy for as long",
+    ),
+    pytest.param(
+        a_run({**BUSY, "forward": 4.0, "constrain": 4.5}),
+        "host-bound",
+        "45% of the time went into what constraints allow, token by token",
+        None,
+        id="a heavy schema for all rows",
+    ),
+    pytest.param(
+        a_run(
+            {**BUSY, "prefill": 6.0, "forward": 3.5},
+            batch_s=steps((6, 900, 0.01)),
+            steps={"seconds": 9.0, "held_s": 8.1, "prompt_tokens": 18_000},
+            options={"-B": {"step_tokens": 4}},
+        ),
+        "batch cap too small",
+        "Steps have 4 tokens at most, and 90% of their time that left no room for all of the prompts'.",
+        f"{COMMAND} -B step_tokens=512",
+        id="prompts in small pieces",
+    ),
+    pytest.param(
+        a_run(
+            {**BUSY, "prefill": 9.0, "forward": 0.5},
+            batch_s=steps((3, 900, 0.01)),
+            queue_wait_s=0.0,
+            steps={"seconds": 9.0, "held_s": 8.1, "prompt_tokens": 700_000},
+            options={"-B": {"step_tokens": 512}},
+        ),
+        "device-saturated",
+        "Prompts took 90% of the time, with 1,750 tokens on average: a few of them fill a step, so that 3.0 of",
+        None,
+        id="very long prompts",
+    ),
+    pytest.param(
+        a_run(
+            {**BUSY, "prefill": 9.0, "forward": 0.5},
+            batch_s=steps((3, 900, 0.01)),
+            steps={"seconds": 9.0, "held_s": 8.1, "echoing_s": 8.1, "prompt_tokens": 700_000},
+        ),
+        "device-saturated",
+        "Log-probabilities of the prompt are wanted",
+        None,
+        id="very long prompts with log-probabilities",
+    ),
+    pytest.param(
+        a_run(others_cores=1.1, cpu_s=9.0, cpu_wait_s=9.0),
+        "oversubscribed CPUs",
+        "Other programs took 1.1 of 2 cores. Ready to run, threads of this run waited 50% of their time.",
+        None,
+        id="a neighbour on the cores, and nothing else",
+    ),
+    pytest.param(
+        a_run(
+            {**BUSY, "prefill": 6.0, "forward": 3.5},
+            steps={"seconds": 9.0, "held_s": 8.1},
+            options={"-B": {"step_tokens": 4}},
+            others_cores=1.1,
+            cpu_s=9.0,
+            cpu_wait_s=9.0,
+        ),
+        "batch cap too small",
+        "Other programs took 1.1 of 2 cores. Steps have 4 tokens at most",
+        f"{COMMAND} -B step_tokens=512",
+        id="prompts in small pieces, and a neighbour on the cores",
     ),
     pytest.param(
         a_run(batch_s=steps((1, 80, 0.1), (2, 10, 0.1)), requests=2, rows_per_s=0.2, queue_wait_s=0.0),

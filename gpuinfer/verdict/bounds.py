@@ -32,7 +32,7 @@ def bounds(run: Evidence, curve: Curve | None) -> dict[str, float]:
         "cap": _served(run, curve, cap(run)) if math.isfinite(cap(run)) else 0.0,
         "outstanding": _served(run, curve, outstanding(run) / max(1, len(run.forwards))),
         "search": _by_use(run, run.busy(run.work)),
-        "cores": _by_use(run, run.cores_busy / run.cores if run.on_cpu else 0.0),
+        "cores": _by_use(run, run.cores_busy / run.cores_left if run.on_cpu else 0.0),
         "arrival": run.facts.get("offered_rows_per_s", 0.0),
         "concurrency": concurrency(run, waiting_s=0.0),
         "timer": concurrency(run, waiting_s=run.queue_wait_s) if run.cut_by("waited") >= 0.5 else 0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from gpuinfer.change import Change, Flag
+from gpuinfer.change import Flag
 from gpuinfer.evidence import Evidence, busy_s, place, station_s
 from gpuinfer.verdict.bounds import BINDS
 from gpuinfer.verdict.case import Case, Verdict
@@ -14,9 +14,6 @@ from gpuinfer.verdict.outstanding import more_rows
 
 UNEXPLAINED = 0.05  # of the lanes' time: above it the ledger is not to be trusted
 SATURATED = 0.90  # of the roofline
-CROWDED = 1.25  # threads that want a core, for each core
-HIDDEN = 0.5  # threads for each core that no lane knows of: a forward's own
-OURS = 0.25  # of the cores: a run that uses fewer waits for somebody else's threads
 FULL = 0.90  # of the cores
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 WORTH = 1.15  # what a larger batch must promise before its size is to blame
@@ -47,46 +44,6 @@ def at_the_roofline(case: Case) -> Verdict | None:
     return _saturated(run, why)
 
 
-def others_have_the_cores(case: Case) -> Verdict | None:
-    """This run's threads wait for cores, and it is not for one another."""
-    run = case.run
-    if not run.on_cpu or run.runnable <= CROWDED * run.cores or run.cores_busy >= OURS * run.cores:
-        return None
-    why = (
-        f"{run.runnable:.1f} threads wanted a core at once, and this run had {run.cores_busy:.1f} of {run.cores}: "
-        "other programs had the rest."
-    )
-    high = _left(run, run.cores / run.cores_busy if run.cores_busy else math.inf)
-    advice = "Let it run alone, or with fewer threads and workers than there are cores left."
-    return Verdict("oversubscribed CPUs", _largest(run), why, advice, None, Gain.up_to(high))
-
-
-def too_many_threads(case: Case) -> Verdict | None:
-    run = case.run
-    if not run.on_cpu or run.runnable <= CROWDED * run.cores or run.cores_busy < OURS * run.cores:
-        return None
-    hidden, working = run.runnable - busy_s(run.lanes) / run.wall_s, busy_s(run.work) / run.wall_s
-    if hidden < HIDDEN * run.cores and working <= CROWDED * run.cores:
-        return None  # forwards that take turns with the search cost nothing: as many cores are at work
-    why = f"{run.runnable:.1f} threads wanted a core at once and there are {run.cores}, so they took turns"
-    if run.cpu_wait_s:
-        why += f": ready to run, they waited {run.cpu_wait_s / (run.cpu_s + run.cpu_wait_s):.0%} of their time"
-    high = _left(run, run.runnable / run.cores)
-    change, advice = _fewer_threads(run, hidden >= HIDDEN * run.cores)
-    return Verdict("oversubscribed CPUs", _largest(run), why + ".", advice, change, Gain.up_to(high))
-
-
-def _fewer_threads(run: Evidence, hidden: bool) -> tuple[Change | None, str]:
-    """Fewer threads in each forward where no lane knows of them, else fewer processes."""
-    if hidden and run.forwards:
-        change = run.change("-B", max(1, run.cores // len(run.forwards)), "threads")
-        if change is None or not run.in_force(change):
-            return change, "Use fewer threads in each forward."
-    if run.facts.get("workers", 0) > run.cores:
-        return run.change("--", run.cores, "workers"), "Use no more workers than there are cores."
-    return None, "Use fewer threads in each worker."
-
-
 def forwards(case: Case) -> Verdict | None:
     """The forward lanes are busy: with moving rows, with batches of the wrong size, or with what they are there for."""
     run = case.run
@@ -98,8 +55,8 @@ def forwards(case: Case) -> Verdict | None:
     if moving > computing:
         return _transfer(case, moving, computing)
     best = case.curve.best() if case.curve else 0.0
-    if case.curve and best > run.rows_mean > 0 and case.curve.rate(best) > WORTH * case.curve.rate(run.rows_mean):
-        return _cap(case, best) if limit == "cap" else more_rows(case, best)
+    if case.curve and best > run.rows_mean > 0 and case.faster(best) > WORTH:
+        return cap_too_small(case, best) if limit == "cap" else more_rows(case, case.curve.enough())
     why = f"The forward lanes were busy {run.busy(run.forwards):.0%} of the time, {run.rows_mean:,.0f} rows a batch"
     return _saturated(run, why + (f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."))
 
@@ -116,19 +73,17 @@ def _transfer(case: Case, moving: float, computing: float) -> Verdict:
     return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
 
 
-def _cap(case: Case, best: float) -> Verdict:
+def cap_too_small(case: Case, best: float, gain: Gain | None = None) -> Verdict:
+    """Batches of `best` rows, or of as many as are known to be better, should be let through."""
     run = case.run
-    capped = run.cut_by("full", "cap")
-    why = (
-        f"{capped:.0%} of the batches were cut because no more rows may go in, {run.rows_mean:,.0f} on average; the "
-        f"model is {case.curve.rate(best) / case.curve.rate(run.rows_mean):.1f} times as fast at {best:,.0f}."
-        if case.curve
-        else ""
-    )
+    why = f"{run.cut_by('full', 'cap'):.0%} of the batches were cut because no more rows may go in"
+    why += f", {run.rows_mean:,.0f} on average"
+    if case.faster(best) > 1:
+        why += f"; the model is {case.faster(best):.1f} times as fast at {best:,.0f}"
     flag: Flag = "-S" if run.cut_by("cap") > run.cut_by("full") else "-B"
-    gain = case.gain_of(lambda now: with_cap(now, best))
     change = run.change(flag, round(best), "max_rows")
-    return Verdict("batch cap too small", "forward", why, "Allow larger batches.", change, gain)
+    gain = gain or case.gain_of(lambda now: with_cap(now, best))
+    return Verdict("batch cap too small", "forward", why + ".", "Allow larger batches.", change, gain)
 
 
 def one_worker(case: Case) -> Verdict | None:
@@ -150,7 +105,7 @@ def one_worker(case: Case) -> Verdict | None:
     else:
         why += ": it was given more to do."
         advice = "Give work out in smaller parts, and on demand."
-    return Verdict("imbalance between workers", _largest(run), why, advice, None, gain)
+    return Verdict("imbalance between workers", run.largest(), why, advice, None, gain)
 
 
 def all_workers(case: Case) -> Verdict | None:
@@ -159,7 +114,7 @@ def all_workers(case: Case) -> Verdict | None:
         return None
     kind, station = "search-bound", "search"
     if station_s(run.work, "search") < 0.5 * busy_s(run.work):
-        kind, station = "client-bound", _largest(run)
+        kind, station = "client-bound", run.largest()
     why = f"The workers were busy {run.busy(run.work):.0%} of the time, most of it with {station}"
     why += f"; the forward lanes {run.busy(run.forwards):.0%}." if run.forwards else ", and answer themselves."
     return _more_workers(case, kind, station, why)
@@ -191,7 +146,7 @@ def _no_room(run: Evidence) -> str:
 def all_cores(case: Case) -> Verdict | None:
     """Search and model share cores that are all at work: whoever takes most of them is the one to make cheaper."""
     run = case.run
-    if not run.on_cpu or run.cores_busy < FULL * run.cores:
+    if not run.on_cpu or run.cores_busy < FULL * run.cores_left:
         return None
     why = f"{run.cores_busy:.1f} of {run.cores} cores were at work"
     why += f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."
@@ -213,15 +168,9 @@ def _saturated(run: Evidence, why: str) -> Verdict:
 
 def _spare(run: Evidence) -> float:
     """How many times the present use of the cores they would bear."""
-    return min(MOST_WORKERS, run.cores / run.cores_busy) if run.cores_busy > 0 else MOST_WORKERS
+    return min(MOST_WORKERS, run.cores_left / run.cores_busy) if run.cores_busy > 0 else MOST_WORKERS
 
 
 def _left(run: Evidence, factor: float) -> float:
     """A gain, bounded by what the roofline leaves."""
     return max(1.0, min(factor, 1 / run.efficiency if run.efficiency else factor))
-
-
-def _largest(run: Evidence) -> str:
-    """The station, other than idle, in which the lanes spent most time."""
-    names = {name for lane in run.lanes for name in lane["stations"]} - {"idle"}
-    return max(sorted(names), key=run.share, default="idle")

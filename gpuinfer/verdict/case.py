@@ -39,6 +39,11 @@ class Case:
         bound = self.bounds.get(limit, 0.0)
         return self.run.rows_per_s / bound if bound else 0.0
 
+    def faster(self, rows: float) -> float:
+        """How many times as fast the model is with batches of so many rows as with the run's own."""
+        usual = self.run.rows_usual
+        return self.curve.rate(rows) / self.curve.rate(usual) if self.curve and usual else 1.0
+
     def gain_of(
         self, change: Callable[[Sequence[System]], Sequence[System]], most: float = math.inf, *, anchored: bool = True
     ) -> Gain:

@@ -11,6 +11,8 @@ from gpuinfer.evidence import Evidence, busy_s
 
 CLASSES_PER_DOUBLING = 4  # sizes this close are one point
 ALIKE = 0.97  # of the best rate: as good
+ENOUGH = 0.9  # of the best rate: what is left is hardly worth as many rows again
+HALVINGS = 30
 RARE = 0.02  # of the batches: a size seen less often says little
 NEAR = 1.25  # a size measured within this factor of the roofline's speaks for itself
 
@@ -37,6 +39,15 @@ class Curve:
         most = max(self.rate(rows) for rows, _ in self.points)
         return next(rows for rows, _ in self.points if self.rate(rows) >= ALIKE * most)
 
+    def enough(self) -> float:
+        """The smallest size that is nearly as good as the best, also between the sizes that are known."""
+        low, high = 0.0, self.best()
+        wanted = ENOUGH * self.rate(high)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.rate(middle) >= wanted else (middle, high)
+        return high
+
     def rate(self, rows: float) -> float:
         """Rows per second of one lane that serves batches of so many rows, one after the other."""
         return rows / max(self.seconds(rows), 1e-12)
@@ -52,7 +63,8 @@ def curve_of(run: Evidence) -> Curve | None:
     points = [(rows, seconds * around) for rows, seconds in measured]
     best = run.roofline
     if best is not None and not any(1 / NEAR < rows / best.at_rows < NEAR for rows, _ in points):
-        points.append((best.at_rows, len(run.forwards) * best.at_rows / best.rows_per_s))
+        alone = len(run.forwards) * best.at_rows / best.rows_per_s
+        points.append((best.at_rows, alone * run.stretched))
     return Curve(_rising(sorted(points)))
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 
-from gpuinfer.evidence import Evidence, station_s
+from gpuinfer.evidence import Evidence
+from gpuinfer.verdict.beside import LARGE, forward_share
 from gpuinfer.verdict.case import Case, Verdict
 from gpuinfer.verdict.curve import Curve
 from gpuinfer.verdict.forecast import DOUBT, Gain
 
 LEAST_STEPS = 16  # fewer say nothing
-LARGE = 0.3  # of the time: worth a verdict of its own
-ALL = 0.9  # of the cores
 FULL = 0.75  # of the slots, on average over the time in steps
 QUEUED = 0.1  # of a row's time: waited so long for a slot, so there was no lack of rows but at the end
 MORE = 2  # times the slots: what is advised
 WORTH = 1.15  # what that must promise
 ENOUGH = 16  # slots: with fewer rows a step is mostly reading weights, on any device
+WIDE = 256  # tokens: with fewer a step is mostly reading weights, on any device
+WIDER = 512  # tokens of a step, where they are too few
+MOST = 8.0  # times as fast: what steps of more tokens are ever said to bring
+HELD = 0.3  # of the time in steps: so long prompts had no room in them
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 
 
@@ -28,35 +31,45 @@ def too_short(case: Case) -> Verdict | None:
     return Verdict("inconclusive", "idle", why, "Give it more rows, or longer answers.")
 
 
-def host(case: Case) -> Verdict | None:
-    """The model waits for what is around it: rows do not come, or its thread is busy with answers."""
-    run = case.run
-    idle, reply = _share(run, "idle"), _share(run, "reply")
-    if idle + reply < LARGE:
-        return None
-    gain = Gain.up_to(1 / max(1 - idle - reply, 0.01))
-    if reply >= idle:
-        steps = 1 - idle - reply
-        why = f"{reply:.0%} of the time went into what is done with tokens between steps, {steps:.0%} into them."
-        advice = "Stop strings, constraints and log-probabilities cost most here: ask for fewer of them."
-        return Verdict("host-bound", "reply", why, advice, None, gain)
-    why = f"The model had nothing to do {idle:.0%} of the time: rows are read and answers written more slowly."
-    return Verdict("host-bound", "idle", why, _for_the_host(run), None, gain)
-
-
-def _for_the_host(run: Evidence) -> str:
-    if run.cores_busy >= ALL * run.cores:
-        return "All cores are at work: only more cores, or less to write for each row, make this faster."
-    return "Ask for less of each row, or share the input between several runs."
-
-
 def sampling(case: Case) -> Verdict | None:
-    run, share = case.run, _share(case.run, "sample")
+    run, share = case.run, forward_share(case.run, "sample")
     if share < LARGE:
         return None
-    why = f"{share:.0%} of the time went into drawing tokens, {_share(run, 'forward', 'prefill'):.0%} into the model."
-    advice = "Penalties, log-probabilities and constraints cost most here; --temperature 0 without them is cheapest."
+    steps = forward_share(run, "forward", "prefill")
+    why = f"{share:.0%} of the time went into drawing tokens, {steps:.0%} into the model."
+    advice = "Penalties and log-probabilities cost most here; --temperature 0 without them is cheapest."
     return Verdict("sampling-bound", "sample", why, advice, None, Gain.up_to(1 / max(1 - share, 0.01)))
+
+
+def small_pieces(case: Case) -> Verdict | None:
+    """Prompts go through the model in small pieces, or wait, since few tokens may go into a step."""
+    run = case.run
+    held, tokens = _held(run), run.options.get("-B", {}).get("step_tokens")
+    if held < HELD or not tokens or tokens >= WIDE:
+        return None
+    why = (
+        f"Steps have {tokens:,} tokens at most, and {held:.0%} of their time that left no room for all of the prompts'."
+    )
+    gain = Gain.up_to(min(1 / (1 - held + held * tokens / WIDER), MOST))
+    change = run.change("-B", WIDER, "step_tokens")
+    return Verdict("batch cap too small", "prefill", why, "Let more tokens into a step.", change, gain)
+
+
+def long_prompts(case: Case) -> Verdict | None:
+    """Steps are full of a few prompts' tokens: the other slots wait for their turn, and nothing is amiss."""
+    run = case.run
+    if _used(run) >= FULL or not _mostly_prompts(run) or _held(run) < HELD:
+        return None
+    each = run.steps["prompt_tokens"] / max(run.requests, 1)
+    why = (
+        f"Prompts took {forward_share(run, 'prefill'):.0%} of the time, with {each:,.0f} tokens on average: a few of "
+        f"them fill a step, so that {_used(run) * run.slots:,.1f} of {run.slots:,} slots had a part in one."
+    )
+    if _held(run, "echoing_s") >= HELD:
+        why += " Log-probabilities of the prompt are wanted, which need the whole vocabulary's for each of its tokens."
+        advice = "Shorter prompts cost less, and --prompt-logprobs of fewer rows; nothing else is amiss."
+        return Verdict("device-saturated", "prefill", why, advice, healthy=True)
+    return _saturated(run, why)
 
 
 def too_few_rows(case: Case) -> Verdict | None:
@@ -108,18 +121,22 @@ def _gain(run: Evidence, curve: Curve | None) -> Gain | None:
     half, full = curve.seconds(run.slots / 2), curve.seconds(run.slots)
     larger = full + (MORE - 1) * 2 * (full - half)
     faster = MORE * full / larger
-    forward = _share(run, "forward")
+    forward = forward_share(run, "forward")
     expected = 1 / (1 - forward + forward / faster)
     return Gain(max(1.0, expected * (1 - DOUBT)), max(expected, min(expected * (1 + DOUBT), MORE)), expected)
 
 
 def model(case: Case) -> Verdict | None:
     run = case.run
-    prompts, answers = _share(run, "prefill"), _share(run, "forward")
+    prompts, answers = forward_share(run, "prefill"), forward_share(run, "forward")
     why = (
         f"{_in_use(run)}, and the model computed {prompts + answers:.0%} of the time: {prompts:.0%} on prompts, "
         f"{answers:.0%} on answers."
     )
+    return _saturated(run, why)
+
+
+def _saturated(run: Evidence, why: str) -> Verdict:
     station = "prefill" if _mostly_prompts(run) else "forward"
     if run.dtype == "float32" and run.bfloat16_pays:
         change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
@@ -128,14 +145,14 @@ def model(case: Case) -> Verdict | None:
     return Verdict("device-saturated", station, why, advice, healthy=True)
 
 
+def _held(run: Evidence, what: str = "held_s") -> float:
+    """The share of the time in steps in which prompts had no room."""
+    seconds = run.steps.get("seconds", 0.0)
+    return run.steps.get(what, 0.0) / seconds if seconds else 0.0
+
+
 def _mostly_prompts(run: Evidence) -> bool:
-    return _share(run, "prefill") > _share(run, "forward")
-
-
-def _share(run: Evidence, *stations: str) -> float:
-    """Of the forward lanes' time."""
-    lanes = run.forwards
-    return math.fsum(station_s(lanes, name) for name in stations) / (run.wall_s * len(lanes)) if lanes else 0.0
+    return forward_share(run, "prefill") > forward_share(run, "forward")
 
 
 def _in_use(run: Evidence) -> str:

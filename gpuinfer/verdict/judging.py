@@ -11,15 +11,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpuinfer.evidence import Evidence
-from gpuinfer.verdict import busy, generation, waits
+from gpuinfer.verdict import beside, busy, crowding, generation, sharing, waits
 from gpuinfer.verdict.case import Case, Verdict
 
 CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     busy.numbers_do_not_add_up,
     busy.at_the_roofline,
     waits.for_arrivals,
-    busy.too_many_threads,
-    busy.others_have_the_cores,
+    crowding.too_many_threads,
+    crowding.others_have_the_cores,
+    sharing.small_batches,
     busy.forwards,
     busy.one_worker,
     busy.all_workers,
@@ -33,9 +34,12 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     generation.too_short,
     busy.numbers_do_not_add_up,
     waits.for_arrivals,
-    busy.others_have_the_cores,
-    generation.host,
+    crowding.others_have_the_cores,
+    beside.idle,
+    beside.between,
     generation.sampling,
+    generation.small_pieces,
+    generation.long_prompts,
     generation.too_few_rows,
     generation.more_slots,
     generation.model,
@@ -54,7 +58,8 @@ def judge(run: Evidence) -> dict[str, Any]:
     case = Case.of(run)
     causes = GENERATION if run.slots else CAUSES
     fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
-    return _told(_beside(next(fitting, None) or waits.no_cause_fits(case), run), run, dict(case.bounds))
+    verdict = crowding.beside_others(next(fitting, None) or waits.no_cause_fits(case), run)
+    return _told(_beside(verdict, run), run, dict(case.bounds))
 
 
 def _done_already(verdict: Verdict, run: Evidence) -> bool:

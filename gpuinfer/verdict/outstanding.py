@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+from gpuinfer.evidence import Evidence
 from gpuinfer.verdict.bounds import outstanding
 from gpuinfer.verdict.case import Case, Verdict
-from gpuinfer.verdict.forecast import with_rows
+from gpuinfer.verdict.forecast import Gain, with_rows
 
 KIND = "too few rows outstanding"
 AGAIN = 2.0  # times as many, where nothing says how many would do
 
 
-def more_rows(case: Case, best: float) -> Verdict:
-    """Batches are small because there is no more to put into them."""
+def more_rows(case: Case, best: float, gain: Gain | None = None) -> Verdict:
+    """Batches are small because there is no more to put into them. `gain`: of larger ones; None: by a replay."""
     run = case.run
     rows = outstanding(run)
-    need = f"the model is fastest with {best:,.0f} a batch"
+    need = f"the model is {case.faster(best):.1f} times as fast with {best:,.0f} a batch"
     if len(run.forwards) > 1:
         need += f", {best * len(run.forwards):,.0f} for {len(run.forwards)} forwards at once"
     why = f"{product(run.facts, rows)} rows outstanding, batches of {run.rows_mean:,.0f}; {need}."
-    return advise(case, why, max(best / run.rows_mean, 1.0))
+    told = advise(case, why, max(best / run.rows_usual, 1.0), gain)
+    return replace(told, advice=told.advice + _lift(run, best))
 
 
-def advise(case: Case, why: str, factor: float) -> Verdict:
+def _lift(run: Evidence, rows: float) -> str:
+    """What the strategy's cap would do to batches of so many rows."""
+    cap = run.options.get("-S", {}).get("max_rows")
+    return f" Leave -S max_rows={cap} out then: it would keep them small." if cap and cap < rows else ""
+
+
+def advise(case: Case, why: str, factor: float, gain: Gain | None = None) -> Verdict:
     """`factor` times the games in flight; where there are no games, larger requests or more clients."""
-    run, games = case.run, case.run.facts.get("games_in_flight", 0)
+    run, games = case.run, round(case.run.facts.get("games_in_flight", 0))
+    wanted = math.ceil(games * factor)
     if games and run.total is not None and run.total <= games:
-        advice = f"All {run.total} games are in flight at once: play more of them in one run."
+        advice = f"All {run.total:,} games are in flight at once: play {wanted:,} or more in one run."
         return Verdict(KIND, "idle", why, advice)
     advice = "Keep more rows outstanding: "
     search = factor if run.work else 1.0  # what a client of which nothing is known does beside it stays what it is
-    gain = case.gain_of(lambda now: with_rows(now, factor, search))
+    gain = gain or case.gain_of(lambda now: with_rows(now, factor, search))
     if games:
-        change = run.change("--", math.ceil(games * factor), "games_in_flight")
-        return Verdict(KIND, "idle", why, advice + "more games in flight.", change, gain)
+        most = min(wanted, run.total or wanted)
+        advice += "more games in flight." if most == wanted else f"all games in flight, and {wanted:,} games or more."
+        return Verdict(KIND, "idle", why, advice, run.change("--", most, "games_in_flight"), gain)
     advice += f"{max(2, math.ceil(run.block_rows * factor)):,} in each request, or {factor:.1f} times the clients."
     return Verdict(KIND, "idle", why, advice, None, gain)
 
