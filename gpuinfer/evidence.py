@@ -10,6 +10,7 @@ from typing import Any
 from gpuinfer.api import Roofline
 from gpuinfer.change import Change, Flag
 
+LEAST_LEFT = 0.1  # cores that a run has, whatever others take
 MOST_WAITED = 0.2  # of a lane's time: so much is taken for work, however long threads have waited
 
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
@@ -99,7 +100,7 @@ class Evidence:
     @property
     def cores_left(self) -> float:
         """Cores that others left to this run, on average: those that it had, at least."""
-        return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores))
+        return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores), LEAST_LEFT)
 
     @property
     def waited(self) -> float:

@@ -19,6 +19,7 @@ ENOUGH = 16  # slots: with fewer rows a step is mostly reading weights, on any d
 WIDE = 256  # tokens: with fewer a step is mostly reading weights, on any device
 WIDER = 512  # tokens of a step, where they are too few
 MOST = 8.0  # times as fast: what steps of more tokens are ever said to bring
+LONG = 0.1  # of a step's tokens: longer prompts fill one before there are many of them
 HELD = 0.3  # of the time in steps: so long prompts had no room in them
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 
@@ -60,7 +61,9 @@ def long_prompts(case: Case) -> Verdict | None:
     run = case.run
     if _used(run) >= FULL or not _mostly_prompts(run) or _held(run) < HELD:
         return None
-    each = run.steps["prompt_tokens"] / max(run.requests, 1)
+    each = run.steps.get("prompt_tokens", 0) / max(run.requests, 1)
+    if each < LONG * (run.options.get("-B", {}).get("step_tokens") or WIDER):
+        return None
     why = (
         f"Prompts took {forward_share(run, 'prefill'):.0%} of the time, with {each:,.0f} tokens on average: a few of "
         f"them fill a step, so that {_used(run) * run.slots:,.1f} of {run.slots:,} slots had a part in one."

@@ -1,355 +1,131 @@
 """Plants a bottleneck, runs it, and asks the verdict; then does what it advises, and runs again.
 
-    python tests/diagnosis/bench.py --runs 20
-
-prints the confusion matrix of docs/diagnosis.md.
+python tests/diagnosis/bench.py --runs 20 --minutes 60 --keep here.jsonl     # again: goes on where it was
+python tests/diagnosis/bench.py --table here.jsonl there.jsonl               # what docs/diagnosis.md shows
+python tests/diagnosis/bench.py --again here.jsonl                           # today's verdict on yesterday's runs
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import multiprocessing
-import os
 import random
-import re
-import shlex
-import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 if (here := str(Path(__file__).parent)) not in sys.path:
-    sys.path.insert(0, here)  # multiprocessing hands sys.path down: workers and server import `planted` and `sleepers`
+    sys.path.insert(0, here)
 
-from planted import Planted, service_s
+import real
+from keeping import from_plain, judged, to_plain
+from outcomes import Outcome, expected, table
+from plants import PLANTS, healthy, report_of
+from real import REAL
 
-from gpuinfer import registry
-from gpuinfer.api import Roofline, Setup
-from gpuinfer.run import run
-
-STRONG = 0.20  # of the throughput, lost to the plant
-CLOSE = 0.15  # of what was measured
-STRETCH = float(os.environ.get("DIAGNOSIS_STRETCH", "1"))  # of all times: on a busy machine wakings come late
-LASTS_S = 1.3 * STRETCH  # a run, about
-BLOCKS = 3  # of each worker, in flight
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One run's settings: the workload's options, the backend's and the strategy's."""
-
-    workload: Mapping[str, Any] = field(default_factory=dict)
-    backend: Mapping[str, Any] = field(default_factory=lambda: {"forwards": 2, "threads": 1})
-    strategy: Mapping[str, Any] = field(default_factory=dict)
-    roofline: bool = True
-
-    def having(self, **options: Any) -> Plan:
-        return replace(self, workload={**self.workload, **options})
-
-    def advised(self, command: str) -> Plan:
-        """With what a verdict's command adds to the words `run`."""
-        plan, words = self, shlex.split(command)[1:]
-        for flag, given in zip(words[::2], words[1::2], strict=True):
-            key, _, number = given.partition("=")
-            if flag == "-B":
-                plan = replace(plan, backend={**plan.backend, key: int(number)})
-            elif flag == "-S":
-                plan = replace(
-                    plan, strategy={**plan.strategy, key: float(number) if key == "max_wait" else int(number)}
-                )
-            else:
-                plan = plan.having(**{flag.removeprefix("--").replace("-", "_"): int(given)})
-        return plan
-
-
-def report_of(plan: Plan) -> dict[str, Any]:
-    os.environ["OMP_WAIT_POLICY"] = "active"  # of the server and its threads: those without work keep their core
-    workload = Planted(**plan.workload)
-    spec = workload.model()
-    setup = Setup(model=spec, device="cpu", processes=workload.processes)
-    backend = registry.load("backends", "central")(setup, **plan.backend)
-    strategy = registry.load("strategies", "dynamic")(setup, **plan.strategy)
-    named = {
-        "workload": "planted",
-        "backend": "central",
-        "strategy": "dynamic",
-        "planted": workload.options.model_dump(mode="json"),
-        "backends": {"central": backend.options.model_dump()},
-        "strategies": {"dynamic": strategy.options.model_dump()},
-    }
-    return run(
-        workload,
-        backend,
-        strategy,
-        settings=named,
-        roofline=roofline_of(plan) if plan.roofline else False,
-        command="run",
-    )
-
-
-def roofline_of(plan: Plan) -> Roofline:
-    """Exact, of a model that sleeps."""
-    given = Planted(**plan.workload).options
-    seconds = service_s(given.knee, given.fixed_s, given.row_s, given.knee)
-    lanes = plan.backend["forwards"]
-    return Roofline(lanes * given.knee / seconds, given.knee, f"{lanes} forwards × 1 thread")
-
-
-# What a seed stands for
-
-
-def healthy(chance: random.Random) -> Plan:
-    """Enough blocks, workers that are quick enough, and a model that two blocks keep at its best."""
-    rows, workers = chance.choice([32, 64, 96]), chance.choice([4, 5])
-    batch_s, fixed = STRETCH * chance.uniform(0.016, 0.028), chance.uniform(0.55, 0.8)
-    capacity = 4 / batch_s  # blocks a second
-    return Plan(
-        {
-            "workers": workers,
-            "blocks": BLOCKS,
-            "rows": rows,
-            "search_rows": rows,
-            "search_s": workers / capacity * chance.uniform(0.3, 0.5),
-            "fixed_s": fixed * batch_s,
-            "row_s": (1 - fixed) * batch_s / (2 * rows),
-            "knee": 2 * rows,
-            "rounds": round(LASTS_S * capacity / workers / BLOCKS),
-            "seed": chance.randrange(10**6),
-        }
-    )
-
-
-def capacity_of(plan: Plan) -> float:
-    """Blocks a second that the model can answer."""
-    given = plan.workload
-    return roofline_of(plan).rows_per_s / given["rows"]
-
-
-def slow_model(base: Plan, chance: random.Random) -> Plan:
-    times = chance.uniform(1.5, 3)
-    given = base.workload
-    return base.having(fixed_s=given["fixed_s"] * times, row_s=given["row_s"] * times)
-
-
-def slow_search(base: Plan, chance: random.Random) -> Plan:
-    return base.having(search_s=base.workload["workers"] / capacity_of(base) * chance.uniform(1.4, 2.5))
-
-
-def slow_transfer(base: Plan, chance: random.Random) -> Plan:
-    given = base.workload
-    return base.having(transfer_s=(given["fixed_s"] + given["row_s"] * given["knee"]) * chance.uniform(1.3, 2.5))
-
-
-def one_row_each(base: Plan, chance: random.Random) -> Plan:
-    """32 clients with a row each, that think for no time."""
-    rounds = round(LASTS_S / base.workload["fixed_s"])
-    return base.having(rows=1, search_s=0.0, workers=4, blocks=chance.choice([4, 8]), rounds=rounds)
-
-
-def long_timer(base: Plan, chance: random.Random) -> Plan:
-    return replace(base, strategy={"max_wait": base.workload["search_s"] * chance.uniform(1.0, 2.0)})
-
-
-def small_cap(base: Plan, chance: random.Random) -> Plan:
-    if chance.random() < 0.5:
-        return replace(base, strategy={"max_rows": base.workload["rows"]})
-    return replace(base, backend={**base.backend, "max_rows": base.workload["rows"]})
-
-
-def slow_worker(base: Plan, chance: random.Random) -> Plan:
-    alone = base.workload["workers"] / capacity_of(base) / base.workload["search_s"]  # as slow as the model for all
-    return base.having(slow=alone * chance.uniform(1.5, 2.5))
-
-
-def many_threads(base: Plan, chance: random.Random) -> Plan:
-    return replace(base, backend={**base.backend, "threads": chance.choice([6, 8])})
-
-
-def starved(base: Plan, chance: random.Random) -> Plan:
-    offered, given = capacity_of(base) * chance.uniform(0.2, 0.6), base.workload
-    return base.having(offered=offered, rounds=round(LASTS_S * offered / given["workers"] / given["blocks"]))
-
-
-def patient(base: Plan, chance: random.Random) -> Plan:
-    """For the timer: searches that take long and as long as they like, and a model that is quick with any batch."""
-    search_s, uneven = STRETCH * chance.uniform(0.03, 0.05), chance.choice([0.5, 0.8])
-    quick = {"fixed_s": 0.003 * STRETCH, "row_s": 1e-5 * STRETCH, "knee": 1024}
-    rounds = round(LASTS_S / search_s)
-    return base.having(workers=6, blocks=1, search_s=search_s, uneven=uneven, rounds=rounds, **quick)
-
-
-def computing(base: Plan, chance: random.Random) -> Plan:
-    """For the threads: a model that computes."""
-    few = {"workers": 2, "blocks": 2, "rows": 256, "search_rows": 256, "search_s": 0.001, "rounds": 60}
-    return replace(base.having(model="sleepers:Burner", **few), roofline=False)
-
-
-@dataclass(frozen=True)
-class Plant:
-    """What is planted into which base, and the class that it makes."""
-
-    expected: str
-    plant: Callable[[Plan, random.Random], Plan]
-    base: Callable[[Plan, random.Random], Plan] = lambda base, chance: base
-    base_is_healthy: bool = True
-    cure: Callable[[Plan, Mapping[str, Any], Plan], Plan | None] = lambda plan, told, base: (
-        plan.advised(told["command"]) if told["command"] else None
-    )
-
-
-def rows_advised(advice: str) -> int:
-    found = re.search(r"([\d,]+) in each request", advice)
-    return int(found[1].replace(",", "")) if found else 1
-
-
-PLANTS = {
-    "slow model": Plant("device-saturated", slow_model, cure=lambda plan, told, base: None),
-    "slow search": Plant("search-bound", slow_search),
-    "slow transfer": Plant("transfer-bound", slow_transfer),
-    "one row each": Plant(
-        "too few rows outstanding",
-        one_row_each,
-        cure=lambda plan, told, base: plan.having(rows=rows_advised(told["advice"])),
-    ),
-    "long timer": Plant("timer-bound", long_timer, patient, False),
-    "small cap": Plant("batch cap too small", small_cap),
-    "slow worker": Plant("imbalance between workers", slow_worker, cure=lambda plan, told, base: base),
-    "oversubscribed threads": Plant("oversubscribed CPUs", many_threads, computing, False),
-    "starved arrivals": Plant("arrival-bound", starved, cure=lambda plan, told, base: None),
-}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One seed of one plant: the verdicts, and rows a second."""
-
-    name: str
-    seed: int
-    told: Mapping[str, Any]
-    rate: float
-    base: Mapping[str, Any]  # the verdict without the plant
-    without: float  # the plant
-    after: float = 0.0  # what was advised; 0 where nothing was
-
-    @property
-    def right(self) -> bool:
-        return bool(self.told["class"] == PLANTS[self.name].expected)
-
-    @property
-    def strength(self) -> float:
-        return 1 - self.rate / self.without
-
-    @property
-    def ratio(self) -> float | None:
-        """Predicted ÷ measured throughput after the advised change."""
-        expected = self.told["gain"]["expected"]
-        return self.rate * expected / self.after if self.after and expected else None
+from gpuinfer import machine
+from gpuinfer.models.device import cpu_name
+from gpuinfer.verdict import judge
 
 
 def try_plant(name: str, seed: int, cure: bool = True) -> Outcome:
+    """Without the plant, with it, and, where the verdict is right, with what it advised."""
+    return _try_real(name, seed, cure) if name in REAL else _try_asleep(name, seed, cure)
+
+
+def _try_asleep(name: str, seed: int, cure: bool) -> Outcome:
     chance, plant = random.Random(f"{name} {seed}"), PLANTS[name]
     base = plant.base(healthy(chance), chance)
     planted = plant.plant(base, chance)
-    without, with_it = report_of(base), report_of(planted)
-    told = with_it["bottleneck"]
+    with judged() as seen:
+        without, with_it = report_of(base), report_of(planted)
+    told, kept = with_it["bottleneck"], [to_plain(run) for run in seen]
     cured = plant.cure(planted, told, base) if cure and told["class"] == plant.expected else None
     after = rate_of(report_of(cured)) if cured else 0.0
-    return Outcome(name, seed, told, rate_of(with_it), without["bottleneck"], rate_of(without), after)
+    rates = rate_of(with_it), rate_of(without)
+    return Outcome(name, seed, told, rates[0], without["bottleneck"], rates[1], after, kept[1], kept[0], kind_of())
+
+
+def _try_real(name: str, seed: int, cure: bool) -> Outcome:
+    chance, plant = random.Random(f"{name} {seed}"), REAL[name]
+    base = plant.base(chance)
+    planted = plant.plant(base, chance)
+    without, with_it = real.observe(base), real.observe(planted)
+    told, evidence = with_it["told"], with_it["evidence"]
+    cured = real.advised(planted, told) if cure and told["class"] == expected(name)[0] else None
+    after = real.observe(cured)["evidence"]["rows_per_s"] if cured else 0.0
+    lost = without["evidence"]
+    return Outcome(
+        name, seed, told, evidence["rows_per_s"], without["told"], lost["rows_per_s"], after, evidence, lost, kind_of()
+    )
+
+
+def kind_of() -> str:
+    return f"{machine.cores()} cores of {cpu_name()}"
 
 
 def rate_of(report: Mapping[str, Any]) -> float:
     return float(report["throughput"]["rows_per_s"])
 
 
-def healthy_verdicts(outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
-    """Of the runs that nothing was planted into."""
-    return [outcome.base for outcome in outcomes if PLANTS[outcome.name].base_is_healthy]
+def again(outcome: Outcome) -> Outcome:
+    """What is said today of the same run."""
+    told, base = (judge(from_plain(kept)) for kept in (outcome.evidence, outcome.base_evidence))
+    return replace(outcome, told=told, base=base)
 
 
-# The tables
-
-NOTHING = "nothing"
-NO_ALARM = "nothing to mend"
+def read(paths: Sequence[Path]) -> list[Outcome]:
+    return [Outcome(**json.loads(line)) for path in paths if path.exists() for line in path.read_text().splitlines()]
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The confusion matrix and the predictions, in Markdown."""
-    return "\n".join([*matrix(outcomes), "", *predictions(outcomes)])
-
-
-def matrix(outcomes: Sequence[Outcome]) -> list[str]:
-    """A row for what was planted, a column for what was said. Of runs that nothing was planted into: any alarm."""
-    said = {name: Counter(one.told["class"] for one in strong(outcomes, name)) for name in PLANTS}
-    bases = healthy_verdicts(outcomes)
-    said[NOTHING] = Counter(NO_ALARM if told["healthy"] else told["class"] for told in bases)
-    seen = dict.fromkeys(kind for row in said.values() for kind in row)
-    columns = list(dict.fromkeys([*(plant.expected for plant in PLANTS.values()), *seen]))
-    columns = [*(kind for kind in columns if kind != NO_ALARM), NO_ALARM]
-    lines = [_row("planted ↓ said →", "runs", *columns), _row("---", *["---:"] * (len(columns) + 1))]
-    for name, counts in said.items():
-        lines.append(_row(name, sum(counts.values()), *(counts.get(kind) or "·" for kind in columns)))
-    return lines
-
-
-def predictions(outcomes: Sequence[Outcome]) -> list[str]:
-    """How near the throughput after the advised change came to what had been predicted."""
-    lines = [_row("planted", "predicted ÷ measured, after the advised change"), _row("---", "---")]
-    for name in PLANTS:
-        ratios = sorted(one.ratio for one in strong(outcomes, name) if one.ratio is not None)
-        lines.append(_row(name, _spread(ratios)))
-    return lines
-
-
-def strong(outcomes: Sequence[Outcome], name: str) -> list[Outcome]:
-    """The runs of one plant in which it cost enough to be counted."""
-    return [one for one in outcomes if one.name == name and one.strength >= STRONG]
-
-
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return "–"
-    close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios)
-    return f"median {statistics.median(ratios):.2f}, {close} of {len(ratios)} within {CLOSE:.0%}"
+def left_to_do(names: Sequence[str], seeds: Sequence[int], done: Sequence[Outcome]) -> Iterator[tuple[str, int]]:
+    """Each cause once, then each once more: whenever it is stopped there is about as much of each."""
+    known = {(one.name, one.seed) for one in done}
+    return ((name, seed) for seed, name in itertools.product(seeds, names) if (name, seed) not in known)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20, help="seeds of each plant")
+    parser.add_argument("--runs", type=int, default=20, help="seeds of each cause")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at once")
-    parser.add_argument("--plants", default=",".join(PLANTS))
-    parser.add_argument("--keep", type=Path, help="add each outcome to this file, and show all that are in it")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument("--cause", action="append", choices=[*PLANTS, *REAL], help="repeatable; default: all")
+    parser.add_argument("--keep", type=Path, help="add each outcome to this file; what it has is not run again")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="show what these files have; run nothing")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="the same, judged anew")
     given = parser.parse_args()
+    if given.table or given.again:
+        outcomes = read(given.table or given.again)
+        print(table([again(one) for one in outcomes] if given.again else outcomes))
+        return
+    print(table(measured(given)))
+
+
+def measured(given: argparse.Namespace) -> list[Outcome]:
+    outcomes, until = read([given.keep] if given.keep else []), time.monotonic() + 60 * given.minutes
     seeds = range(given.first, given.first + given.runs)
-    outcomes = []
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(try_plant, name, seed) for seed in seeds for name in given.plants.split(",")]
-        for task in as_completed(tasks):
-            if task.exception() is not None:
-                print(f"failed: {task.exception()!r}", file=sys.stderr)
-                continue
-            outcomes.append(task.result())
-            print(_line(outcomes[-1]), file=sys.stderr, flush=True)
-            if given.keep:
-                with given.keep.open("a") as file:
-                    file.write(json.dumps(asdict(outcomes[-1])) + "\n")
-    if given.keep:
-        outcomes = [Outcome(**json.loads(line)) for line in given.keep.read_text().splitlines()]
-    print(table(outcomes))
+    for name, seed in left_to_do(given.cause or [*PLANTS, *REAL], seeds, list(outcomes)):
+        if time.monotonic() > until:
+            break
+        try:
+            outcomes.append(try_plant(name, seed))
+        except Exception as error:  # noqa: BLE001  the other causes go on
+            print(f"{name} {seed} failed: {error!r}", file=sys.stderr, flush=True)
+            continue
+        print(_line(outcomes[-1]), file=sys.stderr, flush=True)
+        if given.keep:
+            with given.keep.open("a") as file:
+                file.write(json.dumps(asdict(outcomes[-1])) + "\n")
+    return outcomes
 
 
 def _line(outcome: Outcome) -> str:
     ratio = f"predicted ÷ measured {outcome.ratio:.2f}" if outcome.ratio else ""
-    told = f"{outcome.told['class']}{'' if outcome.right else ' (WRONG)'}"
+    told = f"{outcome.told['class']} ({outcome.told['station']}){'' if outcome.right else ' (WRONG)'}"
     base = "" if outcome.base["healthy"] else f"base: {outcome.base['class']}"
     return f"{outcome.name} {outcome.seed}: {told}, strength {outcome.strength:.0%} {ratio} {base}"
 
