@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpuinfer.evidence import Evidence
-from gpuinfer.verdict import beside, busy, crowding, generation, sharing, waits
+from gpuinfer.verdict import beside, busy, crowding, generation, turns, waits
 from gpuinfer.verdict.case import Case, Verdict
 
 CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
@@ -20,7 +20,7 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     waits.for_arrivals,
     crowding.too_many_threads,
     crowding.others_have_the_cores,
-    sharing.small_batches,
+    turns.small_batches,
     busy.forwards,
     busy.one_worker,
     busy.all_workers,
