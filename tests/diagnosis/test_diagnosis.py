@@ -59,7 +59,7 @@ def test_what_is_kept_of_a_run_is_judged_again_alike(tmp_path):
     with judged() as seen:
         told = report_of(healthy(random.Random(3)))["bottleneck"]
     kept = json.loads(json.dumps(to_plain(seen[0])))
-    assert from_plain(kept) == seen[0]
+    assert json.loads(json.dumps(to_plain(from_plain(kept)))) == kept
     outcome = Outcome("slow model", 3, {}, 1.0, {}, 1.0, evidence=kept, base_evidence=kept)
     assert again(outcome).told == told
 
