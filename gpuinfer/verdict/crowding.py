@@ -74,7 +74,8 @@ def beside_others(verdict: Verdict, run: Evidence) -> Verdict:
     none that a change of ours would mend.
     """
     taken = neighbours(run)
-    if taken is None or verdict.kind in ("arrival-bound", "oversubscribed CPUs"):
+    unknown = verdict.kind == "inconclusive" and verdict.station == "other"  # nothing follows from such numbers
+    if taken is None or unknown or verdict.kind in ("arrival-bound", "oversubscribed CPUs"):
         return verdict
     beside = f"Other programs took {taken:.1f} of {run.cores} cores."
     mended = verdict.change is not None or verdict.gain != Gain()
