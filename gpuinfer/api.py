@@ -455,6 +455,12 @@ class Workload(Plugin, ABC):
         """How many processes will each open the backend: tells a backend its share of the machine."""
         return 1
 
+    def trial(self, setup: Setup, **changes: Any) -> Workload | None:
+        """The same work with these options changed, for trying an advice on: it goes on until it is asked to stop, and
+        writes nothing. None, the default, where that cannot be had: input that can be read only once, say.
+        """
+        return None
+
     @abstractmethod
     def run(self, infer: Infer) -> AsyncIterator[Progress]:
         """Do the work; yield now and then. When `infer.stopping` is set, keep what is finished and return."""

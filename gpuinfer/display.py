@@ -5,9 +5,10 @@ The only file of ours that imports rich. `view` and `summary` say what is shown;
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuinfer.screen import view
+from gpuinfer.screen.summary import Row
 from gpuinfer.screen.summary import rows as summary_rows
+from gpuinfer.screen.summary import tried as tried_rows
 from gpuinfer.screen.units import bar, duration, short
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Display:
         self._progress = Console(stderr=True)
         self._result = Console(stderr=report_on_stdout)
         self._quiet = quiet
+        self._over = False  # nothing more goes on
         wanted = self._progress.is_terminal and live is not False
         screen = Live(console=self._progress, refresh_per_second=8, transient=True, redirect_stdout=False)
         self._live = screen if wanted and not quiet else None
@@ -80,14 +84,33 @@ class Display:
         rates = self._pace.rates()
         if self._live:
             self._live.update(frame(update, rates, self._title, *self._progress.size))
-        elif not self._quiet and (line := self._lines.due(update, rates)):
+        elif not (self._quiet or self._over) and (line := self._lines.due(update, rates)):
             print(line, file=sys.stderr, flush=True)
 
-    def final(self, report: Mapping[str, Any]) -> None:
-        """Show the result, in the place of the live view."""
+    def final(self, report: Mapping[str, Any], trying_s: float | None = None) -> None:
+        """Show the result, in the place of the live view. `trying_s` is how long the trial of its advice takes."""
         self._stop()
-        self._quiet = True  # nothing more goes on
-        self._result.print(result_panel(report))
+        self._over = True
+        self._result.print(result_panel(report, trying_s))
+
+    @contextlib.contextmanager
+    def trying(self, words: str, turns: int) -> Iterator[Callable[[int], None]]:
+        """While an advice is tried, in so many turns: what it yields is told how many are done."""
+        if self._quiet or not self._progress.is_terminal:
+            if not self._quiet:
+                print(f"trying {words} …", file=sys.stderr, flush=True)
+            yield lambda done: None
+            return
+        with self._progress.status(Text(f"trying {words}")) as status:
+            yield lambda done: status.update(
+                Text.assemble(f"trying {words} ", (f"· turn {done + 1} of {turns}", FAINT))
+            )
+
+    def tried(self, report: Mapping[str, Any]) -> None:
+        """What the trial brought, below the run's panel."""
+        self._result.print(
+            _panel(tried_rows(report["bottleneck"]), Text.assemble(("gpuinfer", f"bold {ACCENT}"), " advice"))
+        )
 
 
 def frame(update: Update, rates: Mapping[str, float], title: str, width: int, height: int) -> RenderableType:
@@ -119,18 +142,22 @@ def frame(update: Update, rates: Mapping[str, float], title: str, width: int, he
     )
 
 
-def result_panel(report: Mapping[str, Any]) -> RenderableType:
+def result_panel(report: Mapping[str, Any], trying_s: float | None = None) -> RenderableType:
     """The final panel of a `gpuinfer.report/1`."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=FAINT, no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in summary_rows(report):
-        table.add_row(Text(row.name), Text(row.text, style=TONES[row.tone]))
     status = str(report.get("status", ""))
     wall_s = report.get("wall_s") or 0.0
     took = f" in {duration(wall_s) if wall_s >= EXACT_BELOW_S else short(wall_s)}"
     name = f" {report.get('workload', '')} "
     title = Text.assemble(("gpuinfer", f"bold {ACCENT}"), name, (status, STATUS.get(status, "")), took)
+    return _panel(summary_rows(report, trying_s), title)
+
+
+def _panel(rows: Iterable[Row], title: Text) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=FAINT, no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(Text(row.name), Text(row.text, style=TONES[row.tone]))
     return Panel(table, title=title, title_align="left", border_style=FAINT)
 
 

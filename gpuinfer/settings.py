@@ -57,6 +57,7 @@ class Common(BaseModel):
     max_failures: float | None = Field(
         None, ge=0, le=1, description="share of the requests that may fail; none: as the workload has it"
     )
+    trial: bool | None = Field(None, description="try the advice at the run's end; none: on a terminal")
     disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
 
 

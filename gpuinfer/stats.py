@@ -183,6 +183,11 @@ class Snapshot:
         return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire.get("notices", ()))})
 
 
+def tokens_of(snapshot: Snapshot) -> dict[str, float]:
+    """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
+    return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
+
+
 def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
     """Add `Snapshot.batch_s` of several processes up."""
     total: dict[int, list[float]] = {}

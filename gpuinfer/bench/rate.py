@@ -13,7 +13,7 @@ from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.bench.metric import LATENCY
-from gpuinfer.stats import Snapshot, since, summarise
+from gpuinfer.stats import Snapshot, since, summarise, tokens_of
 
 if TYPE_CHECKING:
     from gpuinfer.run import Update
@@ -28,10 +28,13 @@ WHOLE = ("output_tokens_per_s", "games_per_min", *(f"{name}_per_s" for name in P
 
 
 class Meter:
-    """Watches one run: when it has lasted `seconds`, and how fast it was. With None the run ends by itself."""
+    """Watches one run: when it has lasted `seconds`, and how fast it was. With None the run ends by itself.
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+    `starting` is the share of the time that is left out.
+    """
+
+    def __init__(self, seconds: float | None, starting: float = STARTING) -> None:
+        self._seconds, self._starting = seconds, starting
         self._facts: Mapping[str, float] = {}
         self._looks: list[tuple[float, dict[str, float]]] = []
         self._first = self._last = Snapshot()  # of the time that counts
@@ -45,11 +48,13 @@ class Meter:
         self._facts = update.progress.facts or self._facts
         if self._seconds is None or update.elapsed_s <= 0 or update.progress.setup:
             return False
-        if update.elapsed_s >= STARTING * self._seconds:
-            rows = update.snapshot.rows
+        if update.elapsed_s >= self._starting * self._seconds:
+            rows, tokens = update.snapshot.rows, tokens_of(update.snapshot)
             self._first = self._first if self._looks else update.snapshot
             self._last = update.snapshot
-            self._looks.append((update.elapsed_s, {"evaluations": rows, **update.progress.counts, "rows": rows}))
+            self._looks.append(
+                (update.elapsed_s, {"evaluations": rows, **update.progress.counts, **tokens, "rows": rows})
+            )
         return update.elapsed_s >= self._seconds
 
     def rate(self, report: Mapping[str, Any]) -> tuple[str, float]:

@@ -44,6 +44,12 @@ def common() -> Parameters:
         "roofline": _switch(
             "roofline", "--roofline/--no-roofline", "Measure the bare model first, for the efficiency.", "roofline"
         ),
+        "trial": _switch(
+            "trial",
+            "--trial/--no-trial",
+            "Try the advice at the end, for 15 % of the run's time at most.",
+            "trial on a terminal",
+        ),
         "patience": _text("patience", "--patience", "S", "Name a plugin that holds things up, as 10s.", "10s"),
         "give_up": _text("give_up", "--give-up", "S", "Give such a plugin up, and the run.", "10min"),
         "max_failures": _text(

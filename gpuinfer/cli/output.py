@@ -21,6 +21,11 @@ class Destination:
         if self.path is not None:
             _check(self.path)
 
+    def keep(self, report: Mapping[str, Any]) -> None:
+        """Write a report whose place another will take: only in a file, since a stream takes one."""
+        if self.path is not None and not (self.path.exists() and not self.path.is_file()):
+            self.write(report)
+
     def write(self, report: Mapping[str, Any]) -> None:
         """Write the report; nothing happens when nobody asked for one. Raises `WorkError` when there is no room."""
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"

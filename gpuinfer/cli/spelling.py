@@ -11,7 +11,7 @@ from typing import Any
 from gpuinfer.cli import flags
 
 SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
-SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose")  # how a run is shown, not what it does
+SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
 PLACES = ("out", "output")  # options of workloads that name where records or answers go
 GOING_ON = ("resume", "retry_errors")  # and those that go on with what is there
 

@@ -83,7 +83,9 @@ def parameters(name: str, plugin: Any, own: flags.Parameters) -> flags.Parameter
     taken = sorted(own.keys() & options.fields_of(plugin.Options).keys())
     if taken:
         raise PluginError(f"workload '{name}' has an option '{taken[0]}', which is a flag here. Rename the option.")
-    return {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common(), **own}
+    common = flags.common()
+    del common["trial"]  # what is compared is run often enough
+    return {**flags.of(plugin.Options, f"workload '{name}'"), **common, **own}
 
 
 def seconds(flag: str, text: str, least: float = 0.0) -> float:

@@ -19,11 +19,11 @@ from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.cli.spelling import anew
+from gpuinfer.cli.trial import Ending
 from gpuinfer.errors import UsageError
 from gpuinfer.options import Given, Several
 
 if TYPE_CHECKING:
-    from gpuinfer.display import Display
     from gpuinfer.run import Plan
     from gpuinfer.trace.merge import Merged
 
@@ -65,10 +65,12 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     stdout_taken = destination.stdout or writes_stdout
     display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
+    ending = Ending(plan.workload, merged, display, destination)
     with display, _failed_report(destination):
-        report = _run(plan, common.roofline, display, destination, allowed, anew(name, values, plan.workload.options))
+        report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload.options))
     if report["status"] == "failed":
         _say_failures(report["failures"])
+    ending.after(report)
     return EXIT_CODES.get(report["status"], FAILED)
 
 
@@ -88,15 +90,8 @@ def _say_failures(failures: Mapping[str, Any]) -> None:
     print(f"gpuinfer: {why}", file=sys.stderr)
 
 
-def _run(
-    plan: Plan, roofline: bool, display: Display, destination: output.Destination, max_failures: float, command: str
-) -> dict[str, Any]:
+def _run(plan: Plan, roofline: bool, ending: Ending, max_failures: float, command: str) -> dict[str, Any]:
     from gpuinfer.run import run
-
-    def show(report: dict[str, Any]) -> None:
-        """Before the backend is closed, which may take long."""
-        display.final(report)
-        destination.write(report)
 
     return run(
         plan.workload,
@@ -104,11 +99,11 @@ def _run(
         plan.strategy,
         settings=plan.settings,
         roofline=roofline,
-        on_update=display.update,
+        on_update=ending.look,
         command=command,
         on_trace=_say_recorded,
-        on_report=show,
-        on_abandon=destination.write,
+        on_report=ending.show,
+        on_abandon=ending.write,
         max_failures=max_failures,
     )
 
@@ -172,14 +167,13 @@ def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str
 
 def build(name: str, merged: settings.Settings) -> Plan:
     """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
-    from gpuinfer.run import Plan
+    return around(name, _made("workloads", name, merged, setup_of(merged.common)), merged)
 
-    common = merged.common
-    chosen = {"workloads": name, "backends": common.backend, "strategies": common.strategy}
-    classes = {kind: registry.load(kind, one) for kind, one in chosen.items()}
-    given = {kind: merged.options(kind, one, classes[kind]) for kind, one in chosen.items()}
+
+def setup_of(common: settings.Common) -> Setup:
+    """What the settings alone say of a run's setup."""
     trace = None if common.trace is None else os.path.realpath(common.trace)  # of a link, what it leads to
-    setup = Setup(
+    return Setup(
         device=common.device,
         dtype=common.dtype,
         seed=common.seed,
@@ -187,7 +181,13 @@ def build(name: str, merged: settings.Settings) -> Plan:
         patience=common.patience,
         give_up=common.give_up,
     )
-    workload: Workload = blame.make(classes["workloads"], setup, given["workloads"])
+
+
+def around(name: str, workload: Workload, merged: settings.Settings) -> Plan:
+    """This workload with the backend and the strategy that the settings name. Raises what `build` does."""
+    from gpuinfer.run import Plan
+
+    common = merged.common
     if not workload.asks and common.backend != DEFAULT_BACKEND:
         raise UsageError(
             f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
@@ -198,11 +198,16 @@ def build(name: str, merged: settings.Settings) -> Plan:
     with blame.calling(workload, "processes"):
         processes = workload.processes
     deterministic = bool(getattr(workload.options, "deterministic", False))
-    setup = replace(setup, model=model, processes=processes, deterministic=deterministic)
-    _refuse_what_it_does_not_serve(name, common.backend, classes["backends"], setup)
-    backend: Backend = blame.make(classes["backends"], setup, given["backends"])
-    strategy: Strategy = blame.make(classes["strategies"], setup, given["strategies"])
+    setup = replace(setup_of(common), model=model, processes=processes, deterministic=deterministic)
+    _refuse_what_it_does_not_serve(name, common.backend, registry.load("backends", common.backend), setup)
+    backend = _made("backends", common.backend, merged, setup)
+    strategy = _made("strategies", common.strategy, merged, setup)
     return Plan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+
+
+def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:
+    plugin = registry.load(kind, name)
+    return blame.make(plugin, setup, merged.options(kind, name, plugin))
 
 
 def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend], setup: Setup) -> None:
@@ -219,7 +224,7 @@ def shown(
 ) -> dict[str, Any]:
     """The settings in force, defaults included, as plain values."""
     common = merged.common.model_dump(
-        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live"}
+        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial"}
     )
     return {
         **common,

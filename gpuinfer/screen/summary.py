@@ -26,8 +26,11 @@ class Row:
     tone: Literal["plain", "strong", "command", "bad", "warning"] = "plain"
 
 
-def rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out."""
+def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[Row]:
+    """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out.
+
+    `trying_s` is how long the trial of its advice takes, when that follows.
+    """
     if progress := report.get("progress"):
         total = "" if progress["total"] is None else f" of {whole(progress['total'])}"
         yield Row("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
@@ -40,7 +43,7 @@ def rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield from _batches(report.get("batches") or {})
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
-    yield from _bottleneck(report.get("bottleneck") or {})
+    yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
     for notice in report.get("notices") or ():
         yield Row("strategy", str(notice), "warning")
     if errors := errors_of(report.get("errors")):
@@ -127,15 +130,52 @@ def _roofline(roofline: Mapping[str, Any]) -> Iterator[Row]:
     yield Row("roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong")
 
 
-def _bottleneck(bottleneck: Mapping[str, Any]) -> Iterator[Row]:
+def _bottleneck(bottleneck: Mapping[str, Any], trying_s: float | None) -> Iterator[Row]:
     if not bottleneck.get("class"):
         return
     why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
     yield Row("bottleneck", f"{bottleneck['class']}{why}", "strong")
     if bottleneck.get("advice"):
-        yield Row("advice", f"{bottleneck['advice']}{_gain(bottleneck.get('gain') or {})}")
+        yield Row("advice", _advice(bottleneck, trying_s))
     if bottleneck.get("command"):
         yield Row("", str(bottleneck["command"]), "command")
+    if trying_s is not None:
+        yield Row("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
+
+
+def _advice(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
+    """The advice, and what following it brings: measured, or else predicted."""
+    trial, predicted = bottleneck.get("trial"), _gain(bottleneck.get("gain") or {})
+    said = [str(bottleneck["advice"])]
+    if trial and bottleneck.get("command"):
+        said.append(f"Tried{'' if trial['low'] > 1 else ' without a clear answer'}: {_measured(trial)}.")
+    elif predicted and not trial:
+        said.append(f"{_predicted(bottleneck, trying_s)}: {predicted}.")
+    return " ".join(said)
+
+
+def _predicted(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
+    if trying_s is not None:
+        return "Predicted"
+    return f"Predicted, not tried ({why})" if (why := bottleneck.get("not_tried")) else "Predicted, not tried"
+
+
+def tried(bottleneck: Mapping[str, Any]) -> Iterator[Row]:
+    """What the trial of an advice brought, in lines that stand below those of the run."""
+    trial = bottleneck.get("trial")
+    if trial is None:
+        yield Row("not tried", f"{bottleneck['not_tried']}. What the advice brings stays a prediction.", "warning")
+    elif not bottleneck.get("command"):
+        yield Row("tried", str(bottleneck["advice"]).removeprefix("Tried "), "strong")
+    else:
+        unclear = "" if trial["low"] > 1 else " No clear answer: what the advice brings stays a prediction."
+        yield Row("tried", f"{_measured(trial)}.{unclear}", "strong")
+        yield Row("", str(bottleneck["command"]), "command")
+
+
+def _measured(trial: Mapping[str, Any]) -> str:
+    times = f"{trial['measured']:.2f} times as fast ({trial['low']:.2f} to {trial['high']:.2f})"
+    return f"{times}, {trial['turns']} turns of {trial['seconds']:.2g} s"
 
 
 def _gain(gain: Mapping[str, float | None]) -> str:
@@ -144,8 +184,8 @@ def _gain(gain: Mapping[str, float | None]) -> str:
     if not low or not high or high < LEAST_GAIN:
         return ""
     if expected:
-        return f" Predicted: {expected:.1f} times as fast ({low:.1f} to {high:.1f})."
-    return f" At most {high:.1f} times as fast."
+        return f"{expected:.1f} times as fast ({low:.1f} to {high:.1f})"
+    return f"at most {high:.1f} times as fast"
 
 
 def _machine(report: Mapping[str, Any]) -> Iterator[Row]:

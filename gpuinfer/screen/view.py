@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report import doublings
 from gpuinfer.screen.units import MAGNITUDES, duration, number, whole
-from gpuinfer.stats import Snapshot, mean_size
+from gpuinfer.stats import Snapshot, mean_size, tokens_of
 
 if TYPE_CHECKING:
     from gpuinfer.run import Update
@@ -197,8 +197,3 @@ def batch_of(snapshot: Snapshot) -> list[str]:
         return []
     mean = whole(mean_size(snapshot.batches))
     return [f"{mean} of {whole(snapshot.slots)} slots in use" if snapshot.slots else f"{mean} rows a batch"]
-
-
-def tokens_of(snapshot: Snapshot) -> dict[str, float]:
-    """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
-    return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}

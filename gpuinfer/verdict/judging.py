@@ -88,6 +88,8 @@ def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str
         "change": asdict(change) if change else None,
         "command": change.in_command(run.command) if change else None,
         "gain": asdict(verdict.gain),
+        "trial": None,
+        "not_tried": None,
         "bounds": bounds,
         "unexplained": run.share("other") if measured else 0.0,
     }

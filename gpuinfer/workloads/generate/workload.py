@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,6 +71,14 @@ class Generate(Workload):
             raise UsageError("generate needs prompts. Give --input FILE, or --input - for standard input.")
         reading.check(own.input)
         output.check(self.target, own.input, own.resume and not own.test)
+
+    def trial(self, setup: Setup, **changes: Any) -> Generate | None:
+        """The prompts from the first on, to nowhere. None where they can be read only once."""
+        own = self.options
+        if own.test or not Path(own.input or "-").is_file():
+            return None
+        nowhere = {"output": os.devnull, "resume": False, "retry_errors": False}
+        return Generate(setup, **{**own.model_dump(), **nowhere, **changes})
 
     @property
     def _source_name(self) -> str:

@@ -29,6 +29,7 @@ MODELS = ("blobnet", "blobnet-small", "module:factory", "none")
 SOURCES = ("rate", "clients", "schedule", "replay")  # of which one says what the load is
 CLIENTS = 64  # when none does
 DURATION_S = 10.0
+ENDLESS_S = 1e9
 
 
 class Load(Workload):
@@ -86,6 +87,12 @@ class Load(Workload):
             own.sources,
         )
         self.load: Arrivals = self._arrivals()
+
+    def trial(self, setup: Setup, **changes: Any) -> Load | None:
+        """Of clients: what comes from outside is answered as fast as it comes, and not faster."""
+        if not isinstance(self.load, Closed):
+            return None
+        return Load(setup, **{**self.options.model_dump(), "duration": ENDLESS_S, "requests": None, **changes})
 
     def model(self) -> ModelSpec | None:
         """Rows of self-play's default game, whose networks these are; with --features, of any model."""

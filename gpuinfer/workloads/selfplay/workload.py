@@ -19,6 +19,7 @@ from gpuinfer.workloads.selfplay import games, rehearsal
 from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.records import Folder
 
+ENDLESS = 10**9  # games
 PLAYER = "gpuinfer.workloads.selfplay.player:play"
 
 EVALUATORS = ("network", "uniform", "rollout")
@@ -75,6 +76,14 @@ class SelfPlay(Workload):
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
         if self.options.weights is not None and not self.options.weights.is_file():
             raise UsageError(f"--weights: no file '{self.options.weights}'. Give the file that holds the weights.")
+
+        self._games = self.options.games
+
+    def trial(self, setup: Setup, **changes: Any) -> SelfPlay:
+        """Games without end and without records, as many in flight as there are of this one's."""
+        played = SelfPlay(setup, **{**self.options.model_dump(), "out": None, "resume": False, **changes})
+        played._games = ENDLESS
+        return played
 
     def model(self) -> ModelSpec | None:
         if self.evaluator != "network":
@@ -133,7 +142,7 @@ class SelfPlay(Workload):
         if rehearsal.is_due(self.game):
             yield Progress(0, note="playing the game once with its bounds checked", setup=True)
             await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
-        match = Match(self.options.games, finished, self.arguments(infer, len(finished)), on_disk)
+        match = Match(self._games, finished, self.arguments(infer, len(finished)), on_disk)
         if match.left:
             yield match.progress("starting the workers", setup=True)
             async with infer.workers(PLAYER, match.arguments) as workers:

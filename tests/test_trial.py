@@ -1,0 +1,373 @@
+"""An advice tried before it is given: on a load and a stand-in whose right answer is known, and in words."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+
+from gpuinfer import registry
+from gpuinfer.api import Setup
+from gpuinfer.bench import trial as turns
+from gpuinfer.bench.trial import Course, Turns, course_for
+from gpuinfer.change import Change
+from gpuinfer.cli import flags, trial
+from gpuinfer.cli.app import run as gpuinfer
+from gpuinfer.cli.targets import parameters
+from gpuinfer.cli.workload import build, merge
+from gpuinfer.display import Display
+from gpuinfer.errors import WorkError
+from gpuinfer.report import schema
+from gpuinfer.screen.summary import rows, tried
+from gpuinfer.verdict.trying import Trial, after, to_try
+
+LOAD = ["load", "--backend", "standin", "--clients", "16"]
+STANDIN = ("alpha=0", "beta=4ms", "max_rows=1")  # one row each 4 ms, and more would cost nothing
+COURSE = Course(pairs=2, seconds=0.15, most_s=60.0)
+
+
+@pytest.fixture(autouse=True)
+def an_empty_place(tmp_path, monkeypatch):
+    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(*options, **values):
+    return merge("load", {"backend": "standin", "clients": "16", "backend_options": list(options), **values})
+
+
+def ways(merged, change):
+    """The load as it is and with a change, as a trial builds them."""
+    made = build("load", merged).workload
+    report = a_report(change=asdict(change))
+    found = trial.ahead(report, made, merged, 0.0)
+    assert found is not None, report["bottleneck"]["not_tried"]
+    return found
+
+
+def a_report(wall_s=600.0, change=None, **more):
+    bottleneck = {
+        "class": "batch cap too small",
+        "why": "It is small.",
+        "advice": "Allow larger batches.",
+        "change": {"flag": "-B", "name": "max_rows", "value": 16} if change is None else change,
+        "command": "gpuinfer load -B max_rows=16",
+        "gain": {"low": 1.8, "high": 2.2, "expected": 2.0},
+        "bounds": {},
+        "trial": None,
+        "not_tried": None,
+    }
+    return {
+        "workload": "load",
+        "status": "done",
+        "setup_s": 1.0,
+        "wall_s": wall_s,
+        "latency_s": {"mean": 0.01},
+        "queue_wait_s": {},
+        "batches": {"slots": None},
+        "roofline": None,
+        "bottleneck": bottleneck,
+        **more,
+    }
+
+
+JUDGED = {**a_report()["bottleneck"], "healthy": False, "station": "forward", "share": 0.5, "unexplained": 0.0}
+
+
+# What is measured
+
+
+def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
+    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
+    series = Turns(found.present, found.changed, COURSE)
+    measured, _, _ = series.run()  # the interval of two short pairs on a busy machine may be anything
+    assert (series.done, series.pairs) == (4, 2)
+    assert measured > 1.5  # sixteen times as many rows in the same time
+
+
+def test_turns_alternate_so_that_a_drift_hits_both_alike(monkeypatch):
+    order = []
+    rates = {"present": 100.0, "changed": 150.0}
+    monkeypatch.setattr(Turns, "_turn", lambda self, build: order.append(build) or rates[build])
+    found = Turns("present", "changed", Course(4, 1.0, 60.0)).run()
+    assert order == ["present", "changed", "changed", "present"] * 2
+    assert found == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_when_time_runs_out_the_pairs_that_are_there_must_do(monkeypatch):
+    rates = iter([100.0, 150.0, 150.0, 100.0, 100.0])
+
+    def turn(self, build):
+        if (rate := next(rates, None)) is None:
+            raise TimeoutError
+        return rate
+
+    monkeypatch.setattr(Turns, "_turn", turn)
+    series = Turns(None, None, Course(4, 1.0, 60.0))
+    assert series.run()[0] == pytest.approx(1.5)
+    assert series.pairs == 2
+
+
+def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
+    worker.start()
+    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
+    with pytest.raises(WorkError, match="took too long"):
+        Turns(found.present, found.changed, Course(2, 1000.0, 0.2)).run()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_trial_whose_requests_fail_says_nothing_of_speed():
+    found = ways(settings("beta=2ms", "failures=0.5", trial=True), Change("-B", "max_rows", 16))
+    with pytest.raises(WorkError, match="failed"):
+        Turns(found.present, found.changed, COURSE).run()
+
+
+# For how long
+
+
+@pytest.mark.parametrize(
+    ("report", "start_s", "pairs"),
+    [
+        pytest.param(a_report(10.0), 0.0, None, id="ten seconds leave no time"),
+        pytest.param(a_report(60.0), 0.0, 2, id="a minute leaves time for two pairs"),
+        pytest.param(a_report(60.0), 4.0, None, id="not where each start takes long"),
+        pytest.param(a_report(600.0), 4.0, 4, id="ten minutes for four of them"),
+        pytest.param(a_report(60.0, latency_s={"mean": 1.0}), 0.0, None, id="nor where an answer takes long"),
+        pytest.param(a_report(60.0, latency_s={"mean": 9.0}, queue_wait_s={"mean": 8.99}), 0.0, 2, id="waiting aside"),
+    ],
+)
+def test_a_trial_takes_its_share_of_the_runs_time_and_no_more(report, start_s, pairs):
+    course = course_for(report, start_s)
+    assert (course and course.pairs) == pairs
+    if course is not None:
+        assert (
+            2 * course.pairs * (course.seconds + start_s)
+            < course.about_s
+            < course.most_s
+            == turns.SHARE * report["wall_s"]
+        )
+
+
+def test_how_long_a_start_takes_leaves_the_roofline_out():
+    starting = trial.Starting()
+    for phase, setup_s in (("starting", 0.1), ("measuring the roofline", 7.0), ("starting the workers", 8.0)):
+        starting.look(SimpleNamespace(elapsed_s=0.0, phase=phase, setup_s=setup_s))
+    assert starting.seconds({"setup_s": 9.0}) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(a_report(status="partial"), id="of a run that was stopped"),
+        pytest.param(a_report(change={"flag": "--", "name": "max_new_tokens", "value": 9}), id="that is other work"),
+    ],
+)
+def test_there_is_no_trial(report):
+    assert to_try(report) is None
+
+
+def test_a_load_from_outside_is_answered_as_fast_as_it_comes_and_is_not_tried():
+    report = a_report()
+    assert to_try(report) is not None
+    report["bottleneck"]["bounds"] = {"arrival": 100.0}
+    assert to_try(report) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "terminal", "quiet", "tries"),
+    [
+        pytest.param(None, True, False, True, id="on a terminal"),
+        pytest.param(None, False, False, False, id="not in a pipe"),
+        pytest.param(None, True, True, False, id="not where only the result is wanted"),
+        pytest.param(True, False, True, True, id="when it is asked for"),
+        pytest.param(False, True, False, False, id="never against --no-trial"),
+    ],
+)
+def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
+    monkeypatch.setattr(trial, "_watched", lambda: terminal)
+    assert trial.wanted(settings(trial=asked, quiet=quiet or None).common) is tries
+
+
+# What is left of the advice
+
+
+@pytest.mark.parametrize(
+    ("ends", "advice", "given"),
+    [
+        pytest.param((1.42, 1.31, 1.55), "Allow larger batches.", True, id="faster: it stands"),
+        pytest.param((1.0, 0.97, 1.03), "Tried -B max_rows=16: no faster (0.97 to 1.03). Nothing simple to change.",
+                     False, id="as fast: it goes"),
+        pytest.param((0.28, 0.26, 0.31),
+                     "Tried -B max_rows=16: slower, 0.28 times as fast (0.26 to 0.31). Nothing simple to change.",
+                     False, id="slower: it goes"),
+        pytest.param((1.2, 0.8, 1.8), "Allow larger batches.", True, id="unclear: it stays a prediction"),
+    ],
+)  # fmt: skip
+def test_after_a_trial_the_verdict_advises_what_has_helped(ends, advice, given):
+    found = after(a_report()["bottleneck"], Trial(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
+    assert found["advice"] == advice
+    assert (found["command"] is not None, found["change"] is not None) == (given, given)
+    assert (found["class"], found["trial"]["command"]) == ("batch cap too small", "gpuinfer load -B max_rows=16")
+
+
+def text_of(lines):
+    return "\n".join(f"{line.name}: {line.text}" for line in lines)
+
+
+def test_an_advice_that_nobody_tried_is_marked_as_a_prediction():
+    said = text_of(rows(a_report()))
+    assert "advice: Allow larger batches. Predicted, not tried: 2.0 times as fast (1.8 to 2.2)." in said
+
+
+def test_why_it_was_not_tried_stands_beside_the_prediction():
+    report = a_report()
+    report["bottleneck"]["not_tried"] = trial.TOO_SHORT
+    assert "Predicted, not tried (the run was too short): 2.0 times as fast (1.8 to 2.2)." in text_of(rows(report))
+
+
+def test_before_the_trial_the_panel_says_how_long_it_takes_and_how_to_skip_it():
+    said = text_of(rows(a_report(), 12.4))
+    assert "Predicted: 2.0 times as fast (1.8 to 2.2)." in said
+    assert "Trying it now, for about 12 s. Ctrl-C skips that." in said
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((1.42, 1.31, 1.55), "tried: 1.42 times as fast (1.31 to 1.55), 8 turns of 4 s."),
+        ((1.0, 0.97, 1.03), "tried: -B max_rows=16: no faster (0.97 to 1.03). Nothing simple to change."),
+        (
+            (1.2, 0.8, 1.8),
+            "(0.80 to 1.80), 8 turns of 4 s. No clear answer: what the advice brings stays a prediction.",
+        ),
+    ],
+)
+def test_what_was_measured_is_said(ends, words):
+    told = after(a_report()["bottleneck"], Trial(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
+    assert words in text_of(tried(told))
+    if ends[1] > 1:
+        told_at_once = text_of(rows({**a_report(), "bottleneck": told}))
+        assert "Allow larger batches. Tried: 1.42 times as fast (1.31 to 1.55), 8 turns of 4 s." in told_at_once
+
+
+# It harms nothing
+
+
+def measured(report, **more):
+    ahead = trial.Ahead(Change("-B", "max_rows", 16), lambda: None, lambda: None, COURSE)
+    return trial.tried(report, ahead, Display("load", live=False))["bottleneck"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        pytest.param(KeyboardInterrupt(), "it was skipped", id="Ctrl-C"),
+        pytest.param(WorkError("no room for so many rows."), "no room for so many rows", id="an error of its own"),
+        pytest.param(ZeroDivisionError(), "ZeroDivisionError", id="an error of a plugin"),
+    ],
+)
+def test_whatever_ends_a_trial_the_report_stays_and_says_so(monkeypatch, raised, said):
+    def run(self):
+        raise raised
+
+    monkeypatch.setattr(Turns, "run", run)
+    found = measured(a_report())
+    assert found == {**a_report()["bottleneck"], "not_tried": said}
+    assert text_of(tried(found)) == f"not tried: {said}. What the advice brings stays a prediction."
+
+
+def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
+    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
+    looks, worker = [], multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
+    worker.start()
+
+    def interrupt(done):
+        looks.append(done)
+        if len(looks) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Turns(found.present, found.changed, Course(2, 1000.0, 1000.0), watch=interrupt).run()
+    assert set(looks) == {0}
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_workload_without_a_trial_leaves_a_prediction(monkeypatch):
+    report, merged = a_report(), settings(*STANDIN, trial=True)
+    made = build("load", merged).workload
+    monkeypatch.setattr(type(made), "trial", lambda self, setup, **changes: None)
+    assert trial.ahead(report, made, merged, 0.0) is None
+    assert report["bottleneck"]["not_tried"] == trial.NO_TRIAL
+
+
+def test_a_command_tries_its_advice_and_writes_what_it_measured(monkeypatch, capsys):
+    """The whole way, of a run that is far too short for it: a hundred times its length may be spent on trying."""
+    for name, value in (("SHARE", 100.0), ("LEAST_S", 0.1), ("LONGEST_S", 0.1), ("PAIRS", (2,))):
+        monkeypatch.setattr(turns, name, value)
+    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    given = [word for option in STANDIN for word in ("-B", option)]
+    assert gpuinfer([*LOAD, *given, "--duration", "0.3", "--trial", "--json", "r.json"]) == 0
+    report = json.loads(Path("r.json").read_text())
+    jsonschema.validate(report, schema())
+    assert report["bottleneck"]["trial"]["turns"] == 4
+    assert report["bottleneck"]["trial"]["measured"] > 1.5
+    told = capsys.readouterr()
+    assert "times as fast" in told.out.rpartition("Trying it now")[2]
+    assert "trying -B max_rows=16 …" in told.err
+
+
+def test_a_report_is_on_the_disk_before_its_advice_is_tried(monkeypatch):
+    kept = []
+    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    monkeypatch.setattr(turns, "SHARE", 1000.0)
+    monkeypatch.setattr(Turns, "run", lambda self: kept.append(json.loads(Path("r.json").read_text())) or (1, 1, 1))
+    assert gpuinfer([*LOAD, "--duration", "0.1", "--trial", "--json", "r.json"]) == 0
+    assert [report["bottleneck"]["trial"] for report in kept] == [None]
+    assert json.loads(Path("r.json").read_text())["bottleneck"]["command"] is None  # it was no faster
+
+
+def test_without_a_terminal_nothing_is_tried_unless_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    monkeypatch.setattr(Turns, "run", lambda self: pytest.fail("it was tried"))
+    assert gpuinfer([*LOAD, "--duration", "0.1", "--json", "r.json"]) == 0
+    told = json.loads(Path("r.json").read_text())["bottleneck"]
+    assert (told["trial"], told["not_tried"]) == (None, None)
+    assert "Predicted, not tried: 2.0 times as fast" in capsys.readouterr().out
+
+
+def test_a_comparison_tries_nothing():
+    bare = registry.load("workloads", "load")
+    assert "trial" in flags.common()
+    assert "trial" not in parameters("load", bare, {})
+
+
+# The work that is tried
+
+
+def test_what_workloads_try_writes_nothing_and_never_ends(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    setup = Setup()
+    load = registry.load("workloads", "load")
+    assert load(clients=3, requests=5).trial(setup).options.duration > 1e6
+    assert load(rate=100.0).trial(setup) is None
+    play = registry.load("workloads", "selfplay")(games=40, out=tmp_path / "records", workers=1).trial(setup, workers=2)
+    assert (play.options.out, play.options.resume, play.processes) == (None, False, 2)
+    assert play.slots(SimpleNamespace(roofline=None), 2, 40) == 20  # as many in flight as the run of 40 had
+    generate = registry.load("workloads", "generate")
+    own = {"model": "tiny", "input": str(tmp_path / "prompts.jsonl"), "output": str(tmp_path / "out.jsonl")}
+    copy = generate(**own).trial(setup, batch_size=16)
+    assert (copy.options.output, copy.options.batch_size) == (os.devnull, 16)
+    assert generate(**{**own, "input": "-"}).trial(setup) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
