@@ -22,6 +22,9 @@ def waits() -> dict[str, Any]:
     return filled.to_wire()
 
 
+BARE = 1e5  # rows per second
+
+
 def a_report(rate: float) -> dict[str, Any]:
     lanes = ({"name": "search", "stations": {"search": 3.0}}, {"name": "forward 0", "stations": {"forward": 4.0}})
     snapshot = Snapshot(
@@ -34,7 +37,7 @@ def a_report(rate: float) -> dict[str, Any]:
     )
     return report.build(
         report.Run("selfplay", "inprocess", "dynamic", "2025-01-01T00:00:00+00:00", 1.0, 5.0, "done", Setup(), snapshot,
-                   Progress(3, 9, "games"), roofline=Roofline(1e5, 512, "1 forward × 2 threads"))
+                   Progress(3, 9, "games"), roofline=Roofline(max(rate, BARE), 512, "1 forward × 2 threads", (BARE,), rate > BARE))
     )  # fmt: skip
 
 

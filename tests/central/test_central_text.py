@@ -57,9 +57,10 @@ async def test_batches_queue_waits_and_the_forward_lane_are_measured_over_there(
     sizes = {rows for rows, count in after.batches.items() if count > before.batches.get(rows, 0)}
     assert 1 < max(sizes) <= SLOTS
     assert sum(after.queue_wait["counts"].values()) - sum(before.queue_wait["counts"].values()) == 3 * SLOTS
-    (lane,) = after.lanes
-    assert lane["name"] == "forward 0"
-    assert lane["stations"]["forward"] + lane["stations"]["prefill"] > 0
+    lanes = {lane["name"]: lane["stations"] for lane in after.lanes}
+    assert lanes.keys() == {"forward 0", "prompts 0"}
+    assert lanes["forward 0"]["forward"] + lanes["forward 0"]["prefill"] > 0
+    assert lanes["prompts 0"]["understand"] > 0
     assert after.rss_peak_mb > 0
 
 
