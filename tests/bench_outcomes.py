@@ -35,9 +35,10 @@ def a_report(rate: float) -> dict[str, Any]:
         queue_wait=waits(),
         lanes=lanes,
     )
+    bare = Roofline(max(rate, BARE), 512, "1 forward × 2 threads", (BARE,), raised=rate > BARE)
     return report.build(
         report.Run("selfplay", "inprocess", "dynamic", "2025-01-01T00:00:00+00:00", 1.0, 5.0, "done", Setup(), snapshot,
-                   Progress(3, 9, "games"), roofline=Roofline(max(rate, BARE), 512, "1 forward × 2 threads", (BARE,), rate > BARE))
+                   Progress(3, 9, "games"), roofline=bare)
     )  # fmt: skip
 
 

@@ -46,6 +46,17 @@ def gpuinfer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
     return run
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `sample`, the ordinary run tries the first alone."""
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                item.add_marker("thorough")
+            seen.add(name)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a coroutine test in an event loop of its own."""

@@ -62,6 +62,7 @@ def test_a_report_is_written_to_its_folder(gpuinfer):
     assert {"bench.json", "bench.md", "bench.html"} <= {path.name for path in Path("deep/out").iterdir()}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -503,6 +503,7 @@ def test_a_backend_of_rows_is_not_given_prompts(gpuinfer):
     assert "generate has a model of text, and the backend 'parrot' serves rows." in err
 
 
+@pytest.mark.thorough
 def test_doctor_exits_1_when_a_plugin_is_broken(gpuinfer, site):
     install(site, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no luck')"})
     registry.refresh()
@@ -524,6 +525,7 @@ def completed(*words: str) -> list[str]:
     return child.stdout.split()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -212,6 +212,7 @@ async def test_cancelling_the_workload_ends_its_workers_too():
     assert gone(pids[0])
 
 
+@pytest.mark.thorough
 async def test_nothing_is_left_behind_by_many_workers():
     async def once():
         async with session() as infer, infer.workers("helpers:ask", [{"each": 1}] * 3) as workers:
@@ -260,6 +261,7 @@ ORPHANS = """
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "target",
     [

@@ -182,6 +182,7 @@ def serving_a_model():
     return Doubler(Setup(model=Modelled(total=3).model()))
 
 
+@pytest.mark.thorough
 def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
     for name, seconds in (("BEFORE_S", 0.3), ("AFTER_S", 0.05), ("LONGER_S", 0.1)):
         monkeypatch.setattr(measuring, name, seconds)

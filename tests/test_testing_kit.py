@@ -488,7 +488,7 @@ def test_a_workload_in_order_passes():
     ],
 )
 def test_a_broken_workload_is_caught(workload, promise):
-    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=0.3))
+    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=1.0))
 
 
 class Raises(Sums):

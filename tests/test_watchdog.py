@@ -176,6 +176,7 @@ def lines_until(process, wanted):
     raise AssertionError(f"it never said '{wanted}', but: {''.join(said)}")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "words",
     [

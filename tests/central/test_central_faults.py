@@ -80,6 +80,7 @@ async def test_whoever_awaits_a_killed_server_knows_within_a_second(slow):
     await backend.close()
 
 
+@pytest.mark.thorough
 async def test_a_cancelled_request_is_taken_back_from_the_server():
     with serving(arguments={"seconds": 0.3}, forwards=1, max_rows=8) as server:
         backend = Remote(server._setup, address=server.address)
@@ -236,6 +237,7 @@ def named_memory(pids):
     return [path for path in maps + links if path.startswith("/dev/shm")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("restart", [False, True], ids=["", "that would restart it"])
 def test_with_a_killed_owner_all_ends_and_nothing_is_left(restart):
     program, name, pids = owned(restart, 2)
@@ -281,6 +283,7 @@ def test_a_forked_child_that_leaves_takes_nothing_of_its_parents_along():
 # Closing
 
 
+@pytest.mark.thorough
 def test_closing_fails_who_waits_and_leaves_nothing():
     server = served(arguments={"seconds": 0.3})
     with server, server.client() as client, programs(Program(ask_forever, server.client(), 1, 1, 8)) as (other,):
@@ -339,6 +342,7 @@ def test_statistics_are_there_while_a_server_comes_back_and_count_all_its_lives(
         assert all(seconds >= 0 for lane in lanes for seconds in lane["stations"].values())
 
 
+@pytest.mark.thorough
 def test_an_answer_about_statistics_that_comes_too_late_is_not_taken_for_the_next():
     with serving() as server, server.client() as client:
         stop(pid_of(server))
@@ -405,6 +409,7 @@ def test_a_program_that_forgets_to_close_its_server_ends_and_takes_it_along(how,
     assert wait_until_gone([int(done.stdout)], 5) == []
 
 
+@pytest.mark.thorough
 def test_memory_of_a_closed_client_is_given_back():
     with serving() as server:
         before = mapped(pid_of(server))

@@ -135,6 +135,7 @@ def test_too_many_outstanding_requests_are_refused(client):
     assert [len(whole(pending.result(30))) for pending in asked] == [1] * 256
 
 
+@pytest.mark.thorough
 def test_many_small_requests_leave_room_for_larger_ones():
     with serving() as server, server.client() as client:
         for rows in (1, 65, 129):  # blocks of ever other sizes
@@ -226,6 +227,7 @@ def test_a_model_that_hangs_is_given_up_and_whoever_waits_is_told():
             other.evaluate(named(1, 1, 1), timeout=30)
 
 
+@pytest.mark.thorough
 def test_a_model_that_hangs_is_given_up_however_often_the_owner_asks_for_statistics():
     with serving("models:faulty", batch_timeout=0.5) as server, server.client() as client:
         pending = client.submit(poisoned(Faulty.HANGS))
@@ -353,6 +355,7 @@ def test_a_client_that_is_dropped_without_being_closed_holds_no_memory(server):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.thorough
 def test_without_memfd_memory_has_no_name_either():
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": str(here)}
@@ -379,6 +382,7 @@ def test_a_client_that_is_closed_says_so(server):
         pending.result(5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("model", "options", "kind", "message"),
     [

@@ -60,6 +60,7 @@ def test_whoever_does_not_greet_as_agreed_is_dropped(server, friend, data):
     assert well(friend)
 
 
+@pytest.mark.thorough
 def test_whoever_says_nothing_is_dropped_after_a_while(server, friend):
     with Stranger(server, greet=False) as stranger:
         assert well(friend)
@@ -182,6 +183,7 @@ def test_a_block_takes_the_place_of_another_of_its_number(server, friend):
     assert well(friend)
 
 
+@pytest.mark.thorough
 def test_a_block_that_is_being_served_cannot_be_replaced():
     with serving(arguments={"seconds": 0.2}) as server, Stranger(server) as stranger:
         stranger.present(0, 10)

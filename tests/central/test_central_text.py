@@ -182,6 +182,7 @@ async def test_a_killed_server_fails_at_once_what_is_under_way():
             assert type(after) is BackendDied
 
 
+@pytest.mark.thorough
 async def test_a_server_that_comes_back_is_asked_again_and_answers_the_same():
     with serving_text(restart=True) as server:
         async with asking(server) as engine:

@@ -84,6 +84,7 @@ def test_answers_that_wait_for_an_earlier_one_are_on_the_disk_however_the_run_en
         assert not (tmp_path / "out.jsonl.early").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", counts(4, 100))
 def test_an_ordered_run_broken_off_again_and_again_ends_with_the_same_bytes(tmp_path, times):
     """Each run is ended in one of three ways after some more answers; nothing that lay on the disk is asked again."""

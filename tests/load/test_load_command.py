@@ -62,6 +62,7 @@ def test_a_rate_is_compared_by_latency(gpuinfer):
     assert all(set(row["reasons"]) and row["latency_s"]["mean"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_clients_are_compared_by_rows(gpuinfer):
     code, out, err = gpuinfer(*BENCH, *STANDIN, "--clients", "2,16", "--json", "-")
     rows = json.loads(out)["comparison"]
@@ -83,6 +84,7 @@ def test_all_variants_meet_the_same_arrivals(gpuinfer):
     assert done["max wait 0", 1] == done["max wait 2ms", 1]
 
 
+@pytest.mark.thorough
 def test_a_small_models_answers_are_checked(gpuinfer):
     words = ["--model", "blobnet-small", "--device", "cpu", "--rate", "100", "--no-roofline", "--json", "-"]
     code, out, _ = gpuinfer("bench", "engine", "--seconds", "2", "--warmup", "0", "--repeats", "1",

@@ -30,6 +30,7 @@ def refused(*words, cwd, **options):
     return complaint(done)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -62,6 +63,7 @@ def test_bad_usage_is_refused_at_once(words, message):
     assert message in refused(*words, cwd=HERE)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -76,6 +78,7 @@ def test_a_model_factory_that_fails_is_named(factory, message):
     assert message in refused(*QUICK, "--model", f"strange_models:{factory}", cwd=HERE)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -91,6 +94,7 @@ def test_answers_that_no_search_can_use_fail_the_run(tmp_path, factory, message)
     assert json.loads((tmp_path / "r.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_plays(tmp_path):
     shutil.copy(HERE / "strange_models.py", tmp_path)
     done = selfplay(*QUICK, "--model", "strange_models:plain", "--out", "games", cwd=tmp_path)
@@ -98,6 +102,7 @@ def test_a_model_of_ones_own_plays(tmp_path):
     assert len(records_of(tmp_path / "games")["finished"]) == 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["another network", "not weights"])
 def test_weights_that_do_not_fit_are_refused(tmp_path, kind):
     if kind == "another network":
@@ -108,6 +113,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, kind):
     assert "weights.safetensors" in refused(*QUICK, *words, cwd=tmp_path)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/nowhere"])
 def test_an_out_that_cannot_be_written_is_refused(tmp_path, out):
     (tmp_path / "file").write_text("in the way")
@@ -120,6 +126,7 @@ def little_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_the_run_and_room_mends_it(tmp_path):
     words = ["--model", "uniform", "--games", 100, "--workers", 2, "--out", "games"]
     done = selfplay(*words, cwd=tmp_path, preexec_fn=little_room)
@@ -144,6 +151,7 @@ def test_no_space_left_is_said(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("model", ["uniform", "rollout", "blobnet-small"])
 def test_the_report_alone_is_on_standard_output(tmp_path, model):
     done = selfplay("--model", model, "--games", 20, "--simulations", 6, "--no-roofline", "--json", "-", cwd=tmp_path)
@@ -170,6 +178,7 @@ def test_a_game_of_ones_own_plays(tmp_path):
     assert (records["returns"].sum(axis=1) == 0).all()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("source", "message"),
     [

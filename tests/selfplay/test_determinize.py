@@ -107,6 +107,7 @@ def test_all_deals_that_fit_are_drawn_alike(knowledge, each):
     assert chance_of(drawn, knowledge, each) > 1e-4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("knowledge", CASES)
 def test_a_guess_that_peeks_is_found_out(knowledge):
     assert chance_of(peeking, knowledge, 60 * 20) < 1e-4

@@ -101,6 +101,7 @@ def test_without_any_folder_the_cure_is_named(rules, tmp_path, monkeypatch):
         kernels.cache_folder(rules())
 
 
+@pytest.mark.thorough
 def test_compiled_code_is_used_by_the_next_process():
     """The kernels of Connect Four, which other tests have compiled, are read rather than compiled again."""
     code = (

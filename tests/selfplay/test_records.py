@@ -189,6 +189,7 @@ def write_with_little_room(path, part, results):
         results.send_bytes(b"written")
 
 
+@pytest.mark.thorough
 def test_a_shard_that_does_not_fit_leaves_nothing_behind(folder, games):
     before = sorted(folder.path.iterdir())
     ours, theirs = multiprocessing.Pipe()

@@ -41,6 +41,7 @@ def workers_of(process):
     return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", counts(3, 20))
 def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, times):
     records, seconds = whole
@@ -59,6 +60,7 @@ def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, tim
     assert times < 10 or kept > 0
 
 
+@pytest.mark.thorough
 def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
     with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
@@ -71,6 +73,7 @@ def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped for good"])
 def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, number):
     with started(*WORK, "--json", "-", cwd=tmp_path, run=SMALL_SHARDS) as process:
@@ -83,6 +86,7 @@ def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, nu
     assert json.loads(out)["progress"]["done"] == GAMES
 
 
+@pytest.mark.thorough
 def test_when_every_worker_is_killed_the_run_ends_with_the_cure(whole, tmp_path):
     with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
@@ -97,6 +101,7 @@ def test_when_every_worker_is_killed_the_run_ends_with_the_cure(whole, tmp_path)
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [
@@ -122,6 +127,7 @@ def test_a_run_that_is_told_to_stop_keeps_what_is_finished(whole, tmp_path, numb
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
+@pytest.mark.thorough
 def test_more_games_may_be_asked_for_later(whole, tmp_path):
     for games in (1000, GAMES):
         done = selfplay(*WORK, "--games", games, "--resume", "--quiet", cwd=tmp_path)

@@ -47,6 +47,7 @@ def positions(game, count, seed=0):
             yield table
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("count", counts(6, 200))
 def test_the_search_is_the_one_of_the_textbook(game, count):

@@ -80,6 +80,7 @@ def test_threats_are_met(count):
     assert held >= 0.95 * count
 
 
+@pytest.mark.thorough
 def test_nim_is_played_as_bouton_solved_it():
     """A position is lost for the one to move exactly when the heaps' exclusive or is 0 (Bouton 1901)."""
     game = Nim(None, largest=3)

@@ -105,6 +105,7 @@ def test_a_target_out_of_reach_is_an_answer_and_a_check_that_did_not_hold(gpuinf
     assert not Path("p.svg").exists()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("words", [[], ["--sweep", "max_wait=0,5ms"], ["--sweep", "routing=random,round-robin"]])
 def test_plots_are_the_same_for_the_same_result(gpuinfer, words):
     assert gpuinfer(*SMALL, *words, "--plot", "a.svg")[0] == 0

@@ -22,6 +22,7 @@ class AtOnce(Strategy):
         return -math.inf
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize(
     "jitter", [pytest.param(0.0, id="M/D/1"), pytest.param(0.5, id="M/G/1"), pytest.param(1.0, id="as M/M/1")]
@@ -73,6 +74,7 @@ def test_littles_law_holds():
     assert thinking + outcome.served_requests_per_s * outcome.latency_s["mean"] == pytest.approx(40, rel=0.02)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "load",
     [
@@ -168,6 +170,7 @@ def test_of_two_replicas_each_counts_for_itself():
     assert abs(outcome.replicas[0].requests - outcome.replicas[1].requests) <= 20
 
 
+@pytest.mark.thorough
 def test_better_routing_waits_less():
     def wait(routing):
         load, service = Poisson(8 * 800), ServiceModel(beta=1e-3)

@@ -56,6 +56,7 @@ class Latencies:
         return chosen[int(0.95 * len(chosen))]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("load", [0.05, 0.3, 0.6, 0.8])
 @pytest.mark.parametrize("model", [LINE, STEPS], ids=["line", "steps"])
 def test_the_target_is_met_where_a_fixed_setting_meets_it_and_nobody_waits_longer_on_average(model, load):

@@ -18,6 +18,7 @@ CARD = ServiceModel(alpha=50e-6, beta=2e-3, jitter=0.05)
 BETAS = (0.0, 0.25, 0.5, 1.0, 2.0)  # waits that are tried by hand, in fixed costs
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", [Dynamic, Adaptive])
 @pytest.mark.parametrize("constant", [False, True], ids=["exponential", "constant"])
 @pytest.mark.parametrize("think", [0.02, 0.3, 1.0, 3.0, 10.0])
