@@ -33,9 +33,17 @@ DEPENDENT = (
     "tests/test_inprocess.py",
     "tests/test_verify.py",
     "tests/test_verify_parts.py",
-    "tests/selfplay",
+    "tests/selfplay/test_bits.py",
+    "tests/selfplay/test_blob_rules.py",
+    "tests/selfplay/test_connect_four_rules.py",
+    "tests/selfplay/test_determinize.py",
+    "tests/selfplay/test_in_place.py",
+    "tests/selfplay/test_player.py",
+    "tests/selfplay/test_search.py",
+    "tests/selfplay/test_strength.py",
+    "tests/selfplay/test_workers.py",
 )
-"""Files and folders of tests that compare bits, or numbers, of models and compiled kernels."""
+"""Tests that compare bits, or numbers, of models and compiled kernels."""
 
 
 @dataclass(frozen=True)
