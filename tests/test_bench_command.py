@@ -36,6 +36,7 @@ def site(tmp_path, monkeypatch):
     sys.modules.pop("count_package", None)
 
 
+@pytest.mark.thorough
 def test_a_comparison_shows_a_table_a_verdict_and_the_command(gpuinfer):
     code, out, err = gpuinfer(*BENCH, *SLOW)
     assert code == 0
@@ -128,6 +129,7 @@ def test_the_games_that_are_named_are_played_to_their_end(gpuinfer):
     assert {one["metric"] for one in document["samples"]} == {"games_per_min"}
 
 
+@pytest.mark.thorough
 def test_the_winner_can_be_applied(gpuinfer):
     code, _, err = gpuinfer(*BENCH, "-B", "seconds=20ms,0", "--apply", "--quiet")
     assert code == 0
@@ -135,6 +137,7 @@ def test_the_winner_can_be_applied(gpuinfer):
     assert "seconds = 0.0" in Path("gpuinfer.toml").read_text()
 
 
+@pytest.mark.thorough
 def test_what_the_environment_says_against_an_applied_setting_is_told(gpuinfer, monkeypatch):
     monkeypatch.setenv("GPUINFER_BACKENDS__PARROT__SECONDS", "0.5")
     code, _, err = gpuinfer(*BENCH, "-B", "seconds=20ms,0", "--apply", "--quiet")

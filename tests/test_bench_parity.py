@@ -49,6 +49,7 @@ def test_16_bits_are_given_more_room_and_said_so():
     assert parity.tolerance == pytest.approx(0.03125)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(Liar, id="a little off"), pytest.param(Swapper, id="rows mixed up", marks=pytest.mark.thorough)],

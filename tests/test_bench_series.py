@@ -175,6 +175,7 @@ def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monke
     assert Kind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
 
 
+@pytest.mark.thorough
 def test_an_answer_that_cannot_be_checked_after_a_run_is_a_failure():
     class Forgetful(InProcess):
         """Cannot be opened in a worker process."""

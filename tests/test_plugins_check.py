@@ -90,6 +90,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_options_can_be_given_and_a_workload_runs_with_worker_processes(site):
     install_broken(site, {"workloads": {"needy": "broken_plugins:Needy"}})
     told = []

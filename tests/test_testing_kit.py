@@ -477,6 +477,7 @@ def test_a_workload_in_order_passes():
     assert_ok(check_workload(Sums, answer=lambda request: request.payload))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("workload", "promise"),
     [

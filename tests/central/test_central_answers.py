@@ -79,6 +79,7 @@ def test_requests_that_share_a_batch_are_answered_as_if_each_were_alone(client, 
     assert sum(after.batches.values()) - sum(before.batches.values()) < len(blocks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "input_dtype", "features"),
     [
@@ -158,6 +159,7 @@ def test_thirty_two_clients_at_once_each_get_their_own_answers(requests):
     assert max(stats.batches) > 200, "no two requests ever shared a batch"
 
 
+@pytest.mark.thorough
 def test_closing_returns_what_the_server_has_counted(capfd):
     server = served()
     with server, server.client() as client:

@@ -61,6 +61,7 @@ def test_a_run_with_two_workers_is_served_by_one_server(tmp_path):
     assert sum(report["errors"].values()) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", ["2", pytest.param("1", marks=pytest.mark.soak)])
 def test_a_deterministic_run_plays_the_same_games_as_without_a_server(tmp_path, workers):
     central = ["--backend", "central", "--workers", workers, "--deterministic", "--out", "central"]

@@ -108,6 +108,7 @@ async def test_a_backend_that_is_closed_fails_whoever_still_waits(slow):
     assert [type(answer) for answer in await asyncio.wait_for(asked, 5)] == [Closed]
 
 
+@pytest.mark.thorough
 def test_a_server_that_restarts_answers_what_was_outstanding_once():
     with serving(arguments={"seconds": 0.05}, restart=True) as server:
         way = Way(server._setup, server.address, server.restarts_within_s)
@@ -237,6 +238,7 @@ def named_memory(pids):
     return [path for path in maps + links if path.startswith("/dev/shm")]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("restart", [False, True], ids=["", "that would restart it"])
 def test_with_a_killed_owner_all_ends_and_nothing_is_left(restart):

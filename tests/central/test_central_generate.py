@@ -91,6 +91,7 @@ def answers_in(path):
     return answers
 
 
+@pytest.mark.thorough
 def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(prompts):
     reports = {
         name: generated("--backend", name, "--output", f"{name}.jsonl", cwd=prompts)

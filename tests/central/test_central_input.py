@@ -150,6 +150,7 @@ def test_many_small_requests_leave_room_for_larger_ones():
         assert mapped(pid_of(server)) <= 256 + 2
 
 
+@pytest.mark.thorough
 def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
     with serving("models:faulty", forwards=1) as server, server.client() as client:
         client.submit(poisoned(Faulty.HANGS))
@@ -206,6 +207,7 @@ def test_a_row_that_the_model_fails_on_fails_its_own_request_only(server, client
     assert server.stats().errors.get("failed", 0) - before.errors.get("failed", 0) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [Faulty.OTHER_SHAPE])
 def test_an_answer_of_another_shape_fails_its_request(how):
     with serving("models:faulty") as server, server.client() as client:
@@ -215,6 +217,7 @@ def test_an_answer_of_another_shape_fails_its_request(how):
         assert wrong(rows, client.evaluate(rows)) is None
 
 
+@pytest.mark.thorough
 def test_a_model_that_hangs_is_given_up_and_whoever_waits_is_told():
     with serving("models:faulty", batch_timeout=0.5) as server, server.client() as client, server.client() as other:
         asked = [client.submit(poisoned(Faulty.HANGS)) for _ in range(3)]
@@ -400,6 +403,7 @@ def test_a_server_that_cannot_be_had_says_why(model, options, kind, message):
         served(model, **options).start()
 
 
+@pytest.mark.thorough
 def test_a_server_serves_once():
     server = served()
     with pytest.raises(Closed, match="with CentralServer"):

@@ -170,6 +170,7 @@ def test_bytes_that_are_no_prompt_are_answered_as_a_bad_prompt(server):
     assert (answer.kind, answer.number, answer.body["type"]) == (Kind.FAILED, 7, "BadPrompt")
 
 
+@pytest.mark.thorough
 async def test_a_killed_server_fails_at_once_what_is_under_way():
     with serving_text() as server:
         async with asking(server) as engine:

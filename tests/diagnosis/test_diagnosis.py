@@ -60,6 +60,7 @@ def test_the_matrix_counts_strong_runs_by_what_was_planted_and_what_was_said():
     assert "| slow search | median 0.75, 0 of 1 within 10% |" in predictions(outcomes)
 
 
+@pytest.mark.thorough
 def test_what_is_kept_of_a_run_is_judged_again_alike(tmp_path):
     with judged() as seen:
         told = report_of(healthy(random.Random(3)))["bottleneck"]

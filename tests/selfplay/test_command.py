@@ -63,6 +63,7 @@ def test_bad_usage_is_refused_at_once(words, message):
     assert message in refused(*words, cwd=HERE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("factory", "message"),
@@ -78,6 +79,7 @@ def test_a_model_factory_that_fails_is_named(factory, message):
     assert message in refused(*QUICK, "--model", f"strange_models:{factory}", cwd=HERE)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("factory", "message"),
@@ -102,6 +104,7 @@ def test_a_model_of_ones_own_plays(tmp_path):
     assert len(records_of(tmp_path / "games")["finished"]) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("kind", ["another network", "not weights"])
 def test_weights_that_do_not_fit_are_refused(tmp_path, kind):
@@ -137,6 +140,7 @@ def test_a_full_disk_ends_the_run_and_room_mends_it(tmp_path):
     assert records_of(tmp_path / "games")["finished"].tolist() == list(range(100))
 
 
+@pytest.mark.thorough
 def test_no_space_left_is_said(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -165,6 +169,7 @@ def test_the_report_alone_is_on_standard_output(tmp_path, model):
     assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"], rel=0.05, abs=0.1)
 
 
+@pytest.mark.thorough
 def test_a_game_of_ones_own_plays(tmp_path):
     """The example, as its docstring says, from a folder that Python does not search by itself."""
     shutil.copy(EXAMPLES / "nim.py", tmp_path)

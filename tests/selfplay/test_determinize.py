@@ -100,6 +100,7 @@ def chance_of(draw: Callable[[Table, int], list[Deal]], knowledge: Knowledge, ea
     return float(stats.chisquare([found[deal] for deal in possible]).pvalue)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("knowledge", CASES)
 @pytest.mark.parametrize("each", counts(60, 5_000))
 def test_all_deals_that_fit_are_drawn_alike(knowledge, each):
@@ -130,6 +131,7 @@ def test_guesses_drawn_one_by_one_are_as_uniform_as_those_of_one_call():
     assert chance_of(alternating, knowledge, 40) > 1e-4
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(200))
 @given(
     size=st.sampled_from(SIZES),

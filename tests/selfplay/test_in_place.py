@@ -39,6 +39,7 @@ def test_room_that_does_not_fit_the_game_is_refused(tmp_path):
         go(Narrow, tmp_path, games=5, games_in_flight=5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", [InPlace, Central])
 def test_a_worker_whose_model_is_elsewhere_does_not_load_torch(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(workload, "PLAYER", "in_place:play")

@@ -208,6 +208,7 @@ def test_no_space_names_its_cure(tmp_path):
     assert message.endswith("Free some space, then run again with --resume.")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_reads_every_row_once(folder, games, workers):
     dataset = SelfPlayRecords(folder.path)

@@ -73,6 +73,7 @@ def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped for good"])
 def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, number):
@@ -136,6 +137,7 @@ def test_more_games_may_be_asked_for_later(whole, tmp_path):
     assert same(records_of(tmp_path / "games"), whole[0])
 
 
+@pytest.mark.thorough
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     for before in (0, 20):
         words = ["--games", 20, "--model", "uniform", "--workers", 1, "--out", "games", "--resume", "--json", "-"]
@@ -150,6 +152,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     assert len(records_of(tmp_path / "games")["finished"]) == 20
 
 
+@pytest.mark.thorough
 def test_other_settings_are_refused_with_the_difference(tmp_path):
     words = ["--games", 5, "--model", "uniform", "--workers", 1, "--out", "games", "--quiet"]
     assert selfplay(*words, cwd=tmp_path).returncode == 0
@@ -162,6 +165,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     assert "Add --resume to go on with them" in complaint(again)
 
 
+@pytest.mark.thorough
 def test_what_is_complete_is_left_as_it_is_and_said_to_be(tmp_path):
     words = ["--games", 20, "--model", "uniform", "--simulations", 5, "--workers", 1, "--out", "games"]
     assert selfplay(*words, cwd=tmp_path).returncode == 0
@@ -172,6 +176,7 @@ def test_what_is_complete_is_left_as_it_is_and_said_to_be(tmp_path):
     assert "Let the run go on" not in again.stdout
 
 
+@pytest.mark.thorough
 def test_fewer_games_than_there_are_is_refused_with_the_number(tmp_path):
     words = ["--model", "uniform", "--simulations", 5, "--workers", 1, "--out", "games"]
     assert selfplay("--games", 20, *words, cwd=tmp_path).returncode == 0

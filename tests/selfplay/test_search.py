@@ -47,6 +47,7 @@ def positions(game, count, seed=0):
             yield table
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("count", counts(6, 200))
@@ -172,6 +173,7 @@ def test_one_simulation_records_the_priors():
     assert (records["policy"][records["legal"]] > 0).all()
 
 
+@pytest.mark.thorough
 def test_a_model_that_rules_every_move_out_is_taken_to_know_none_better():
     """All logits -inf: a softmax over them is no number."""
     game = ConnectFour()

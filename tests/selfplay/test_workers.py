@@ -14,6 +14,7 @@ from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize(
     "words",

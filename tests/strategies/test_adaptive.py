@@ -56,6 +56,7 @@ class Latencies:
         return chosen[int(0.95 * len(chosen))]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize("load", [0.05, 0.3, 0.6, 0.8])
 @pytest.mark.parametrize("model", [LINE, STEPS], ids=["line", "steps"])

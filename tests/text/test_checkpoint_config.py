@@ -76,6 +76,7 @@ def rotary(config: Any) -> Any:
     return kind(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", None), ("mistral", 48), ("qwen2", None), ("qwen3", 128)])
 def test_rotary_angles_are_those_of_transformers(family: str, head_dim: int, scaling: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_greedy_text_is_that_of_transformers(family):
         assert list(outcome.completions[0].tokens) == expected[0, len(tokens.tokens) :].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_sampled_text_is_the_same_in_any_company_order_and_chunks(dtype):
     folder = tiny_checkpoint("qwen2")
