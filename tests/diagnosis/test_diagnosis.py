@@ -19,21 +19,26 @@ from real import REAL
 SOAK = [pytest.mark.soak, pytest.mark.timeout(14_400)]
 
 
+def crowded(verdict) -> bool:
+    """Whether it names other programs: then what was planted is not all that held the run back."""
+    return "other programs" in verdict["why"].lower()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bottleneck_is_named(name):
     for seed in (1000, 1001):
         outcome = try_plant(name, seed, cure=False)
-        if outcome.strength >= STRONG:
+        if outcome.strength >= STRONG and not crowded(outcome.told):
             assert outcome.right, f"{outcome.told['class']}: {outcome.told['why']}"
             return
-    pytest.skip("on this machine, now, the plant made no run a fifth slower")
+    pytest.skip("on this machine, now, the plant made no run a fifth slower, or other programs had the cores")
 
 
 @pytest.mark.thorough
 def test_a_healthy_run_is_left_in_peace():
     told = [report_of(healthy(random.Random(seed)))["bottleneck"] for seed in range(4)]
-    alone = [verdict for verdict in told if "ther programs" not in verdict["why"]]
+    alone = [verdict for verdict in told if not crowded(verdict)]
     if len(alone) < len(told) // 2:
         pytest.skip("other programs have the cores, and the verdict says so")
     assert sum(not verdict["healthy"] for verdict in alone) <= 1, [verdict["why"] for verdict in alone]
