@@ -14,7 +14,7 @@ from queue_server import BLOBNET, some_rows
 
 import gpuinfer
 from gpuinfer.api import Setup
-from gpuinfer.registry import load
+from gpuinfer.config.registry import load
 from gpuinfer.runtime.session import Session
 
 CLIENTS = 8

@@ -14,10 +14,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from gpuinfer import precise_loop, registry
 from gpuinfer.api import Backend, Limits, Request, Result, Strategy
-from gpuinfer.engine import Engine
-from gpuinfer.options import Given, check
+from gpuinfer.config import registry
+from gpuinfer.config.options import Given, check
+from gpuinfer.engine.engine import Engine
+from gpuinfer.host import loop as precise_loop
 
 
 class Null(Backend):

@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuinfer import machine
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.bench.interval import Interval, interval, ratio
 from gpuinfer.bench.prompts import Drawn
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models.text.checkpoint import open_checkpoint, save_folder
-from gpuinfer.models.text.generator import Driver, Tuning, open_generator
+from gpuinfer.host import machine
 from gpuinfer.peers.child import Child
 from gpuinfer.peers.programs import PROGRAMS, python_of, pythons
+from gpuinfer.text.checkpoint import open_checkpoint, save_folder
+from gpuinfer.text.generator import Driver, Tuning, open_generator
 
 NAMES = ("batched", "transformers", "vllm")
 PRODUCTS, PEERS = "products", "best peer"

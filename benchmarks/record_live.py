@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from gpuinfer.cli.workload import build, merge
-from gpuinfer.display import frame, svg
-from gpuinfer.run import Update, run
+from gpuinfer.runtime.run import Update, run
+from gpuinfer.screen.display import frame, svg
 from gpuinfer.screen.view import Pace
 
 WIDTH, HEIGHT = 92, 30

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.generation import Sampling
-from gpuinfer.models.text.sampling import Sampler
+from gpuinfer.text.sampling import Sampler
 
 VOCABULARY = 152_064
 LAYERS, HIDDEN = 24, 896

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import engine as engine_cost
 from strategies_run import Place, adaptive, best_fixed, blobnet, live, simulated, stand_in, traced, with_turn
 
-from gpuinfer import precise_loop
-from gpuinfer.service import ServiceModel
+from gpuinfer.host import loop as precise_loop
 from gpuinfer.simulate import Closed, Mix, Poisson
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority

@@ -13,10 +13,10 @@ from typing import Any
 from gpuinfer.api import Backend, Limits, Setup, Strategy
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.backends.standin import StandIn
-from gpuinfer.run import run
-from gpuinfer.service import ServiceModel
+from gpuinfer.runtime.run import run
 from gpuinfer.simulate import Arrivals, Outcome, simulate
 from gpuinfer.simulate.fitting import of_trace
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.trace.reading import Trace, read

@@ -6,8 +6,8 @@ script imports this module alone, so that a worker does not load the command lin
 
 
 def main() -> None:
-    from gpuinfer import leaving
     from gpuinfer.cli import main as command
+    from gpuinfer.host import signals as leaving
 
     leaving.own()
     try:

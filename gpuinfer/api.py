@@ -137,7 +137,7 @@ class Setup:
     deterministic: bool = False  # same answer for a row whatever it shares its batch with
     trace: str | None = None  # where each engine records what happens (`gpuinfer.trace`); None: nowhere
     patience: float = 10.0  # seconds for which a plugin may hold something before it is named
-    give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.watchdog`)
+    give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.engine.engine.watchdog`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from gpuinfer import spending
+from gpuinfer.host import spending
 
 SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket

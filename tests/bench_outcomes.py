@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuinfer import report
 from gpuinfer.api import Progress, Roofline, Setup
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import build
+from gpuinfer.bench.measure import Variant
 from gpuinfer.bench.parity import Parity
 from gpuinfer.bench.series import Course, Measured, Outcome
-from gpuinfer.bench.variant import Variant
+from gpuinfer.report import report
 from gpuinfer.stats import Histogram, Snapshot
 
 

@@ -7,12 +7,12 @@ import jsonschema
 import pytest
 from bench_outcomes import MISSHAPEN, RIGHT, WRONG, document, outcome
 
-from gpuinfer import report
 from gpuinfer.bench import tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema, wrong
 from gpuinfer.bench.series import Course
 from gpuinfer.cli.bench import exit_code
+from gpuinfer.report import report
 
 CLEAR = {"a": [100, 102, 98], "b": [131, 133, 129]}
 NOISY = {"a": [100, 140, 80], "b": [120, 110, 130]}

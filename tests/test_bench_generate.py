@@ -10,7 +10,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer import registry
 from gpuinfer.api import Setup
 from gpuinfer.bench import generators, grid, pages, plots, tables
 from gpuinfer.bench.compare import compare
@@ -18,6 +17,7 @@ from gpuinfer.bench.document import below, build, schema
 from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Generators, Work
 from gpuinfer.bench.prompts import Drawn, Given
 from gpuinfer.bench.series import Course, Outcome
+from gpuinfer.config import registry
 from gpuinfer.peers.child import Child, PeerFailed, Ran
 from gpuinfer.peers.programs import PROGRAMS
 
@@ -314,7 +314,7 @@ def test_backends_are_compared_as_for_any_workload(gpuinfer, here):
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_makes_the_tokens_that_ours_makes_as_many(tmp_path):
     from gpuinfer.api import ModelSpec
-    from gpuinfer.models.text.checkpoint import open_checkpoint, save_folder
+    from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 
     save_folder(open_checkpoint(ModelSpec("tiny", kind="text")), tmp_path / "model")
     one = Child("transformers", PROGRAMS["transformers"].command(sys.executable), tmp_path / "log")

@@ -10,12 +10,11 @@ from gpuinfer.api import Progress
 from gpuinfer.bench import pages, tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.interval import interval
-from gpuinfer.bench.metric import LATENCY, goodness
+from gpuinfer.bench.interval import LATENCY, goodness, interval
+from gpuinfer.bench.measure import Meter
 from gpuinfer.bench.plots import plots
-from gpuinfer.bench.rate import Meter
 from gpuinfer.bench.series import Course
-from gpuinfer.run import Update
+from gpuinfer.runtime.run import Update
 from gpuinfer.stats import Histogram, Snapshot
 
 MS = 1e-3

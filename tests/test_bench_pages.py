@@ -11,7 +11,7 @@ from bench_outcomes import RIGHT, WRONG, document, outcome
 from gpuinfer.bench import pages, plots
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import build, schema
-from gpuinfer.bench.folder import write
+from gpuinfer.bench.pages import write
 from gpuinfer.bench.series import Course
 from gpuinfer.bench.tables import notes
 from gpuinfer.errors import WorkError

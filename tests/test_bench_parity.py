@@ -14,7 +14,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.bench.parity import BLOCKS, arrays, check, cut, difference, sample
-from gpuinfer.run import Plan
+from gpuinfer.runtime.run import Plan
 from gpuinfer.strategies.dynamic import Dynamic
 
 SPEC = ModelSpec("blobnet-small", inputs=40, input_dtype="uint8", arguments={"actions": 8, "seats": 2})

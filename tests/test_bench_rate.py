@@ -3,8 +3,8 @@
 import pytest
 
 from gpuinfer.api import Progress
-from gpuinfer.bench.rate import Meter, whole
-from gpuinfer.run import Update
+from gpuinfer.bench.measure import Meter, whole
+from gpuinfer.runtime.run import Update
 from gpuinfer.stats import Snapshot
 
 

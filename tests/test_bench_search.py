@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.bench.search import climb, ladder
-from gpuinfer.bench.tuning import axes, trial_s
+from gpuinfer.bench.tuning import axes, climb, ladder, trial_s
 
 
 @pytest.mark.parametrize(

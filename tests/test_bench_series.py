@@ -13,15 +13,14 @@ from helpers import AtOnce, Counting, Doubler, Unreachable
 
 from gpuinfer.api import ModelSpec, Progress, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.bench import rooflines, series, tuning
+from gpuinfer.bench import measure as rooflines
+from gpuinfer.bench import series, tuning
 from gpuinfer.bench.compare import compare
-from gpuinfer.bench.measure import Run
-from gpuinfer.bench.search import ladder
+from gpuinfer.bench.measure import Run, Variant
 from gpuinfer.bench.series import Course, Kind, Series
-from gpuinfer.bench.tuning import Space, Tuner
-from gpuinfer.bench.variant import Variant
+from gpuinfer.bench.tuning import Space, Tuner, ladder
 from gpuinfer.errors import UsageError
-from gpuinfer.run import Plan
+from gpuinfer.runtime.run import Plan
 
 BRIEF = Course(repeats=2, seconds=0.3, warmup_s=0.0)
 

@@ -3,10 +3,10 @@
 import pytest
 from packages import install, install_count
 
-from gpuinfer import registry
 from gpuinfer.cli.apply import apply, overruled
 from gpuinfer.cli.targets import seconds
 from gpuinfer.cli.variants import expand
+from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName, UsageError
 
 LISTY = """

@@ -8,9 +8,10 @@ import pytest
 from evil import Evil, Far, Few, install_evil
 from helpers import AtOnce, Doubler
 
-from gpuinfer import blame, registry, report
+from gpuinfer.config import blame, registry
 from gpuinfer.errors import BackendError, StrategyError, UsageError, WorkError, WorkloadError
-from gpuinfer.run import run
+from gpuinfer.report import report
+from gpuinfer.runtime.run import run
 
 
 @pytest.fixture

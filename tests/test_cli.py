@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from packages import install, install_count
 
-from gpuinfer import registry
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
 from gpuinfer.cli.spelling import anew, spelled
 from gpuinfer.cli.workload import build, merge
+from gpuinfer.config import registry
 
 RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
 
@@ -483,7 +483,7 @@ def test_lists_can_be_given_in_every_way(gpuinfer, needy, flags, variable, toml,
 def test_lists_are_options_of_backends_too(needy):
     words = ["names=a,b", "names=c", "place=x", "place=y", "counts=[1, 2]"]
     from gpuinfer.cli.flags import pairs
-    from gpuinfer.options import check
+    from gpuinfer.config.options import check
 
     plugin, given = registry.load("workloads", "needy"), pairs(words, "-B", "needy")
     values = check(plugin.Options, {key.removeprefix("needy."): one for key, one in given.items()}, "it")

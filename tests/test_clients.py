@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.batching.clients import DORMANT, DORMANT_S, Clients
+from gpuinfer.engine.queue import DORMANT, DORMANT_S, Clients
 
 NAMES = ("ann", "bob", "cat")
 

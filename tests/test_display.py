@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gpuinfer import units
 from gpuinfer.api import Progress, Roofline
-from gpuinfer.display import Display, frame, result_panel, svg
-from gpuinfer.run import Update
-from gpuinfer.screen import summary, units, view
+from gpuinfer.runtime.run import Update
+from gpuinfer.screen import summary, view
+from gpuinfer.screen.display import Display, frame, result_panel, svg
 from gpuinfer.stats import Snapshot
 
 LANES = (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from packages import install
 
-from gpuinfer import registry
 from gpuinfer.cli import examination
+from gpuinfer.config import registry
 
 WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}
 GPU = {"cuda": "13.0", "gpus": ["H200"], "cpu": "AVX2"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from gpuinfer.api import Backend, Limits
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.stats import summarise
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual

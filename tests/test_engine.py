@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpuinfer.api import Backend, Event, Limits, Reason, Strategy, enter_station
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import (
     BackendDied,
     BackendError,

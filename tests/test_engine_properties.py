@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from gpuinfer.api import Backend, Limits
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Closed, Expired, QueueFull, StrategyError
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import VirtualLoop

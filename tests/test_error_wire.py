@@ -3,8 +3,8 @@
 import pytest
 
 from gpuinfer import errors
-from gpuinfer.error_wire import nearest, rebuilt
 from gpuinfer.errors import BadPrompt, GpuinferError
+from gpuinfer.host.error_wire import nearest, rebuilt
 
 
 class Own(BadPrompt):

@@ -11,11 +11,12 @@ import torch
 from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.config.registry import load
 from gpuinfer.errors import UsageError
-from gpuinfer.models import formats, processor
-from gpuinfer.models.formats import computed_in, notices
+from gpuinfer.models import processor
+from gpuinfer.models import processor as formats
 from gpuinfer.models.load import build
-from gpuinfer.registry import load
+from gpuinfer.models.processor import computed_in, notices
 
 NARROW = ("bfloat16", "float16")
 SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})

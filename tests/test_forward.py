@@ -16,13 +16,12 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendError
 from gpuinfer.models import pinned
-from gpuinfer.models.bits import table_of, unpacked
-from gpuinfer.models.buckets import bucket_for, buckets_up_to
-from gpuinfer.models.crossing import WORTH_A_COPY, lies_pinned, sources
 from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory
-from gpuinfer.models.staging import Blocks
+from gpuinfer.models.pinned import WORTH_A_COPY, lies_pinned, sources
+from gpuinfer.models.staging import Blocks, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
 DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]

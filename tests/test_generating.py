@@ -12,14 +12,14 @@ from text.toy import alone, toy_generator
 
 from gpuinfer.api import Backend, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired
-from gpuinfer.generating import FEW, TextModel
 from gpuinfer.generation import Constraint, Prompt, Sampling
-from gpuinfer.models.text.generator import Driver
-from gpuinfer.report import schema
+from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
+from gpuinfer.text.generator import Driver
+from gpuinfer.text.model import FEW, TextModel
 
 WAIT_S = 30.0
 SLOTS = 4

@@ -12,12 +12,11 @@ from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
-from gpuinfer.models.crossing import lies_pinned
 from gpuinfer.models.device import resolve_device
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.load import build
-from gpuinfer.models.pinned import register
+from gpuinfer.models.pinned import lies_pinned, register
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendDied, BackendError, UnknownName, UsageError
-from gpuinfer.machine import cores
+from gpuinfer.host.machine import cores
 from gpuinfer.testing import assert_ok, check_backend
 
 FEATURES, ACTIONS, SEATS = 32, 9, 4

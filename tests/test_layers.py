@@ -14,47 +14,30 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 LAYERS = [
     ["gpuinfer.__main__"],
     ["gpuinfer.cli"],
-    ["gpuinfer.display"],
-    ["gpuinfer.screen", "gpuinfer.testing"],
-    ["gpuinfer.bench", "gpuinfer.verifying"],
-    ["gpuinfer.run"],
-    ["gpuinfer.measuring"],
-    ["gpuinfer.report"],
-    ["gpuinfer.verdict"],
-    ["gpuinfer.evidence"],
-    ["gpuinfer.change"],
-    ["gpuinfer.workloads", "gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.runtime"],
-    ["gpuinfer.central"],
-    ["gpuinfer.engine", "gpuinfer.simulate"],
-    ["gpuinfer.batching", "gpuinfer.generating", "gpuinfer.peers"],
-    ["gpuinfer.models"],
-    ["gpuinfer.children"],
-    ["gpuinfer.settings"],
-    ["gpuinfer.trace", "gpuinfer.watchdog"],
-    ["gpuinfer.blame"],
-    ["gpuinfer.registry"],
-    ["gpuinfer.sharing"],
-    ["gpuinfer.neighbours"],
+    ["gpuinfer.bench", "gpuinfer.screen", "gpuinfer.testing", "gpuinfer.verifying"],
     [
-        "gpuinfer.options",
-        "gpuinfer.stats",
-        "gpuinfer.machine",
-        "gpuinfer.layouts",
-        "gpuinfer.service",
-        "gpuinfer.pauses",
+        "gpuinfer.backends",
+        "gpuinfer.runtime",
+        "gpuinfer.strategies",
+        "gpuinfer.workloads.generate",
+        "gpuinfer.workloads.load",
+        "gpuinfer.workloads.selfplay",
+        "gpuinfer.workloads",
     ],
-    ["gpuinfer.precise_loop", "gpuinfer.spending", "gpuinfer.signals", "gpuinfer.leaving"],
-    ["gpuinfer.api", "gpuinfer.error_wire", "gpuinfer.generation"],
+    ["gpuinfer.central", "gpuinfer.peers", "gpuinfer.simulate"],
+    ["gpuinfer.engine", "gpuinfer.load", "gpuinfer.report", "gpuinfer.text"],
+    ["gpuinfer.models", "gpuinfer.trace"],
+    ["gpuinfer.config", "gpuinfer.stats"],
+    ["gpuinfer.host", "gpuinfer.units"],
+    ["gpuinfer.api", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
-ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.display"]}
+ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display"]}
 HEAVY = {
-    "torch": ["gpuinfer.models", "gpuinfer.workloads.selfplay.dataset"],
-    "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models"],
+    "torch": ["gpuinfer.models", "gpuinfer.text", "gpuinfer.workloads.selfplay.dataset"],
+    "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
 }
-# A screen-only helper that knows no more than numbers and their units.
-FREE = ("gpuinfer.screen.units",)
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -115,8 +98,6 @@ def test_imports_point_down(name):
     for target, now in IMPORTS[name]:
         if not inside(target, "gpuinfer") and not target.startswith("gpuinfer."):
             continue
-        if target.startswith(FREE):
-            continue
         level, member = layer(target)
         if member != own and level <= own_level and now:
             upward.append(target)
@@ -140,7 +121,7 @@ def test_heavy_libraries_are_imported_where_they_are_used(name):
 def test_no_plugin_is_named_by_the_engine():
     plugins = ("gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.workloads")
     for name in MODULES:
-        if name == "gpuinfer.engine" or name.startswith("gpuinfer.batching"):
+        if name.startswith("gpuinfer.engine"):
             assert not [target for target, _ in IMPORTS[name] if target.startswith(plugins)]
 
 

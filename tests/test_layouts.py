@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendError, UnknownName
-from gpuinfer.layouts import INPUT_DTYPES, AnswerLayout, misfit, row_dtype, row_shape
+from gpuinfer.models.layouts import INPUT_DTYPES, AnswerLayout, misfit, row_dtype, row_shape
 
 
 def spec(input_dtype="uint8", inputs=13):

@@ -9,9 +9,9 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.layouts import AnswerLayout
 from gpuinfer.models.device import cpu_name, device_name, resolve_device, resolve_dtype
 from gpuinfer.models.frozen import Affine, PackedAffine
+from gpuinfer.models.layouts import AnswerLayout
 from gpuinfer.models.load import build, probe, trainable
 from gpuinfer.models.networks import BlobNet, BlobNetSmall
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.neighbours import CoreTime, core_time
+from gpuinfer.host.neighbours import CoreTime, core_time
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 

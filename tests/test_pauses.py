@@ -7,7 +7,7 @@ import gc
 import pytest
 from helpers import AtOnce, Doubler
 
-from gpuinfer import pauses
+from gpuinfer.host import pauses
 from gpuinfer.runtime.session import Session
 
 

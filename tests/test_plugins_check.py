@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packages import install
 
-from gpuinfer import registry
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.testing import check_package
 

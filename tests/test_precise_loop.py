@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from gpuinfer import precise_loop
+from gpuinfer.host import loop as precise_loop
 
 
 @pytest.fixture

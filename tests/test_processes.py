@@ -16,7 +16,8 @@ from helpers import AtOnce, Doubler, Unpicklable, Unreachable
 from gpuinfer import errors
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, QueueFull, UnknownName, UsageError, WorkerDied
-from gpuinfer.runtime import endings, processes
+from gpuinfer.runtime import line as endings
+from gpuinfer.runtime import processes
 from gpuinfer.runtime.session import Session
 from gpuinfer.runtime.worker import describe
 
@@ -228,7 +229,7 @@ async def test_nothing_is_left_behind_by_many_workers():
 
 async def test_the_cores_are_shared_out_and_the_variables_put_back(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("gpuinfer.machine.cores", lambda: 6)
+    monkeypatch.setattr("gpuinfer.host.machine.cores", lambda: 6)
     async with session() as infer, infer.workers("helpers:watch", [{}, {}]) as workers:
         _, told = await anext(aiter(workers))
         assert told["threads"] == "3"

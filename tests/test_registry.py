@@ -7,8 +7,8 @@ import sys
 import pytest
 from packages import install
 
-from gpuinfer import registry
 from gpuinfer.api import Backend
+from gpuinfer.config import registry
 from gpuinfer.errors import PluginError, UnknownName
 
 GOOD = """

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
-from gpuinfer.neighbours import CoreTime
-from gpuinfer.report import Run, batches, build, evidence, schema, throughput, time_s
+from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
 from gpuinfer.stats import Histogram, Snapshot, merge, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)

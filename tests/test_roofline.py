@@ -11,10 +11,10 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.measuring import AFTER_S, LONGER_S, reconciled
 from gpuinfer.models.bare import Arrangement, Candidate, climb, cpu_arrangements, cpu_looks, measure, search
 from gpuinfer.models.looks import Mark, looks, marked, sustained
 from gpuinfer.models.roofline import measure_in_child, outcome, unpacked
+from gpuinfer.runtime.measuring import AFTER_S, LONGER_S, reconciled
 
 ONE, TWO = Arrangement(1, 2), Arrangement(2, 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)

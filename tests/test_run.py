@@ -16,10 +16,11 @@ import pytest
 from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreachable
 from remotes import Far
 
-from gpuinfer import measuring, report
 from gpuinfer.api import ModelSpec, Roofline, Setup
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.run import execute, run
+from gpuinfer.report import report
+from gpuinfer.runtime import measuring
+from gpuinfer.runtime.run import execute, run
 
 HERE = str(Path(__file__).parent)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from packages import install_count
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from gpuinfer import options, registry, settings
+from gpuinfer.config import options, registry, settings
+from gpuinfer.config.options import Given
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given
 
 
 @pytest.fixture(autouse=True)

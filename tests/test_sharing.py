@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpuinfer import machine
-from gpuinfer.neighbours import CoreTime
+from gpuinfer.host import machine
+from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.report.cores import cores
 from gpuinfer.screen.summary import rows
 from gpuinfer.screen.view import on_cores
-from gpuinfer.sharing import cores
 from gpuinfer.stats import Snapshot
 
 LANES = ({"name": "search", "stations": {"search": 6.0, "idle": 4.0}, "ran": {"search": 3.0}},

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.standin import StandIn
 from gpuinfer.bench import parity
-from gpuinfer.bench.rooflines import Rooflines
-from gpuinfer.engine import Engine
+from gpuinfer.bench.measure import Rooflines
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, UsageError
-from gpuinfer.run import Plan
+from gpuinfer.runtime.run import Plan
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend, run_virtual
 from gpuinfer.workloads.load.workload import Load

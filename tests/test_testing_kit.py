@@ -16,14 +16,7 @@ from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
 from gpuinfer.cli import flags
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.testing import (
-    FakeInfer,
-    assert_ok,
-    check_backend,
-    check_strategy,
-    check_workload,
-    run_virtual,
-)
+from gpuinfer.testing import FakeInfer, assert_ok, check_backend, check_strategy, check_workload, run_virtual
 from gpuinfer.testing.fakes import made_up
 from gpuinfer.testing.findings import reserved_names
 

@@ -14,20 +14,20 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 
-from gpuinfer import registry
 from gpuinfer.api import Setup
 from gpuinfer.bench import trial as turns
 from gpuinfer.bench.trial import Course, Turns, course_for
-from gpuinfer.change import Change
 from gpuinfer.cli import flags, trial
 from gpuinfer.cli.app import run as gpuinfer
 from gpuinfer.cli.targets import parameters
 from gpuinfer.cli.workload import build, merge
-from gpuinfer.display import Display
+from gpuinfer.config import registry
+from gpuinfer.config.change import Change
 from gpuinfer.errors import WorkError
-from gpuinfer.report import schema
+from gpuinfer.report.report import schema
+from gpuinfer.report.trying import Trial, after, to_try
+from gpuinfer.screen.display import Display
 from gpuinfer.screen.summary import rows, tried
-from gpuinfer.verdict.trying import Trial, after, to_try
 
 LOAD = ["load", "--backend", "standin", "--clients", "16"]
 STANDIN = ("alpha=0", "beta=4ms", "max_rows=1")  # one row each 4 ms, and more would cost nothing
@@ -316,7 +316,7 @@ def test_a_command_tries_its_advice_and_writes_what_it_measured(monkeypatch, cap
     """The whole way, of a run that is far too short for it: a hundred times its length may be spent on trying."""
     for name, value in (("SHARE", 100.0), ("LEAST_S", 0.1), ("LONGEST_S", 0.1), ("PAIRS", (2,))):
         monkeypatch.setattr(turns, name, value)
-    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    monkeypatch.setattr("gpuinfer.report.report.judge", lambda run: JUDGED)
     given = [word for option in STANDIN for word in ("-B", option)]
     assert gpuinfer([*LOAD, *given, "--duration", "0.3", "--trial", "--json", "r.json"]) == 0
     report = json.loads(Path("r.json").read_text())
@@ -330,7 +330,7 @@ def test_a_command_tries_its_advice_and_writes_what_it_measured(monkeypatch, cap
 
 def test_a_report_is_on_the_disk_before_its_advice_is_tried(monkeypatch):
     kept = []
-    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    monkeypatch.setattr("gpuinfer.report.report.judge", lambda run: JUDGED)
     monkeypatch.setattr(turns, "SHARE", 1000.0)
     monkeypatch.setattr(Turns, "run", lambda self: kept.append(json.loads(Path("r.json").read_text())) or (1, 1, 1))
     assert gpuinfer([*LOAD, "--duration", "0.1", "--trial", "--json", "r.json"]) == 0
@@ -339,7 +339,7 @@ def test_a_report_is_on_the_disk_before_its_advice_is_tried(monkeypatch):
 
 
 def test_without_a_terminal_nothing_is_tried_unless_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr("gpuinfer.report.judge", lambda run: JUDGED)
+    monkeypatch.setattr("gpuinfer.report.report.judge", lambda run: JUDGED)
     monkeypatch.setattr(Turns, "run", lambda self: pytest.fail("it was tried"))
     assert gpuinfer([*LOAD, "--duration", "0.1", "--json", "r.json"]) == 0
     told = json.loads(Path("r.json").read_text())["bottleneck"]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
-from gpuinfer.change import Change
-from gpuinfer.evidence import Evidence, is_forward
-from gpuinfer.report import schema
-from gpuinfer.verdict import judge
+from gpuinfer.config.change import Change
+from gpuinfer.report.evidence import Evidence, is_forward
+from gpuinfer.report.judging import judge
+from gpuinfer.report.report import schema
 
 ROOFLINE = Roofline(10_000.0, 512, "2 forwards × 1 thread")
 OPTIONS = {

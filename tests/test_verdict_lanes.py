@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Backend, Limits
-from gpuinfer.engine import Engine
-from gpuinfer.evidence import Evidence
+from gpuinfer.engine.engine import Engine
+from gpuinfer.report.evidence import Evidence
 from gpuinfer.stats import Lane, Snapshot, merge, merge_in_turn, since
 
 

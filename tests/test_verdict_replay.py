@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
-from gpuinfer.evidence import Evidence
-from gpuinfer.verdict.bounds import bounds, cap, served_s, think_s
-from gpuinfer.verdict.curve import Curve, curve_of
-from gpuinfer.verdict.forecast import alike, forecast, systems_of, with_rows, with_workers
-from gpuinfer.verdict.replay import System, rows_per_s
+from gpuinfer.report.evidence import Evidence
+from gpuinfer.report.forecast import alike, forecast, systems_of, with_rows, with_workers
+from gpuinfer.report.laws import Curve, bounds, cap, curve_of, served_s, think_s
+from gpuinfer.report.replay import System, rows_per_s
 
 FLAT = Curve([(64, 0.020), (512, 0.020)])  # a batch costs the same whatever its size, up to 512 rows
 

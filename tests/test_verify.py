@@ -15,9 +15,9 @@ import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.models.text.generator import opening
-from gpuinfer.models.text.language import subwords
-from gpuinfer.models.text.language.chat import ChatTemplate
+from gpuinfer.text.generator import opening
+from gpuinfer.text.language import subwords
+from gpuinfer.text.language.chat import ChatTemplate
 from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
 from gpuinfer.verifying.rig import open_rig
 from gpuinfer.verifying.witness import Witness

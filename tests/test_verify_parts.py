@@ -11,12 +11,12 @@ from text.tiny import tiny_checkpoint
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
-from gpuinfer.verifying import peer, positions, prompts, rounding, routes
+from gpuinfer.verifying import asking as routes
+from gpuinfer.verifying import peer, positions, prompts, rounding
 from gpuinfer.verifying.asking import asked
 from gpuinfer.verifying.judging import Judge
-from gpuinfer.verifying.options import Options
 from gpuinfer.verifying.peer import Peer
-from gpuinfer.verifying.rig import Tolerance, open_rig, tolerance
+from gpuinfer.verifying.rig import Options, Tolerance, open_rig, tolerance
 from gpuinfer.verifying.verification import Verification
 from gpuinfer.verifying.witness import Witness, history
 
@@ -174,7 +174,7 @@ def test_a_history_depends_on_order_and_grows_by_parts():
 
 
 def test_a_generator_that_does_nothing_is_given_up(rig, monkeypatch):
-    from gpuinfer.models.text.generator import Generator, Stepped
+    from gpuinfer.text.generator import Generator, Stepped
 
     monkeypatch.setattr(Generator, "step", lambda self: Stepped(()))
     with pytest.raises(WorkError, match="without doing anything"):

@@ -16,11 +16,13 @@ import pytest
 from evil import Evil, Far, Few, install_evil
 from helpers import AtOnce
 
-from gpuinfer import leaving, precise_loop, watchdog
 from gpuinfer.api import Setup
+from gpuinfer.engine import watchdog
+from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import BackendDied, StrategyError
-from gpuinfer.run import run
-from gpuinfer.watchdog import Held, Patience, Watchdog
+from gpuinfer.host import loop as precise_loop
+from gpuinfer.host import signals as leaving
+from gpuinfer.runtime.run import run
 
 HERE = str(Path(__file__).parent)
 SETUP = Setup(patience=0.1, give_up=0.3)

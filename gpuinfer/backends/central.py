@@ -18,7 +18,7 @@ from gpuinfer.central.link import Link
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
-from gpuinfer.models import formats
+from gpuinfer.models import processor as formats
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 

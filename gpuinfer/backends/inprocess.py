@@ -13,9 +13,9 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.generating import TextModel
-from gpuinfer.layouts import misfit
-from gpuinfer.models import formats
+from gpuinfer.models import processor as formats
+from gpuinfer.models.layouts import misfit
+from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
     from gpuinfer.models.opening import Opened

@@ -14,7 +14,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, Limits, Request, Result, Setup
 from gpuinfer.errors import BackendDied, BackendError, UsageError
-from gpuinfer.service import ServiceModel
+from gpuinfer.simulate.service import ServiceModel
 
 ALPHA_S, BETA_S = 50e-6, 2e-3  # a row and a batch of a middling model on a middling card
 
@@ -24,7 +24,7 @@ class StandIn(Backend):
 
     A batch of n rows takes alpha·n + beta, and a step for each full `step_rows` rows beyond the first. Batches in
     flight do not slow one another. The time counts from the call of `infer`, and ends by the event loop's own timer:
-    an answer can be taken no sooner than the loop is free. On a loop of `gpuinfer.precise_loop` that is true to about
+    an answer can be taken no sooner than the loop is free. On a loop of `gpuinfer.host.loop` that is true to about
     0.1 ms; plain asyncio rounds it up to whole milliseconds.
     """
 

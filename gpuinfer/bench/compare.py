@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 from typing import Any
 
-from gpuinfer.bench.interval import Interval, interval, ratio
-from gpuinfer.bench.metric import KEEPS_UP, goodness, is_latency
+from gpuinfer.bench.interval import KEEPS_UP, Interval, goodness, interval, is_latency, ratio
+from gpuinfer.bench.measure import Variant
 from gpuinfer.bench.series import Measured, Outcome
-from gpuinfer.bench.variant import Variant
 
 
 @dataclass(frozen=True)

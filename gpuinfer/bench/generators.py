@@ -13,16 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpuinfer import report
 from gpuinfer.api import Progress, Setup
-from gpuinfer.bench.measure import reason
+from gpuinfer.bench.measure import Variant, reason
 from gpuinfer.bench.prompts import Prompts
 from gpuinfer.bench.series import Course, Measured, Outcome
-from gpuinfer.bench.variant import Variant
 from gpuinfer.errors import WorkError
 from gpuinfer.peers.child import Child, Ran
 from gpuinfer.peers.programs import PROGRAMS, python_of
-from gpuinfer.run import Plan
+from gpuinfer.report import report
+from gpuinfer.runtime.run import Plan
 from gpuinfer.stats import Snapshot
 
 METRIC = "output_tokens_per_s"

@@ -11,7 +11,7 @@ from gpuinfer.bench.interval import ratio
 from gpuinfer.bench.series import Outcome
 from gpuinfer.bench.words import between
 from gpuinfer.peers.programs import PROGRAMS, python_of
-from gpuinfer.screen.units import number
+from gpuinfer.units import number
 
 Document = Mapping[str, Any]
 OURS = "batched"

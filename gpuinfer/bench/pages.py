@@ -1,13 +1,19 @@
-"""The comparison as Markdown and as one page that needs no network."""
+"""The comparison as Markdown and as one page that needs no network.
+
+The files of a comparison: JSON for programs, Markdown and a page for people, plots for both.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from gpuinfer.bench import tables
+from gpuinfer.bench import plots, tables
+from gpuinfer.errors import WorkError
 
 TITLES = {
     "throughput": "The runs",
@@ -104,3 +110,27 @@ def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:
     for name, value in (document["environment"] or {}).items():
         yield f"<dt>{escape(name)}<dd>{escape(str(value))}\n"
     yield f"<dt>started<dd>{escape(document['started_at'])}\n</dl>\n"
+
+
+def write(folder: Path, document: Mapping[str, Any]) -> None:
+    """Put `bench.json`, `bench.md`, `bench.html` and a PNG for each plot into the folder.
+
+    Raises `WorkError` when one of them cannot be written.
+    """
+    figures = plots.plots(document)
+    svg = {name: plots.image(figure, "svg") for name, figure in figures.items()}
+    png = {name: plots.image(figure, "png") for name, figure in figures.items()}
+    texts = {
+        "bench.json": json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "bench.md": markdown(document, png),
+        "bench.html": page(document, svg),
+    }
+    try:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for name, picture in png.items():
+            (folder / f"{name}.png").write_bytes(picture)
+    except OSError as error:
+        raise WorkError(
+            f"the report could not be written to {folder}: {error.strerror}. Make room there, or give another --report."
+        ) from error

@@ -12,8 +12,8 @@ import numpy as np
 
 from gpuinfer.api import Channel, Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import WorkerDied
-from gpuinfer.layouts import BITS, row_dtype
-from gpuinfer.run import Plan, Update, run
+from gpuinfer.models.layouts import BITS, row_dtype
+from gpuinfer.runtime.run import Plan, Update, run
 
 BLOCKS = (1, 2, 7, 30, 64, 128, 168)  # rows: 400 in all, asked for at once
 TOLERANCES = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.bench.words import unit, value
-from gpuinfer.screen.units import short, whole
+from gpuinfer.units import short, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

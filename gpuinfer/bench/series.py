@@ -17,10 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from gpuinfer.bench import parity
-from gpuinfer.bench.measure import Run, Watch, measure, reason
+from gpuinfer.bench.measure import Rooflines, Run, Variant, Watch, measure, reason
 from gpuinfer.bench.parity import Parity
-from gpuinfer.bench.rooflines import Rooflines
-from gpuinfer.bench.variant import Variant
 
 FIRST_GUESS_S = 4.0  # what a step takes beyond its measuring, before any has been seen
 

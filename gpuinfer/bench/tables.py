@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuinfer.bench import grid
-from gpuinfer.bench.metric import LATENCY
+from gpuinfer.bench.interval import LATENCY
 from gpuinfer.bench.words import between, span, unit, value
-from gpuinfer.screen.units import number, short, whole
+from gpuinfer.units import number, short, whole
 
 WORK = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
 LOAD = (

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuinfer import precise_loop
 from gpuinfer.api import Roofline
 from gpuinfer.bench.interval import ratio_of_turns
-from gpuinfer.bench.rate import Meter, in_metric
+from gpuinfer.bench.measure import Meter, in_metric
 from gpuinfer.errors import WorkError
-from gpuinfer.run import Plan, Update, execute
+from gpuinfer.host import loop as precise_loop
+from gpuinfer.runtime.run import Plan, Update, execute
 
 SHARE = 0.15  # of the run, which a trial of its advice may last at most
 LEAST_S = 1.5  # of a turn: worker processes tell how they go four times a second

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpuinfer.bench.compare import Comparison, Row, against
-from gpuinfer.bench.interval import Interval
-from gpuinfer.bench.metric import LATENCIES, is_latency
-from gpuinfer.report import LOST
-from gpuinfer.screen.units import number, short
+from gpuinfer.bench.interval import LATENCIES, Interval, is_latency
+from gpuinfer.report.report import LOST
+from gpuinfer.units import number, short
 
 ABOUT_ALL = 0.93  # of what arrives; the rest is still on its way
 FEW = 0.01  # of the requests

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from gpuinfer.central import memory
-from gpuinfer.central.blocks import PER_CLIENT, Block, Form
+from gpuinfer.central.memory import PER_CLIENT, Block, Form
 from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, error_to_wire, pack
 from gpuinfer.errors import GpuinferError, UsageError
 

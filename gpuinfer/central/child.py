@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from gpuinfer import children, machine, pauses
 from gpuinfer.api import ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
-from gpuinfer.central.blocks import Form
 from gpuinfer.central.desk import Desk
+from gpuinfer.central.memory import Form
 from gpuinfer.central.pulse import SIZE as PULSE_SIZE
 from gpuinfer.central.pulse import Heart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import error_to_wire
+from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
+from gpuinfer.host import children, machine, pauses
 from gpuinfer.trace.recorder import Recorder
-from gpuinfer.watchdog import Patience, Watchdog
 
 if TYPE_CHECKING:
     from gpuinfer.central.text_desk import TextDesk

@@ -18,15 +18,15 @@ import msgpack
 from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.batching.admission import class_of
 from gpuinfer.central import memory
 from gpuinfer.central.address import Address
-from gpuinfer.central.blocks import PER_CLIENT, Block, Form
+from gpuinfer.central.memory import PER_CLIENT, Block, Form
 from gpuinfer.central.pulse import AWAY_S, LATE_S, Pulse
 from gpuinfer.central.pulse import SIZE as PULSE_SIZE
 from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
+from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
-from gpuinfer.layouts import misfit
+from gpuinfer.models.layouts import misfit
 
 GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches
 LEAST_ROOM = 64  # rows of a block of ours: smaller payloads share one size

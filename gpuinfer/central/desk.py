@@ -15,23 +15,22 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from gpuinfer import blame
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
-from gpuinfer.batching.admission import Admission
-from gpuinfer.batching.cutting import Cut, Fault, next_cut, notices_of
-from gpuinfer.batching.queueing import Queue
-from gpuinfer.batching.settling import kind_of
-from gpuinfer.batching.shedding import make_room
-from gpuinfer.batching.tally import Tally
-from gpuinfer.central.blocks import Block, Form
 from gpuinfer.central.caller import Caller
 from gpuinfer.central.lines import Lines, Ready
+from gpuinfer.central.memory import Block, Form
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
+from gpuinfer.config import blame
+from gpuinfer.engine.admission import Admission, make_room
+from gpuinfer.engine.cutting import Cut, Fault, next_cut, notices_of
+from gpuinfer.engine.queue import Queue
+from gpuinfer.engine.settling import kind_of
+from gpuinfer.engine.tally import Tally
+from gpuinfer.engine.watchdog import Held, Patience, uncut
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, WorkError
 from gpuinfer.stats import Lane, Snapshot
 from gpuinfer.trace.recorder import Recorder
-from gpuinfer.watchdog import Held, Patience, uncut
 
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected

@@ -1,4 +1,7 @@
-"""Anonymous shared memory: a descriptor that travels, and nothing in any folder that could be left behind."""
+"""Anonymous shared memory: a descriptor that travels, and nothing in any folder that could be left behind.
+
+A client's blocks of shared memory: rows on their way to the model, and its answers to the same rows beside them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,19 @@ import mmap
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
+from gpuinfer.models.layouts import AnswerLayout, row_dtype, row_shape
 
 if hasattr(os, "memfd_create"):
     import fcntl
@@ -119,3 +130,64 @@ def _cure(error: OSError) -> str:
     if hasattr(os, "memfd_create"):
         return "Make room for as much (memory, or the limit of the control group)"
     return f"Make room for as much (in {_folder() or 'TMPDIR'})"
+
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+PER_CLIENT = 256  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the rows and answers of one model look like in memory."""
+
+    spec: ModelSpec
+    answer: AnswerLayout
+
+    def offsets(self, rows: int) -> list[int]:
+        """Where the rows begin, where each part of the answer does, and where all ends."""
+        sizes = [rows * prod(row_shape(self.spec)) * row_dtype(self.spec).itemsize]
+        sizes += [rows * prod(shape) * 4 for shape in self.answer.shapes]
+        return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+
+    def size(self, rows: int) -> int:
+        """Bytes of a block for so many rows."""
+        return max(self.offsets(rows)[-1], mmap.PAGESIZE)
+
+    def to_wire(self) -> dict[str, Any]:
+        spec = self.spec
+        row = {"name": spec.name, "inputs": spec.inputs, "input_dtype": spec.input_dtype}
+        return {"row": row, "answer": self.answer.to_wire()}
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Form:
+        return cls(ModelSpec(**wire["row"]), AnswerLayout.from_wire(wire["answer"]))
+
+
+class Block:
+    """One block, mapped: `rows` as the model takes them [room, ...], `answers` float32 [room, ...] for each part."""
+
+    __slots__ = ("_form", "answers", "number", "pin", "room", "rows")
+
+    def __init__(self, number: int, room: int, memory: mmap.mmap, form: Form) -> None:
+        self.number, self.room = number, room
+        self.pin: Any = None  # the server's registration of this memory with a device
+        self._form = form
+        offsets = form.offsets(room)
+        self.rows: NDArray[Any] = _array(memory, offsets[0], (room, *row_shape(form.spec)), row_dtype(form.spec))
+        parts = zip(form.answer.shapes, offsets[1:], strict=False)
+        self.answers = [_array(memory, offset, (room, *shape), np.dtype(np.float32)) for shape, offset in parts]
+
+    def let_go(self) -> None:
+        """Use it no more: unmapped when the last array over its memory is collected, whoever still knows the block."""
+        if self.pin is not None:
+            self.pin.close()
+        del self.rows, self.answers
+
+    def answer(self, rows: int, copied: bool) -> Any:
+        """The answer to the first `rows` rows as the model gives it: a view of this memory, or a copy."""
+        parts = [part[:rows].copy() if copied else part[:rows] for part in self.answers]
+        return self._form.answer.arrange(parts)
+
+
+def _array(memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.frombuffer(memory, dtype, prod(shape), offset).reshape(shape)

@@ -22,14 +22,15 @@ from typing import Any
 
 import msgpack
 
-from gpuinfer import children, machine, registry
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import address, memory
 from gpuinfer.central.child import Order, Tuning, main
 from gpuinfer.central.client import Client
 from gpuinfer.central.pulse import LATE_S, SIZE, Pulse
 from gpuinfer.central.wire import error_from_wire
+from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
+from gpuinfer.host import children, machine
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.api import Result
-from gpuinfer.batching.checks import find_fault
-from gpuinfer.central.blocks import Block
+from gpuinfer.central.memory import Block
+from gpuinfer.engine.answering import find_fault
 from gpuinfer.errors import BackendError, BadResult, GpuinferError
-from gpuinfer.layouts import AnswerLayout
+from gpuinfer.models.layouts import AnswerLayout
 
 if TYPE_CHECKING:
     from gpuinfer.models.opening import Opened

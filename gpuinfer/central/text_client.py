@@ -12,15 +12,23 @@ from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from gpuinfer.api import Event, Limits, Priority, Request
-from gpuinfer.batching.admission import class_of
 from gpuinfer.central import memory
 from gpuinfer.central.address import Address
 from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
 from gpuinfer.central.pulse import SIZE as PULSE_SIZE
 from gpuinfer.central.pulse import Pulse
-from gpuinfer.central.text_wire import LARGEST_ANSWER, asked_to_wire, generation_from_wire
-from gpuinfer.central.wire import NOBODY, Kind, Record, error_from_wire, pack
+from gpuinfer.central.wire import (
+    LARGEST_ANSWER,
+    NOBODY,
+    Kind,
+    Record,
+    asked_to_wire,
+    error_from_wire,
+    generation_from_wire,
+    pack,
+)
+from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendError, Closed, GpuinferError
 
 AHEAD = 3  # times as many rows with the server as it has slots: one that becomes free finds a row waiting there

@@ -17,14 +17,25 @@ from typing import Any
 from gpuinfer.api import Backend, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
 from gpuinfer.central.caller import Bounds, Caller
 from gpuinfer.central.lines import Lines
-from gpuinfer.central.text_wire import LARGEST_ANSWER, LARGEST_PROMPT, Asked, asked_from_wire, generation_to_wire
-from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
-from gpuinfer.engine import Engine
+from gpuinfer.central.wire import (
+    LARGEST_ANSWER,
+    LARGEST_PROMPT,
+    NOBODY,
+    Asked,
+    Garbled,
+    Kind,
+    Record,
+    asked_from_wire,
+    error_to_wire,
+    generation_to_wire,
+    pack,
+)
+from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
-from gpuinfer.generating import TextModel
 from gpuinfer.stats import Snapshot
+from gpuinfer.text.model import TextModel
 from gpuinfer.trace.recorder import Recorder
-from gpuinfer.watchdog import Held, Patience
 
 BOUNDS = Bounds(body=LARGEST_PROMPT, unsent=2 * LARGEST_ANSWER)
 MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots

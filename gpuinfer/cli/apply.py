@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuinfer import registry, settings
 from gpuinfer.cli import output
 from gpuinfer.cli.spelling import SHOWN_ONLY
 from gpuinfer.cli.workload import merge, option_flags, plain_flags
+from gpuinfer.config import registry, settings
 from gpuinfer.errors import WorkError
 
 

@@ -18,8 +18,8 @@ from gpuinfer.cli.progress import Progress, interruptible
 from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
+    from gpuinfer.bench.measure import Variant
     from gpuinfer.bench.series import Course, Outcome
-    from gpuinfer.bench.variant import Variant
 
 DEFAULT_COMPARE = "inprocess,central"
 REPEATS = 3
@@ -213,7 +213,7 @@ def concluded(target: str, outcome: Outcome, course: Course, began: str) -> dict
 
 def show(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
     from gpuinfer.bench import tables
-    from gpuinfer.display import comparison
+    from gpuinfer.screen.display import comparison
 
     columns, rows = tables.brief(document)
     heading = f"{title} · {tables.about(document)}"
@@ -236,7 +236,7 @@ def report_folder(path: Path | None) -> Path | None:
 def write_report(folder: Path | None, document: Mapping[str, Any]) -> None:
     if folder is None:
         return
-    from gpuinfer.bench.folder import write
+    from gpuinfer.bench.pages import write
 
     write(folder, document)
     print(f"written: {folder / 'bench.html'}, and beside it JSON, Markdown and plots", file=sys.stderr)

@@ -12,9 +12,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from gpuinfer import registry
+from gpuinfer.config import registry
+from gpuinfer.config.registry import COMMANDS as OWN
 from gpuinfer.errors import UnknownName
-from gpuinfer.registry import COMMANDS as OWN
 
 
 class Commands(TyperGroup):

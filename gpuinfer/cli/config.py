@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
-from gpuinfer import registry
+from gpuinfer.config import registry
+from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import PluginError
-from gpuinfer.options import fields_of, missing
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -23,7 +23,7 @@ def config(
     file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file.")] = None,
 ) -> None:
     """The merged settings, and where each came from: flag > environment > gpuinfer.toml > default."""
-    from gpuinfer import settings
+    from gpuinfer.config import settings
 
     merged = settings.load(config=file)
     rows = list(_rows(merged))
@@ -31,7 +31,7 @@ def config(
         plain = {key: {"value": value, "origin": origin} for key, value, origin in rows}
         typer.echo(json.dumps(plain, indent=2, default=str))
         return
-    from gpuinfer.display import facts
+    from gpuinfer.screen.display import facts
 
     shown = [(key, json.dumps(value, default=str), origin) for key, value, origin in rows]
     facts(f"settings ({merged.file or 'no gpuinfer.toml here'})", shown)
@@ -47,7 +47,7 @@ def _rows(merged: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
-    from gpuinfer.settings import table_name
+    from gpuinfer.config.settings import table_name
 
     table = table_name(kind, name)
     try:

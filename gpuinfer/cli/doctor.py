@@ -16,7 +16,7 @@ def doctor() -> None:
 
     Exits 1 when something is broken.
     """
-    from gpuinfer.display import facts
+    from gpuinfer.screen.display import facts
 
     healthy = True
     for title, findings in examination.examine():

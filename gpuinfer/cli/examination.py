@@ -18,10 +18,11 @@ from typing import Any
 import platformdirs
 import psutil
 
-from gpuinfer import machine, registry, settings
 from gpuinfer.cli.loading import inspect_all
+from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.screen.units import number
+from gpuinfer.host import machine
+from gpuinfer.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
 

@@ -11,9 +11,9 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gpuinfer import options, registry
+from gpuinfer.config import options, registry
+from gpuinfer.config.options import Given
 from gpuinfer.errors import PluginError, UsageError
-from gpuinfer.options import Given
 
 EVERYWHERE = "Everywhere"  # the help panel of the common flags
 

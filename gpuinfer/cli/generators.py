@@ -14,16 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer import registry
 from gpuinfer.cli import flags
 from gpuinfer.cli.progress import interruptible
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.peers.programs import PEERS, PROGRAMS, pythons
 
 if TYPE_CHECKING:
     from gpuinfer.bench.generators import Work
     from gpuinfer.bench.series import Course
-    from gpuinfer.settings import Settings
+    from gpuinfer.config.settings import Settings
 
 TARGET = "generate"
 DEFAULT = tuple(PROGRAMS)
@@ -94,7 +94,7 @@ def _work(names: Sequence[str], merged: Settings, values: Values, own: Values, c
     """Everything checked: the model, the prompts, and that they fit."""
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.bench.generators import Work
-    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
     sizes = _sizes(own["batch_sizes"])
@@ -149,7 +149,7 @@ def _sizes(text: str | None) -> list[int]:
 def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
     """Those of the file, or drawn ones."""
     from gpuinfer.bench.prompts import Drawn, from_file
-    from gpuinfer.models.text.language import open_language
+    from gpuinfer.text.language import open_language
 
     if path is None:
         return Drawn(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
@@ -158,7 +158,7 @@ def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
 
 def _folder(checkpoint: Any, scratch: Path) -> Path | None:
     """The model as others read it: its folder, or that of a built-in one, written now. None: there is no such thing."""
-    from gpuinfer.models.text.checkpoint import save_folder
+    from gpuinfer.text.checkpoint import save_folder
 
     if checkpoint.folder is not None:
         return Path(checkpoint.folder).resolve()

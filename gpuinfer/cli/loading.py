@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from gpuinfer import registry
-from gpuinfer.registry import Record
+from gpuinfer.config import registry
+from gpuinfer.config.registry import Record
 
 LIMIT_S = 90.0  # for all of them: torch's first import from a cold disk
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gpuinfer import registry
 from gpuinfer.cli import flags
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.loading import inspect_all
 from gpuinfer.cli.problems import CHECK_FAILED
+from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName
 
 SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatable."
@@ -38,7 +38,7 @@ def show_list(
     load: bool = typer.Option(False, "--load", help="Import each, to see whether it can be used."),
 ) -> None:
     """Every plugin and where it comes from. None is imported, unless --load asks for it."""
-    from gpuinfer.display import facts
+    from gpuinfer.screen.display import facts
 
     _apply_settings()
     records = inspect_all(registry.listing()) if load else registry.listing()
@@ -58,7 +58,7 @@ def show_one(
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:
     """One plugin: what it is, where it comes from, its options."""
-    from gpuinfer.display import facts
+    from gpuinfer.screen.display import facts
 
     _apply_settings()
     record = registry.find(kind, name)
@@ -74,7 +74,7 @@ def _about(plugin: Any) -> str:
 
 
 def _options(record: registry.Record, plugin: Any) -> list[tuple[str, str, str]]:
-    from gpuinfer import options
+    from gpuinfer.config import options
 
     if not hasattr(plugin, "Options"):
         return []
@@ -125,6 +125,6 @@ def _text(value: str | list[str]) -> str:
 
 def _apply_settings() -> None:
     """They may switch plugins off."""
-    from gpuinfer import settings
+    from gpuinfer.config import settings
 
     settings.load()

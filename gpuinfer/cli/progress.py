@@ -29,7 +29,7 @@ class Progress:
     def step(self, step: Step) -> Iterator[Callable[[Any], None]]:
         """Show one step, and afterwards what it brought."""
         from gpuinfer.bench.series import Kind
-        from gpuinfer.screen.units import duration
+        from gpuinfer.units import duration
 
         left = f" · about {duration(step.left_s)} left" if step.left_s else ""
         said, known = f"{step.variant.name} · {step.doing}{left}", self._results()
@@ -51,7 +51,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _view(self, said: str) -> Iterator[Callable[[Any], None]]:
-        from gpuinfer.display import Display
+        from gpuinfer.screen.display import Display
 
         if not self._live:
             yield lambda update: None

@@ -18,7 +18,7 @@ from gpuinfer.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
     from gpuinfer.cli.simulation import Case
-    from gpuinfer.settings import Common
+    from gpuinfer.config.settings import Common
     from gpuinfer.simulate import Outcome
 
 COMMON = ("strategy", "strategy_options", "seed", "json", "trace", "quiet", "verbose", "config")
@@ -112,7 +112,7 @@ def _check_files(cases: Sequence[Case], common: Common) -> None:
 
 def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
     """The document, and whether every setting came to be simulated before the user stopped it."""
-    from gpuinfer.display import comparison
+    from gpuinfer.screen.display import comparison
     from gpuinfer.simulate import tables
     from gpuinfer.simulate.document import document, run
 
@@ -165,7 +165,7 @@ def _run(case: Case, trace: str | None) -> Outcome:
 
 
 def _solved(case: Case, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
-    from gpuinfer.display import comparison
+    from gpuinfer.screen.display import comparison
     from gpuinfer.simulate import tables
     from gpuinfer.simulate.document import document, run
     from gpuinfer.simulate.solving import solve

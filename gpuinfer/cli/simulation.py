@@ -11,18 +11,19 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from gpuinfer import api, blame, registry, settings
+from gpuinfer import api
 from gpuinfer.api import Limits, Setup, Strategy
 from gpuinfer.cli.variants import addressed
 from gpuinfer.cli.workload import merge
+from gpuinfer.config import blame, registry, settings
+from gpuinfer.config.options import check, natural
 from gpuinfer.errors import UsageError
-from gpuinfer.options import check, natural
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Arrivals, Closed, Mix, Outcome, simulate
 from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted
 from gpuinfer.simulate.replay import replayed
 from gpuinfer.simulate.replica import Recorder
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.workloads.load.arrivals import classes_of, drawn, refuse_unheeded, rows_of, schedule_of
 
 NAME = "simulate"

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer import options, registry
 from gpuinfer.cli.simulation import Options
 from gpuinfer.cli.variants import Axis, labels_of, parts, with_choices
+from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName, UsageError
 
 NOT_SWEPT = ("plot", "solve")

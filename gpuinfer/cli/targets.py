@@ -9,8 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from gpuinfer import options, registry
 from gpuinfer.cli import flags
+from gpuinfer.config import options, registry
 from gpuinfer.errors import PluginError, UnknownName, UsageError
 
 DEFAULT = "selfplay"

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.change import Change
 from gpuinfer.cli.output import Destination
 from gpuinfer.cli.progress import interruptible
+from gpuinfer.config.change import Change
+from gpuinfer.config.options import Given
+from gpuinfer.config.settings import Common, Settings, table_name
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given
-from gpuinfer.settings import Common, Settings, table_name
 
 if TYPE_CHECKING:
     from gpuinfer.api import Roofline, Workload
     from gpuinfer.bench.trial import Course
-    from gpuinfer.display import Display
-    from gpuinfer.run import Plan, Update
+    from gpuinfer.runtime.run import Plan, Update
+    from gpuinfer.screen.display import Display
 
 TOO_SHORT = "the run was too short"
 NO_TRIAL = "the workload has no trial of such a run"
@@ -95,7 +95,7 @@ def ahead(report: dict[str, Any], workload: Workload, merged: Settings, start_s:
     """The trial of this run's advice; None where there is none, and the report then says why."""
     from gpuinfer.bench.measure import reason
     from gpuinfer.bench.trial import course_for
-    from gpuinfer.verdict.trying import to_try
+    from gpuinfer.report.trying import to_try
 
     change = to_try(report)
     if change is None or not wanted(merged.common):
@@ -150,7 +150,7 @@ def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, A
     """The report once its advice was tried. Nothing that happens meanwhile harms it."""
     from gpuinfer.bench.measure import reason
     from gpuinfer.bench.trial import Turns
-    from gpuinfer.verdict.trying import Trial, after
+    from gpuinfer.report.trying import Trial, after
 
     course, bottleneck = trial.course, report["bottleneck"]
     try:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer import machine, registry
 from gpuinfer.cli import flags, output, targets
 from gpuinfer.cli.bench import apply_winner, concluded, own_flag, refuse_records, show, single
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
 from gpuinfer.cli.progress import Progress, interruptible
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.search import Axis, Point
-    from gpuinfer.bench.tuning import Space
-    from gpuinfer.bench.variant import Variant
+    from gpuinfer.bench.measure import Variant
+    from gpuinfer.bench.tuning import Axis, Point, Space
 
 BACKENDS = ("inprocess", "central")  # tried unless others are named, as far as they are installed
 BUDGET_S, LEAST_S = 60.0, 10.0
@@ -117,8 +117,8 @@ def space(target: str, values: Mapping[str, Any]) -> Space:
 
 def _may_cap(values: Mapping[str, Any], backend: str) -> bool:
     """Whether the backend has the option and the command line leaves it open."""
-    from gpuinfer import options
     from gpuinfer.cli.variants import addressed
+    from gpuinfer.config import options
 
     given = addressed(values.get("backend_options") or [], "backends", backend)
     known = options.fields_of(registry.load("backends", backend).Options)

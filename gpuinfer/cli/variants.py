@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuinfer import options, registry
-from gpuinfer.bench.variant import Variant
+from gpuinfer.bench.measure import Variant
 from gpuinfer.cli import flags
 from gpuinfer.cli.spelling import SHORTS, spelled
 from gpuinfer.cli.workload import build, merge
+from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName, UsageError
 
 KINDS = {"backend_options": "backends", "strategy_options": "strategies"}

@@ -29,7 +29,7 @@ Exits 4 when a check does not hold.
 
 
 def _app() -> typer.Typer:
-    from gpuinfer.verifying.options import Options
+    from gpuinfer.verifying.rig import Options
 
     common = {name: one for name, one in flags.common().items() if name in COMMON}
     parameters = {**flags.of(Options, NAME), **common}
@@ -47,8 +47,8 @@ def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
     from gpuinfer.cli.workload import log_to_people, merge
-    from gpuinfer.options import check
-    from gpuinfer.verifying.options import Options
+    from gpuinfer.config.options import check
+    from gpuinfer.verifying.rig import Options
     from gpuinfer.verifying.verification import Verification
 
     merged = merge(NAME, values)
@@ -72,7 +72,7 @@ def execute(values: Mapping[str, Any]) -> int:
 
 
 def _show(document: dict[str, Any], on_stderr: bool) -> None:
-    from gpuinfer.display import comparison
+    from gpuinfer.screen.display import comparison
     from gpuinfer.verifying import words
 
     title, notes = words.heading(document), list(words.notes(document))

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import BaseModel
 
-from gpuinfer import blame, registry, settings
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.cli.spelling import anew
 from gpuinfer.cli.trial import Ending
+from gpuinfer.config import blame, registry, settings
+from gpuinfer.config.options import Given, Several
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given, Several
 
 if TYPE_CHECKING:
-    from gpuinfer.run import Plan
+    from gpuinfer.runtime.run import Plan
     from gpuinfer.trace.merge import Merged
 
 DEFAULT_BACKEND = "inprocess"
@@ -59,7 +59,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     if writes_stdout and destination.stdout:
         raise UsageError(f"{name} and --json - both write to standard output. Give one of them a file.")
     log_to_people(common.verbose)
-    from gpuinfer.display import Display
+    from gpuinfer.screen.display import Display
 
     title = f"{name} · {common.backend} · {common.strategy}"
     stdout_taken = destination.stdout or writes_stdout
@@ -91,7 +91,7 @@ def _say_failures(failures: Mapping[str, Any]) -> None:
 
 
 def _run(plan: Plan, roofline: bool, ending: Ending, max_failures: float, command: str) -> dict[str, Any]:
-    from gpuinfer.run import run
+    from gpuinfer.runtime.run import run
 
     return run(
         plan.workload,
@@ -185,7 +185,7 @@ def setup_of(common: settings.Common) -> Setup:
 
 def around(name: str, workload: Workload, merged: settings.Settings) -> Plan:
     """This workload with the backend and the strategy that the settings name. Raises what `build` does."""
-    from gpuinfer.run import Plan
+    from gpuinfer.runtime.run import Plan
 
     common = merged.common
     if not workload.asks and common.backend != DEFAULT_BACKEND:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
-from gpuinfer.models.answers import like, tensors_of
-from gpuinfer.models.bits import BitCast
 from gpuinfer.models.memory import StepSize, is_out_of_memory
-from gpuinfer.models.staging import Block, Blocks, as_tensor, cast, joined, taken
+from gpuinfer.models.staging import BitCast, Block, Blocks, as_tensor, cast, joined, like, taken, tensors_of
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
 GRAIN = 32

@@ -3,12 +3,15 @@
 Rows cross the bus as they arrived (one byte a feature, or one bit) from pinned memory and are cast over there.
 Each slot has buffers and a stream of its own, so that with two slots one batch's copies overlap the other's kernels.
 Launching a small network's kernels one by one would cost more than running them: a CUDA graph launches all at once.
+
+The few batch sizes that a CUDA graph is captured for: a batch is padded to the next of them.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +19,33 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
-from gpuinfer.layouts import BITS, row_dtype, row_shape
-from gpuinfer.models.answers import like, tensors_of
-from gpuinfer.models.bits import table_of, unpacked
-from gpuinfer.models.buckets import bucket_for, buckets_up_to
-from gpuinfer.models.crossing import sources
+from gpuinfer.models.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
-from gpuinfer.models.staging import Block, Blocks
+from gpuinfer.models.pinned import sources
+from gpuinfer.models.staging import Block, Blocks, like, table_of, tensors_of, unpacked
+
+SMALLEST = 16
+HALF_STEPS_FROM = 1024  # from here on padding costs more than a further graph: sizes grow by 1.5 and 1.33 in turn
+
+
+def buckets_up_to(max_rows: int) -> list[int]:
+    """Ascending batch sizes, the last exactly `max_rows`. Less than half of any batch above 16 rows is padding."""
+    sizes, size = [], SMALLEST
+    while size < max_rows:
+        sizes.append(size)
+        if size >= HALF_STEPS_FROM and size * 3 // 2 < max_rows:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return [*sizes, max_rows]
+
+
+def bucket_for(rows: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `rows`. Raises `ValueError` when none does."""
+    at = bisect_left(buckets, rows)
+    if at == len(buckets):
+        raise ValueError(f"{rows} rows fit in none of the buckets up to {buckets[-1]}")
+    return buckets[at]
+
 
 logger = logging.getLogger("gpuinfer")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpuinfer import machine
+from gpuinfer.host import machine
 
 LOOK_S = 0.1  # long enough for some forwards of most models, short enough to fall between two stalls
 MARK_S = 0.02  # between two marks: one costs as much as some hundred rows of a small model

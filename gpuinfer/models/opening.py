@@ -14,17 +14,16 @@ from torch import nn
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.layouts import BITS, AnswerLayout, row_dtype
-from gpuinfer.machine import cores
-from gpuinfer.models.allocator import keep_freed_memory
-from gpuinfer.models.formats import computed_in
+from gpuinfer.host.machine import cores
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
 from gpuinfer.models.gauge import Gauge
+from gpuinfer.models.layouts import BITS, AnswerLayout, row_dtype
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
-from gpuinfer.models.memory import first_line
+from gpuinfer.models.memory import first_line, keep_freed_memory
 from gpuinfer.models.pinned import Registration, register
+from gpuinfer.models.processor import computed_in
 from gpuinfer.models.staging import Block
 
 CPU_MAX_ROWS = 4096

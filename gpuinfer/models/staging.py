@@ -1,9 +1,14 @@
-"""Blocks of rows on their way in and out: read as if they lay end to end, answered block by block."""
+"""Blocks of rows on their way in and out: read as if they lay end to end, answered block by block.
+
+What a module may answer: one tensor, or a tuple, list or dict of tensors, all of the same rows.
+
+Rows that arrive as bits, eight features in a byte, unpacked to zeros and ones of the run's dtype.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +17,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.answers import like, tensors_of
+from gpuinfer.models.layouts import AnswerLayout
+
+
+def tensors_of(answer: Any) -> list[Tensor]:
+    """The tensors of an answer, in order. Raises `TypeError` for anything else that lies in it."""
+    parts = list(answer.values()) if isinstance(answer, Mapping) else answer
+    parts = list(parts) if isinstance(parts, tuple | list) else [parts]
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{type(part).__name__} among the answers")
+    return parts
+
+
+def layout_of(answer: Any) -> AnswerLayout:
+    """How an answer is arranged, and the shape of one row of each tensor. Raises `TypeError` for another answer."""
+    shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors_of(answer))
+    if isinstance(answer, Mapping):
+        if odd := [key for key in answer if not isinstance(key, str)]:
+            raise TypeError(f"a dict in which {odd[0]!r} is a key where strings should be")
+        return AnswerLayout("dict", shapes, tuple(answer))
+    return AnswerLayout("tuple" if isinstance(answer, tuple | list) else "tensor", shapes)
+
+
+def like(answer: Any, parts: list[Any]) -> Any:
+    """`parts` arranged as the tensors of `answer` are: alone, in a tuple, or in a dict with the same keys."""
+    if isinstance(answer, Mapping):
+        return dict(zip(answer, parts, strict=True))
+    return tuple(parts) if isinstance(answer, tuple | list) else parts[0]
+
 
 WORTH_A_CALL = 256  # rows: a call of torch costs as much as copying about so many
 
@@ -86,3 +119,41 @@ def joined(chunks: Sequence[Any]) -> Any:
     if len(chunks) == 1:
         return chunks[0]
     return like(chunks[0], [torch.cat(parts) for parts in zip(*map(tensors_of, chunks), strict=True)])
+
+
+def table_of(dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """The eight features that each byte stands for, [256, 8] in `dtype`."""
+    every_byte = np.arange(256, dtype=np.uint8)[:, None]
+    return torch.from_numpy(np.unpackbits(every_byte, axis=1, bitorder="little")).to(device, dtype)
+
+
+class BitCast:
+    """Unpacks on the CPU in one pass, as `staging.cast` casts. Threads may share one."""
+
+    def __init__(self, features: int, dtype: torch.dtype) -> None:
+        self.features, self.dtype = features, dtype
+        self._table = bytes_of(table_of(dtype))  # NumPy moves eight features at once, and knows no bfloat16
+
+    def __call__(self, pieces: Sequence[Block], target: Tensor) -> None:
+        """Rows of bytes into `target` [as many rows, features], which must be contiguous."""
+        packed = in_one(pieces)
+        if self.features % 8 == 0:
+            self._unpack(packed, target)
+        else:
+            wide = torch.empty(len(packed), packed.shape[1] * 8, dtype=self.dtype)
+            self._unpack(packed, wide)
+            target.copy_(wide[:, : self.features])
+
+    def _unpack(self, packed: Block, target: Tensor) -> None:
+        # A byte is always in the table, and looking whether it is would cost a copy of everything.
+        np.take(self._table, packed, axis=0, out=bytes_of(target).reshape(*packed.shape, -1), mode="clip")
+
+
+def bytes_of(tensor: Tensor) -> Block:
+    return tensor.view(torch.uint8).numpy()
+
+
+def unpacked(packed: Tensor, features: int, table: Tensor) -> Tensor:
+    """Bytes [rows, width] as features [rows, features], contiguous, on the device where both tensors are."""
+    wide = table.index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
+    return wide[:, :features].contiguous()

@@ -18,7 +18,7 @@ def load(order: Order) -> tuple[str, Run]:
     from gpuinfer import __version__
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.generation import Generation, Prompt, Sampling
-    from gpuinfer.models.text.generator import Driver, Prepared, Tuning, open_generator
+    from gpuinfer.text.generator import Driver, Prepared, Tuning, open_generator
 
     arguments = {**order["arguments"], "slots": order["rows"], "context": order["length"]}
     spec = ModelSpec(order["model"], weights=order["weights"], arguments=arguments, kind="text")

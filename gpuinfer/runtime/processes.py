@@ -20,11 +20,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from gpuinfer import children
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, WorkerDied
-from gpuinfer.runtime.endings import as_error, cannot_start, obituary
-from gpuinfer.runtime.line import Line, LineClosed
+from gpuinfer.host import children
+from gpuinfer.runtime.line import Line, LineClosed, as_error, cannot_start, obituary
 from gpuinfer.runtime.pulse import LATE_LOOKS, LOOK_S, Pulse
 from gpuinfer.stats import Snapshot, since
 

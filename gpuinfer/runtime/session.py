@@ -13,14 +13,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer import blame, machine, pauses, stats
+from gpuinfer import stats
 from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy
-from gpuinfer.engine import Engine
+from gpuinfer.config import blame
+from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import GpuinferError, WorkError
+from gpuinfer.host import machine, pauses
 from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot, merge, since
 from gpuinfer.trace.recorder import Recorder
-from gpuinfer.watchdog import Held, Patience, Watchdog
 
 log = logging.getLogger(__name__)
 

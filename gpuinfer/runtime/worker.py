@@ -15,10 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gpuinfer import children, errors, precise_loop
+from gpuinfer import errors
 from gpuinfer.api import Infer
-from gpuinfer.error_wire import nearest
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import children
+from gpuinfer.host import loop as precise_loop
+from gpuinfer.host.error_wire import nearest
 from gpuinfer.runtime.line import Line, LineClosed
 from gpuinfer.runtime.processes import Job
 from gpuinfer.runtime.pulse import Heart

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpuinfer.screen.units import number, short, whole
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores
+from gpuinfer.units import number, short, whole
 
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
 WAITED = 0.25  # of the time at work: less waiting for a core is what any machine has

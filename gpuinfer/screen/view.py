@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.report import doublings
-from gpuinfer.screen.units import MAGNITUDES, duration, number, whole
+from gpuinfer.report.report import doublings
 from gpuinfer.stats import Snapshot, mean_size, tokens_of
+from gpuinfer.units import MAGNITUDES, duration, number, whole
 
 if TYPE_CHECKING:
-    from gpuinfer.run import Update
+    from gpuinfer.runtime.run import Update
 
 WINDOW_S = 5.0  # rates are those of the last seconds, so that a change shows
 LINE_EVERY_S = 5.0

@@ -6,7 +6,7 @@
 Strategy, queue, admission and counters are the very objects that the engine uses; only clock and backend are made up.
 """
 
-from gpuinfer.simulate.arrivals import Arrivals, Ask, Bursty, Closed, Mix, Poisson, Recorded
+from gpuinfer.load.arrivals import Arrivals, Ask, Bursty, Closed, Mix, Poisson, Recorded
 from gpuinfer.simulate.events import simulate
 from gpuinfer.simulate.outcome import Outcome
 from gpuinfer.simulate.watch import Watch

@@ -12,12 +12,12 @@ from functools import partial
 
 from gpuinfer.api import Limits, Request, Strategy
 from gpuinfer.errors import UsageError
-from gpuinfer.service import ServiceModel
-from gpuinfer.simulate.arrivals import Arrivals, Closed
+from gpuinfer.load.arrivals import Arrivals, Closed
 from gpuinfer.simulate.feed import ClosedFeed, OpenFeed
 from gpuinfer.simulate.outcome import Outcome
 from gpuinfer.simulate.replica import Batch, Recorder, Replica
 from gpuinfer.simulate.routing import route
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import Lane, Snapshot, merge
 
 WARM_UP = 0.05

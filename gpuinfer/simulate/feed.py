@@ -9,7 +9,7 @@ import random
 from collections.abc import Hashable
 from typing import Protocol
 
-from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed
+from gpuinfer.load.arrivals import Arrivals, Ask, Closed
 
 
 class Feed(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpuinfer.api import Limits
 from gpuinfer.errors import UsageError
-from gpuinfer.service import ServiceModel
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.trace import reading
 from gpuinfer.trace.reading import Arrival, Cut, Trace
 

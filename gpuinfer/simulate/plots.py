@@ -6,8 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.options import natural
-from gpuinfer.screen.units import number, short
+from gpuinfer.config.options import natural
+from gpuinfer.units import number, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

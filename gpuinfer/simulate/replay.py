@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gpuinfer.simulate.arrivals import Ask, Recorded
+from gpuinfer.load.arrivals import Ask, Recorded
 from gpuinfer.trace import reading
 
 

@@ -1,6 +1,6 @@
 """One engine and its backend on the virtual clock: the same questions to the strategy, in the same order.
 
-What `gpuinfer.engine` does with futures and tasks is done here with numbers; whatever decides a batch (queue, clients,
+What `engine` does with futures and tasks is done here with numbers; whatever decides a batch (queue, clients,
 admission, cutting, strategy) is shared with it.
 """
 
@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from gpuinfer import blame
 from gpuinfer.api import BatchRecord, Limits, Reason, Request, Strategy
-from gpuinfer.batching.admission import Admission
-from gpuinfer.batching.cutting import Cut, Fault, blamed, next_cut, notices_of
-from gpuinfer.batching.queueing import Queue
-from gpuinfer.batching.shedding import make_room
-from gpuinfer.batching.tally import Tally
+from gpuinfer.config import blame
+from gpuinfer.engine.admission import Admission, make_room
+from gpuinfer.engine.cutting import Cut, Fault, blamed, next_cut, notices_of
+from gpuinfer.engine.queue import Queue
+from gpuinfer.engine.tally import Tally
 from gpuinfer.errors import Expired, QueueFull, RequestError, StrategyError
-from gpuinfer.simulate.arrivals import Ask
+from gpuinfer.load.arrivals import Ask
 from gpuinfer.stats import Lane, Snapshot, since
 
 

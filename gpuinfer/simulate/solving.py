@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuinfer.screen.units import number, short, whole
 from gpuinfer.simulate.outcome import Outcome
+from gpuinfer.units import number, short, whole
 
 LEAST_SERVED = 0.99  # of what is offered
 MOST = 1024  # replicas that are tried

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.screen.units import number, short, whole
+from gpuinfer.units import number, short, whole
 
 LATENCY = ("latency", "mean", "p50", "p95", "p99", "max")
 FIGURES = ("rows/s", "mean", "p95", "p99", "batch", "busy")

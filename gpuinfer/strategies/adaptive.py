@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, QueueView, Reason, Request, Strategy
-from gpuinfer.strategies.choice import oldest_first
+from gpuinfer.strategies.priority import oldest_first
 from gpuinfer.strategies.timing import Timing
 
 GROWTH = 2  # a batch is at most so many times larger than any that was seen, while there is a target to miss

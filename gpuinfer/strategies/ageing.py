@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from gpuinfer.api import Priority, QueueView, Request
-from gpuinfer.strategies.fairness import FairClients
-from gpuinfer.strategies.filling import Line
+from gpuinfer.strategies.shares import FairClients
+from gpuinfer.strategies.timing import Line
 
 CLASSES = len(Priority)
 by_arrival = attrgetter("arrived")

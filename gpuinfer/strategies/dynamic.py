@@ -8,7 +8,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, QueueView, Reason, Request, Strategy
-from gpuinfer.strategies.choice import oldest_first
+from gpuinfer.strategies.priority import oldest_first
 from gpuinfer.strategies.timing import Timing
 
 

@@ -15,6 +15,8 @@ that (high, normal, low) it is kept out of a batch only by those of any class th
 
 **Company.** However much of the lower classes waits, the higher one's 99th percentile stays within one full batch's
 time of what it would be alone (see `company`), while it keeps within its share and its blocks are small.
+
+Which of the waiting requests go into a batch.
 """
 
 from __future__ import annotations
@@ -28,13 +30,8 @@ from pydantic import Field, field_validator
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, Priority, QueueView, Reason, Request, Strategy
 from gpuinfer.strategies.ageing import by_level, class_lines, strict_lines
-from gpuinfer.strategies.company import Company
-from gpuinfer.strategies.fairness import FairClients
-from gpuinfer.strategies.filling import Filling, Line
-from gpuinfer.strategies.rooms import give_up
-from gpuinfer.strategies.share_text import read_shares
-from gpuinfer.strategies.shares import Credits
-from gpuinfer.strategies.timing import Timing
+from gpuinfer.strategies.shares import Credits, FairClients, give_up, read_shares
+from gpuinfer.strategies.timing import Company, Filling, Line, Timing
 
 CLASSES = len(Priority)
 BURST = 2.0  # full batches that the highest class may borrow beyond its share: a burst of it need not wait for batches
@@ -191,3 +188,15 @@ class Plan(NamedTuple):
 def _full(queue: QueueView, batch: Filling) -> int:
     """The rows of a full batch; where rows are admitted to slots, of all of them."""
     return queue.limits.slots or batch.room
+
+
+def oldest_first(queue: QueueView, room: int, most: float = math.inf) -> list[Request]:
+    """The oldest requests, `most` at most, as long as their rows fit into `room`; one that is wider goes alone."""
+    chosen: list[Request] = []
+    rows = 0
+    for request in queue.waiting:
+        rows += request.rows
+        if chosen and (rows > room or len(chosen) >= most):
+            break
+        chosen.append(request)
+    return chosen

@@ -1,12 +1,24 @@
-"""When to cut: as soon as there is room, unless waiting for a little company pays. Shared by the strategies."""
+"""When to cut: as soon as there is room, unless waiting for a little company pays. Shared by the strategies.
+
+A batch while it is filled, and the lines that it is filled from.
+
+How much company of lower classes a request of a higher class can bear in its batch.
+
+A batch is not interrupted: whoever comes just after a cut waits for a full batch. That much is promised, and no more:
+`p99 under load ≤ p99 alone + τ(full batch)`. So rows of lower classes that fill up its own batch may make that one
+longer only as far as it has not waited already.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
-from gpuinfer.api import BatchRecord, QueueView, Reason, Request
-from gpuinfer.strategies.service_time import ServiceTime
+from gpuinfer.api import BatchRecord, Priority, QueueView, Reason, Request
+from gpuinfer.strategies.service_time import Curve, ServiceTime
+from gpuinfer.strategies.shares import FairClients
 
 PATIENCE = 8.0  # average times: of those that come, all but a few in ten thousand have come by then (e^-8)
 TRAIN = 8  # arrivals, the last of which tell how fast they come
@@ -120,3 +132,141 @@ def recent_gap(waiting: Sequence[Request]) -> float:
     """
     cars = min(TRAIN, len(waiting))
     return (waiting[-1].arrived - waiting[-cars].arrived) / (cars - 1) if cars > 2 else 0.0
+
+
+SLIGHTLY = 1e-6  # rows: no more than what rounding does to a share
+
+
+class Line:
+    """The requests of one class in the order in which they are served: the aged ones, oldest first, then the others."""
+
+    __slots__ = ("_aged", "_fresh", "head", "order", "taken")
+
+    def __init__(self, aged: Sequence[Request], fresh: Sequence[Request], clients: FairClients, dated: bool) -> None:
+        """Both are given oldest first."""
+        self.taken = 0  # rows
+        self._aged, self._fresh = aged, fresh
+        self.order: Iterator[Request] = itertools.chain(aged, clients.order(fresh, dated) if fresh else ())
+        self.head = next(self.order, None)  # the next request; the others are still in `order`
+
+    @property
+    def head_rows(self) -> int:
+        """Of the next request; 0 when there is none."""
+        return self.head.rows if self.head is not None else 0
+
+    @property
+    def oldest(self) -> Request:
+        return self._aged[0] if self._aged else self._fresh[0]
+
+    def count(self) -> int:
+        """All its rows."""
+        return sum(request.rows for request in itertools.chain(self._aged, self._fresh))
+
+
+class Filling:
+    """Rows up to `room`, requests up to `most`. A request that does not fit holds up its own line only."""
+
+    __slots__ = ("chosen", "left", "room", "rows")
+
+    def __init__(self, room: int, most: float = math.inf) -> None:
+        self.room = room
+        self.rows = 0
+        self.chosen: list[Request] = []
+        self.left = most
+
+    def take_width(self, lines: Sequence[Line], most: int) -> None:
+        """Have room for the next request of each line, up to `most` rows. A block may well be wider than the batches
+        that are large enough: those behind it would wait until nobody else comes.
+        """
+        self.room = max(self.room, min(most, max(line.head_rows for line in lines)))
+
+    def fill(self, line: Line, rows: float, limit: int) -> None:
+        """Take from a line, up to `rows` of it in all, while the batch stays within `limit`."""
+        room, taken = min(limit - self.rows, rows + SLIGHTLY - line.taken), 0
+        head, order, left = line.head, line.order, self.left
+        while head is not None and taken + head.rows <= room and left >= 1:
+            self.chosen.append(head)
+            taken += head.rows
+            left -= 1
+            head = next(order, None)
+        line.head, self.left = head, left
+        line.taken += taken
+        self.rows += taken
+
+    def top_up(self, lines: Sequence[Line], due: Sequence[float], limit: int, *, stop: bool) -> None:
+        """Use what is left, though no class is due all of a block: whoever is due most takes its next one.
+
+        With `stop` whoever is due most and does not fit ends it: what comes free is for that one.
+        """
+        while self.left >= 1:
+            fits = [
+                n for n, line in enumerate(lines) if line.head_rows and (stop or line.head_rows + self.rows <= limit)
+            ]
+            if not fits:
+                return
+            first = lines[max(fits, key=lambda number: due[number] - lines[number].taken)]
+            if first.head_rows + self.rows > limit:
+                return
+            self.fill(first, first.taken + first.head_rows, limit)
+
+
+MEMORY_S = 2.0  # rates forget with this time constant
+KEPT = 0.90  # of a full batch's time is planned with; the rest is for what cannot be foreseen
+FREE = 0.03  # of a full batch's time is not worth a shorter batch, as where more rows take no longer
+RARE = 0.01  # what happens to fewer than these counts for no 99th percentile
+TRIES = 32
+
+
+class Company:
+    """Learns what batches cost and how fast the classes come; says how long a batch may get."""
+
+    __slots__ = ("_asked", "_curve", "_rates", "_seen")
+
+    def __init__(self) -> None:
+        self._curve = Curve()
+        self._rates = [0.0] * len(Priority)  # rows per second that were cut; older batches count exponentially less
+        self._asked = [0.0] * len(Priority)  # requests per second, likewise
+        self._seen: float | None = None
+
+    def account(self, rows: Sequence[int], requests: Sequence[int], now: float) -> None:
+        """So many of each class were cut."""
+        fade = 1.0 if self._seen is None else math.exp(min(0.0, self._seen - now) / MEMORY_S)
+        self._rates = [rate * fade + new / MEMORY_S for rate, new in zip(self._rates, rows, strict=True)]
+        self._asked = [rate * fade + new / MEMORY_S for rate, new in zip(self._asked, requests, strict=True)]
+        self._seen = now
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A batch of so many rows took so long."""
+        self._curve.learn(rows, seconds)
+
+    def bearable_rows(self, oldest: Request, now: float, own: int, full: int, lanes: int, spread: float) -> int:
+        """Up to how many rows a batch may have so that its `oldest` request of the highest class keeps its bound.
+
+        `own` are the rows of that class in it. All but few batches take at most (1 + `spread`) times what they usually
+        do. At least `own`, at most `full`.
+        """
+        seconds, whole = self._curve.seconds, self._curve.seconds(full)
+        left = (KEPT * whole + self._alone_s(oldest, full, lanes) - (now - oldest.arrived)) / (1 + spread)
+        left = max(left, seconds(own) + FREE * whole)
+        if own >= full or whole <= left:
+            return full
+        return own + bisect_right(range(own + 1, full + 1), left, key=seconds)
+
+    def _alone_s(self, request: Request, full: int, lanes: int) -> float:
+        """Nearly the longest that it would take if only its class and higher ones were there; inf: without a bound.
+
+        While a batch of n runs, rate·τ(n) rows come; where that is n again it settles. Then all but one in a hundred
+        come no earlier than shortly after a cut: they wait for what is left of a batch of n, and then for their own.
+        At a low rate most find a lane free.
+        """
+        rate, asked = (sum(rates[: request.priority + 1]) / lanes for rates in (self._rates, self._asked))
+        rows = min(request.rows, math.ceil(rate / asked)) if asked else request.rows
+        for _ in range(TRIES):
+            own = self._curve.seconds(rows)
+            if rate * own <= rows:
+                busy = rate * own / rows
+                return own + (own * max(0.0, 1 - RARE / busy) if busy else 0.0)
+            rows = math.ceil(rate * own)
+            if rows >= full:
+                break
+        return math.inf

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from gpuinfer import registry
+from gpuinfer.config import registry
 from gpuinfer.testing.findings import Examiner
 from gpuinfer.testing.plugins import Order, check_plugin
 

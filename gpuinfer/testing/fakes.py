@@ -96,7 +96,7 @@ def made_up(prompt: Prompt) -> Generation:
 
 def tiny_folder(folder: Path) -> Path:
     """Write a checkpoint of text, as transformers would: config, random weights, tokenizer."""
-    from gpuinfer.models.text.checkpoint import open_checkpoint, save_folder
+    from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 
     checkpoint = open_checkpoint(ModelSpec("tiny", kind="text"))
     save_folder(checkpoint, folder)

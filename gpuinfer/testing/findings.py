@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ValidationError
 
-from gpuinfer import settings
 from gpuinfer.api import Plugin
+from gpuinfer.config import settings
+from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import GpuinferError
-from gpuinfer.options import fields_of, missing
 
 LOOK_S = 0.02  # between two looks at a check that may hang
 SLACK = 0.5  # of a check's limit: so much later it is taken to block

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
-from gpuinfer.testing.reference import Tree
-from gpuinfer.testing.table import Table
-from gpuinfer.testing.thinking import Thinker, random_linear
+from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
 from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
 

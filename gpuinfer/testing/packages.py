@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from gpuinfer import registry
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.testing.findings import Finding
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpuinfer import options, registry
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.options import Given
+from gpuinfer.config import options, registry
+from gpuinfer.config.options import Given
 from gpuinfer.testing.backends import check_backend
 from gpuinfer.testing.fakes import tiny_folder
 from gpuinfer.testing.findings import Examiner, run_bounded, wanting

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer import run
 from gpuinfer.api import Backend, Infer, Progress, Workload
 from gpuinfer.errors import GpuinferError
+from gpuinfer.runtime import run
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.fakes import Answerer
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
-from gpuinfer.batching.cutting import choose, due_at
-from gpuinfer.engine import Engine
+from gpuinfer.engine.cutting import choose, due_at
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import StrategyError
 from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
 from gpuinfer.testing.queues import waiting

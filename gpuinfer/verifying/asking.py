@@ -1,10 +1,13 @@
-"""Prompts asked in one way, through the same generator that serves everybody else."""
+"""Prompts asked in one way, through the same generator that serves everybody else.
+
+The ways to ask. Each must give the answers that a prompt gets alone.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -17,8 +20,8 @@ from gpuinfer.verifying.rig import Rig
 from gpuinfer.verifying.witness import History, Sight, Witness
 
 if TYPE_CHECKING:
-    from gpuinfer.models.text.generator import Generator
-    from gpuinfer.models.text.step import Decoder
+    from gpuinfer.text.generator import Generator
+    from gpuinfer.text.step import Decoder
 
 IDLE_STEPS = 1000  # that bring nothing, one after another: it will never end
 
@@ -74,7 +77,7 @@ def redrawn(rig: Rig, sampling: Sampling, ask: Ask, sample: int, position: int, 
     """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
     import torch
 
-    from gpuinfer.models.text.sampling import Sampler
+    from gpuinfer.text.sampling import Sampler
 
     device, vocabulary, slot = rig.decoder.device, rig.decoder.shape.vocabulary, np.zeros(1, np.int32)
     ends = rig.language.end_tokens
@@ -92,7 +95,7 @@ def redrawn(rig: Rig, sampling: Sampling, ask: Ask, sample: int, position: int, 
 
 def _generator(rig: Rig, witness: Witness, step_tokens: int) -> Generator:
     """A new one over the old decoder: it knows of nothing that the slots hold."""
-    from gpuinfer.models.text.generator import Generator
+    from gpuinfer.text.generator import Generator
 
     return Generator(
         witness,
@@ -147,3 +150,92 @@ def _prompt(ask: Ask, sampling: Sampling) -> Prompt:
 
 def _key(ask: Ask) -> str:
     return f"verify-{ask.number}"
+
+
+SAMPLES = 3
+SOME = 8  # rows at once where the number does not matter
+SHARED = 24  # tokens that a prompt must have to lend its beginning
+MOST_STEPS = 16  # that the longest prompt is cut into
+ODD_CHUNK = 7
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The reference of several routes, and what each route shows."""
+
+    reference: Route
+    routes: list[tuple[str, Route]]
+
+
+def likeliest(rig: Rig) -> Plan:
+    """All the ways to ask for the likeliest tokens."""
+    sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.0, ignore_eos=True)
+    items, shared = rig.items, shared_beginnings(rig.items)
+    some = min(SOME, rig.decoder.slots)
+    draw = np.random.default_rng(rig.setup.seed)
+    mixed = [items[i] for i in draw.permutation(len(items))]
+    places = np.arange(rig.decoder.slots, dtype=np.int32)[::-1]
+    alone = Route("alone", asks(items) + asks(shared, first=len(items)), sampling, alone=True)
+    return Plan(
+        alone,
+        [
+            *((f"{size} at once = alone", filled(rig, sampling, size)) for size in rig.options.batch_sizes),
+            ("any order = alone", Route("another order", asks(mixed, items), sampling, some)),
+            ("any slot = alone", Route("other slots", asks(items), sampling, some, order=places)),
+            ("in chunks = whole", Route("in chunks", asks(items), sampling, some, step_tokens=chunk(rig.longest))),
+            ("shared beginning = own", Route("shared", lent(items, shared), sampling, some)),
+        ],
+    )
+
+
+def drawn(rig: Rig) -> Iterator[Plan]:
+    """The same for tokens that are drawn, and for several answers to one prompt."""
+    sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
+    samples = min(SAMPLES, rig.decoder.slots)
+    singly = [replace_sample(ask, j) for ask in asks(rig.items) for j in range(samples)]
+    several = [ask._replace(samples=samples) for ask in asks(rig.items)]
+    some = max(samples, min(SOME, rig.decoder.slots))
+    routes = [("drawn, at once = alone", Route("drawn at once", singly, sampling, some))]
+    if samples > 1:
+        routes.append((f"{samples} samples = one by one", Route("several samples", several, sampling, some)))
+    yield Plan(Route("drawn alone", singly, sampling, alone=True), routes)
+
+
+def filled(rig: Rig, sampling: Sampling, size: int) -> Route:
+    """So many rows at once; prompts come several times when there are too few."""
+    known = asks(rig.items)
+    return Route(f"{size} at once", [known[i % len(known)] for i in range(max(size, len(known)))], sampling, size)
+
+
+def asks(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[Ask]:
+    """One for each item; its number is its place in `numbered`."""
+    places = {id(item): number for number, item in enumerate(numbered or items, first)}
+    return [Ask(item, places[id(item)]) for item in items]
+
+
+def replace_sample(ask: Ask, sample: int) -> Ask:
+    return ask._replace(first_sample=sample)
+
+
+def shared_beginnings(items: list[Item]) -> list[Item]:
+    """For each prompt that is long enough another one, which begins like it and ends with its end turned round."""
+    return [
+        replace(item, text=f"… {item.text}", tokens=np.concatenate([item.tokens[:cut], item.tokens[cut:][::-1]]))
+        for item in items
+        if (cut := 3 * len(item.tokens) // 4) and len(item.tokens) >= SHARED
+    ]
+
+
+def lent(items: list[Item], shared: list[Item]) -> list[Ask]:
+    """Each prompt and the one that begins like it, twice: to take over from rows under way, and from those done."""
+    own, others = asks(items), iter(asks(shared, first=len(items)))
+    found = []
+    for ask in own:
+        found.append(ask)
+        if len(ask.item.tokens) >= SHARED:
+            found.append(next(others))
+    return found + found[::-1]
+
+
+def chunk(longest: int) -> int:
+    return max(ODD_CHUNK, longest // MOST_STEPS | 1)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer import children
 from gpuinfer.errors import WorkError
+from gpuinfer.host import children
 from gpuinfer.verifying import peer_child
 from gpuinfer.verifying.positions import Pieces, Tokens, piece
 from gpuinfer.verifying.rig import Rig
@@ -127,7 +127,7 @@ def started(channel: Connection, *arguments: Any) -> Any:
 
 def _written(rig: Rig, folder: Path) -> Path:
     """The built-in model as files."""
-    from gpuinfer.models.text.checkpoint.export import save_folder
+    from gpuinfer.text.checkpoint.export import save_folder
 
     save_folder(rig.checkpoint, folder)
     return folder

@@ -8,7 +8,7 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gpuinfer import children
+from gpuinfer.host import children
 
 
 def main(channel: Connection, folder: str, device: str, threads: int, piece: int) -> None:

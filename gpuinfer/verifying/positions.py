@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.models.text.step import Step
+from gpuinfer.text.step import Step
 from gpuinfer.verifying.asking import Answers, Ask
 from gpuinfer.verifying.judging import Divergence, Finding, Row
 from gpuinfer.verifying.rig import Rig, Tolerance
 
 if TYPE_CHECKING:
-    from gpuinfer.models.text.step import Decoder
+    from gpuinfer.text.step import Decoder
 
 PIECE_BYTES = 32 << 20  # of logits at once
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.models.text.generator.parts import Language
+from gpuinfer.text.generator.prepared import Language
 from gpuinfer.workloads.generate.asked import Defaults, Reader
 from gpuinfer.workloads.generate.splitting import Either, Piece
 

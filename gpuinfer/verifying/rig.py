@@ -1,24 +1,50 @@
-"""The model, opened so that it can be asked in many ways."""
+"""The model, opened so that it can be asked in many ways.
+
+The options of `verify`, which are its flags.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.verifying import prompts
-from gpuinfer.verifying.options import LARGEST_BATCH, Options
 from gpuinfer.verifying.prompts import Item
+from gpuinfer.workloads.generate.asking import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from gpuinfer.models.text.checkpoint import Checkpoint
-    from gpuinfer.models.text.language import Language
-    from gpuinfer.models.text.step import Decoder
+    from gpuinfer.text.checkpoint import Checkpoint
+    from gpuinfer.text.language import Language
+    from gpuinfer.text.step import Decoder
+
+LARGEST_BATCH = 4096
+
+
+class Options(api.Options):
+    """The flags of `gpuinfer verify`."""
+
+    model: str | None = Field(None, description="a folder with a checkpoint, or tiny, which is built in")
+    checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
+    meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    prompts: Path | None = Field(None, description="prompts as generate takes them; default: a set that is built in")
+    limit: int = Field(32, ge=1, le=100_000, description="prompts that are taken from there, the first ones")
+    new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
+    batch_sizes: list[int] = Field([1, 3, 64], min_length=1, max_length=16, description="rows at once: 1,3,64")
+    tolerance: float | None = Field(
+        None, gt=0, le=1e3, description="between two logits [1e-4 in float32; docs/verify.md]"
+    )
+    transformers: bool = Field(True, description="compare with transformers where it is installed")
+    deterministic: bool = Field(False, description="demand the same bits, with a model that is opened for it")
+
 
 # The share of a logit by which two sides may differ, since sums can be added up in several orders: about 32 times the
 # last digit in float32.
@@ -87,9 +113,9 @@ def open_rig(options: Options, setup: Setup) -> Rig:
 
     Raises `UsageError` when it cannot be had on this device, does not fit, or a prompt is wrong.
     """
-    from gpuinfer.models.text.checkpoint import open_checkpoint
-    from gpuinfer.models.text.generator import Tuning, open_generator
-    from gpuinfer.models.text.language import open_language
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.generator import Tuning, open_generator
+    from gpuinfer.text.language import open_language
 
     spec = spec_of(options)
     checkpoint = open_checkpoint(spec)

@@ -11,15 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Setup
-from gpuinfer.report import environment
-from gpuinfer.verifying import peer, positions, rounding, routes, tokenizing
+from gpuinfer.report.report import environment
+from gpuinfer.verifying import asking as routes
+from gpuinfer.verifying import peer, positions, rounding, tokenizing
 from gpuinfer.verifying.asking import Answers, asked
 from gpuinfer.verifying.judging import Finding, Judge, document
-from gpuinfer.verifying.options import Options
-from gpuinfer.verifying.rig import Rig, Tolerance, open_rig, tolerance
+from gpuinfer.verifying.rig import Options, Rig, Tolerance, open_rig, tolerance
 
 if TYPE_CHECKING:
-    from gpuinfer.models.text.step import Decoder
+    from gpuinfer.text.step import Decoder
 
 SCHEMA = "gpuinfer.verify/1"
 FLOAT32 = "float32"
@@ -126,7 +126,7 @@ class Verification:
         name = "graphs = eager"
         if not rig.facts["device"].startswith("cuda"):
             return skipped(name, "CUDA graphs need a CUDA device")
-        from gpuinfer.models.text.generator import Tuning, open_generator
+        from gpuinfer.text.generator import Tuning, open_generator
 
         slots = min(routes.SOME, rig.decoder.slots)
         tuning = Tuning(slots=slots, context=rig.decoder.length, graphs=False)
@@ -159,7 +159,7 @@ class Verification:
     def _torch(self, rig: Rig, dtype: str) -> Iterator[Decoder]:
         """A decoder in plain torch that computes in `dtype` with the weights of the one under test."""
         from gpuinfer.models.device import resolve_dtype
-        from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+        from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 
         shape, device = rig.checkpoint.shape, rig.decoder.device
         weights = rig.checkpoint.weights(resolve_dtype(self.setup.dtype))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.models.text.step import Decoder, Step
+from gpuinfer.text.step import Decoder, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

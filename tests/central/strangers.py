@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.central import memory
-from gpuinfer.central.blocks import Block, Form
+from gpuinfer.central.memory import Block, Form
 from gpuinfer.central.wire import HEADER, VERSION, Kind, Record, Unpacker, pack
 
 

@@ -18,8 +18,7 @@ from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.text_wire import LARGEST_PROMPT
-from gpuinfer.central.wire import HEADER, VERSION, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import HEADER, LARGEST_PROMPT, VERSION, Kind, Record, Unpacker, pack
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, RequestError, UsageError
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from gpuinfer import registry
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Remote
 from gpuinfer.central.child import Tuning
 from gpuinfer.central.server import CentralServer
-from gpuinfer.engine import Engine
+from gpuinfer.config import registry
+from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Prompt, Sampling
 
 SETUP = Setup(ModelSpec("tiny", kind="text"), device="cpu", deterministic=True)

@@ -27,9 +27,9 @@ from outcomes import Outcome, expected, table
 from plants import PLANTS, healthy, report_of
 from real import REAL
 
-from gpuinfer import machine
+from gpuinfer.host import machine
 from gpuinfer.models.device import cpu_name
-from gpuinfer.verdict import judge
+from gpuinfer.report.judging import judge
 
 
 def try_plant(name: str, seed: int, cure: bool = True) -> Outcome:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from gpuinfer import report
 from gpuinfer.api import Roofline
-from gpuinfer.evidence import Evidence
+from gpuinfer.report import report
+from gpuinfer.report.evidence import Evidence
 
 
 @contextlib.contextmanager

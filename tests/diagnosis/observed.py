@@ -23,8 +23,8 @@ def slow(call, seconds: float):
 def main() -> None:
     from keeping import judged, to_plain
 
-    from gpuinfer import report
     from gpuinfer.__main__ import main as command
+    from gpuinfer.report import report
     from gpuinfer.workloads.generate import writing
 
     target, write_s, sync_s, *words = sys.argv[1:]

@@ -17,9 +17,9 @@ if (here := str(Path(__file__).parent)) not in sys.path:
 
 from planted import Planted, service_s
 
-from gpuinfer import registry
 from gpuinfer.api import Roofline, Setup
-from gpuinfer.run import run
+from gpuinfer.config import registry
+from gpuinfer.runtime.run import run
 
 STRETCH = float(os.environ.get("DIAGNOSIS_STRETCH", "1"))  # of all times: on a busy machine wakings come late
 LASTS_S = 1.3 * STRETCH  # a run, about

@@ -113,8 +113,8 @@ def serve() -> None:
     listening.listen(64)
     import instant
 
-    import gpuinfer.models.text.checkpoint
-    import gpuinfer.models.text.language  # noqa: F401  what a form of answers is checked with
+    import gpuinfer.text.checkpoint
+    import gpuinfer.text.language  # noqa: F401  what a form of answers is checked with
 
     instant.patch()
     instant.try_out()

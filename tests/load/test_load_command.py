@@ -7,8 +7,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer import registry
 from gpuinfer.bench.document import schema
+from gpuinfer.config import registry
 
 BENCH = ["bench", "engine", "--seconds", "0.8", "--warmup", "0", "--repeats", "2"]
 STANDIN = ["--backend", "standin", "-B", "alpha=10us", "-B", "beta=1ms"]

@@ -7,7 +7,7 @@ import pytest
 
 from gpuinfer.api import ModelSpec, Priority, Progress, Setup
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UsageError
-from gpuinfer.layouts import BITS
+from gpuinfer.models.layouts import BITS
 from gpuinfer.testing import FakeInfer, assert_ok, check_workload, run_virtual
 from gpuinfer.workloads.load.asking import Tally
 from gpuinfer.workloads.load.payloads import Payloads

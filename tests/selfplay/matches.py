@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.testing.thinking import Model as Model
-from gpuinfer.testing.thinking import Thinker as Thinker
-from gpuinfer.testing.thinking import load as load
-from gpuinfer.testing.thinking import random_linear as random_linear
-from gpuinfer.testing.thinking import search_of as search_of
+from gpuinfer.testing.reference import Model as Model
+from gpuinfer.testing.reference import Thinker as Thinker
+from gpuinfer.testing.reference import load as load
+from gpuinfer.testing.reference import random_linear as random_linear
+from gpuinfer.testing.reference import search_of as search_of
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.game import Game
 

@@ -15,7 +15,7 @@ from command import records_of, selfplay, shards
 from complaints import complaint
 from safetensors.torch import save_file
 
-from gpuinfer import report
+from gpuinfer.report import report
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -11,7 +11,7 @@ from matches import arena_of, played, random_linear, same
 from gpuinfer.api import Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.errors import WorkError
-from gpuinfer.run import run
+from gpuinfer.runtime.run import run
 from gpuinfer.workloads.selfplay import arrays, workload
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay

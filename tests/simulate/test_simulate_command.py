@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer import registry
 from gpuinfer.cli import simulation
+from gpuinfer.config import registry
 from gpuinfer.trace.reading import read
 
 MODEL = ["--alpha", "50us", "--beta", "2ms"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from virtual_engines import diary, serve, written
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Bursty, Closed, Mix, Poisson, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority

@@ -10,10 +10,10 @@ import pytest
 
 from gpuinfer.api import Limits, QueueView, Strategy
 from gpuinfer.errors import UsageError
-from gpuinfer.report import service_times
-from gpuinfer.service import ServiceModel
+from gpuinfer.report.report import service_times
 from gpuinfer.simulate import Closed, Poisson, simulate
 from gpuinfer.simulate.fitting import fitted, of_trace
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.simulate.solving import solve
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.trace.merge import merge

@@ -7,8 +7,8 @@ import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Strategy
 from gpuinfer.errors import StrategyError, UnknownName, UsageError
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Ask, Bursty, Closed, Mix, Poisson, Recorded, Watch, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import ERRORS, summarise
 from gpuinfer.strategies.dynamic import Dynamic
 

@@ -8,7 +8,7 @@ import itertools
 import random
 
 from gpuinfer.api import Backend
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendError, Expired, QueueFull
 from gpuinfer.testing import run_virtual
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Reason
+from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given, check
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Ask, Closed, Poisson, Recorded, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.queues import waiting

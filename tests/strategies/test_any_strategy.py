@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from watched import Watched
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Ask, Poisson, Recorded, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority as Classes

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from gpuinfer.api import Limits
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Closed, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.timing import recent_gap

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from gpuinfer.api import Backend, Event, Limits, Priority
-from gpuinfer.engine import Engine
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import QueueFull, RequestError
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic

@@ -3,12 +3,10 @@ import math
 import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Reason, Request
-from gpuinfer.strategies.company import Company
-from gpuinfer.strategies.curve import Curve
-from gpuinfer.strategies.fairness import CLIENTS_KEPT, FairClients
 from gpuinfer.strategies.priority import ByPriority
-from gpuinfer.strategies.rooms import give_up
-from gpuinfer.strategies.shares import Credits
+from gpuinfer.strategies.service_time import Curve
+from gpuinfer.strategies.shares import CLIENTS_KEPT, Credits, FairClients, give_up
+from gpuinfer.strategies.timing import Company
 from gpuinfer.testing import waiting
 
 HIGH, NORMAL, LOW = Priority

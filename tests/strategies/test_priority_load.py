@@ -3,8 +3,8 @@
 import pytest
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.service import ServiceModel
 from gpuinfer.simulate import Mix, Poisson, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import summarise
 from gpuinfer.strategies.priority import ByPriority
 

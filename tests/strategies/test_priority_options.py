@@ -1,8 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
+from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given, check
 from gpuinfer.strategies.priority import ByPriority
 
 

@@ -7,12 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Request
-from gpuinfer.batching.cutting import Cut, next_cut
-from gpuinfer.batching.queueing import Queue
-from gpuinfer.service import ServiceModel
+from gpuinfer.engine.cutting import Cut, next_cut
+from gpuinfer.engine.queue import Queue
 from gpuinfer.simulate import Ask
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.priority import ByPriority
-from gpuinfer.strategies.rooms import give_up
+from gpuinfer.strategies.shares import give_up
 from gpuinfer.testing import waiting
 
 FULL = 8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.service import ServiceModel
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.service_time import ServiceTime, size_of
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.models.text.checkpoint import Checkpoint, open_checkpoint
-from gpuinfer.models.text.decoder.cpu import CpuDecoder, available
-from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.models.text.shape import Shape
-from gpuinfer.models.text.step import Decoder
-from gpuinfer.models.text.weights import Weights
+from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
+from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Decoder
+from gpuinfer.text.weights import Weights
 
 Make = Callable[..., Decoder]  # shape, weights, dtype, slots=, length=
 

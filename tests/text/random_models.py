@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gpuinfer.models.text.shape import Rope, Shape
-from gpuinfer.models.text.weights import Layer, Linear, Norm, Weights
+from gpuinfer.text.shape import Rope, Shape
+from gpuinfer.text.weights import Layer, Linear, Norm, Weights
 
 LLAMA = Shape("llama", 61, 32, 2, 4, 2, 16, 48, 256, rope=Rope(tuple(10.0 ** (-i / 2) for i in range(8))))
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Sampling
-from gpuinfer.models.text.sampling import Sampler
-from gpuinfer.models.text.sampling.torch_path import TorchPath
+from gpuinfer.text.sampling import Sampler
+from gpuinfer.text.sampling.torch_path import TorchPath
 
 NO_TOKENS = np.zeros(0, np.int32)
 PATHS = ("compiled", "torch")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpuinfer.models.text.step import Step
+from gpuinfer.text.step import Step
 
 
 def step_of(*segments: tuple[int, int, Sequence[int]], last_only: bool = False) -> Step:

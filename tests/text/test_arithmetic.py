@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.models.text import arithmetic
-from gpuinfer.models.text.generator import Tuning, open_generator
+from gpuinfer.text import arithmetic
+from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.workloads.generate.workload import Generate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.text.checkpoint.family import shape_of
+from gpuinfer.text.checkpoint.family import shape_of
 
 SIZES = {
     "vocab_size": 128,

@@ -18,8 +18,8 @@ from text.tiny import copy_of, tiny_checkpoint
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
-from gpuinfer.models.text.checkpoint import open_checkpoint
-from gpuinfer.models.text.checkpoint.safetensors import SafetensorsStore, read_header
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from text.tiny import FAMILIES, copy_of, tiny_checkpoint
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.models.text.checkpoint import Checkpoint, digests, open_checkpoint, safetensors
+from gpuinfer.text.checkpoint import Checkpoint, digests, open_checkpoint, safetensors
 
 CASES = [
     *(pytest.param(family, {}, id=family) for family in FAMILIES),
@@ -117,7 +117,7 @@ def test_weights_are_cast_as_torch_casts_them(family: str, stored: str, wanted: 
 
 
 def test_a_tensor_larger_than_the_staging_is_cast_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuinfer.models.text.checkpoint.safetensors.STAGING_BYTES", 1000)
+    monkeypatch.setattr("gpuinfer.text.checkpoint.safetensors.STAGING_BYTES", 1000)
     folder = tiny_checkpoint("llama")
     state = load_file(folder / "model.safetensors")
     weights = opened(folder).weights(torch.bfloat16)

@@ -16,10 +16,10 @@ from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import step_of
 
-from gpuinfer.models.text.decoder import cpu_math
-from gpuinfer.models.text.decoder.cpu import CpuDecoder, available
-from gpuinfer.models.text.decoder.cpu_weights import lanes_for
-from gpuinfer.models.text.shape import Rope
+from gpuinfer.text.decoder import cpu_math
+from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder.cpu_weights import lanes_for
+from gpuinfer.text.shape import Rope
 
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
 

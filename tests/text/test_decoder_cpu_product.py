@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpuinfer.models.text.decoder.cpu import available
-from gpuinfer.models.text.decoder.cpu_panels import aligned, panels_of
-from gpuinfer.models.text.decoder.cpu_product import product_with
+from gpuinfer.text.decoder.cpu import available
+from gpuinfer.text.decoder.cpu_product import aligned, panels_of, product_with
 
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
 

@@ -10,8 +10,8 @@ import torch
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import step_of
 
-from gpuinfer.models.text.decoder.sizing import estimate, free_memory, open_and_try
-from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.sizing import estimate, free_memory, open_and_try
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 
 pytestmark = [
     pytest.mark.gpu,

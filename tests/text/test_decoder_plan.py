@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.buckets import bucket_for
-from gpuinfer.models.text.decoder import torch_plan
-from gpuinfer.models.text.decoder.torch_batch import back, rows_of
-from gpuinfer.models.text.decoder.torch_graphs import Replays
-from gpuinfer.models.text.decoder.torch_plan import parts_of, positions_of, reach_buckets, row_buckets, tiles
-from gpuinfer.models.text.step import Step
+from gpuinfer.models.forward_cuda import bucket_for
+from gpuinfer.text.decoder import torch_batch as torch_plan
+from gpuinfer.text.decoder.torch_batch import back, parts_of, positions_of, reach_buckets, row_buckets, rows_of, tiles
+from gpuinfer.text.decoder.torch_static import Replays
+from gpuinfer.text.step import Step
 
 ROOM = 512
 

@@ -11,10 +11,10 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.text.decoder import open_sized, opening, sizing
-from gpuinfer.models.text.decoder.null import NullDecoder
-from gpuinfer.models.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
-from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder import open_sized, opening, sizing
+from gpuinfer.text.decoder.opening import NullDecoder
+from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SLOT = slot_bytes(LLAMA, 128, torch.float32)

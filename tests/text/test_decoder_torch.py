@@ -14,7 +14,7 @@ from random_models import LLAMA, VARIANTS, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,8 +11,8 @@ from text.toy import alone, toy_generator
 
 from gpuinfer.errors import BackendDied, Closed
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models.text.generator import Driver
 from gpuinfer.stats import Lane
+from gpuinfer.text.generator import Driver
 
 WAIT_S = 30.0
 

@@ -13,7 +13,7 @@ from text.toy import run
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
-from gpuinfer.models.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import Tuning, open_generator
 
 TEXTS = [
     "The quick brown fox",
@@ -140,7 +140,7 @@ def test_what_the_tuning_says_comes_before_what_the_model_s_arguments_say():
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, monkeypatch):
-    from gpuinfer.models.text.checkpoint import Checkpoint
+    from gpuinfer.text.checkpoint import Checkpoint
 
     monkeypatch.setattr(Checkpoint, "weights", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match=message):
@@ -148,8 +148,8 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, mo
 
 
 def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():
-    from gpuinfer.models.text.checkpoint import open_checkpoint
-    from gpuinfer.models.text.generator.fitting import fitted
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.generator.opening import fitted
 
     checkpoint = open_checkpoint(ModelSpec(name="tiny", kind="text"))
     whole, _ = fitted(checkpoint, 64, None, torch.float32, 10**12)

@@ -5,7 +5,7 @@ from language_samples import byte_level, folder, language
 from test_language_encoding import refusal, transformers_tokenizer
 
 from gpuinfer.generation import Prompt, Rendering
-from gpuinfer.models.text.language import sandbox
+from gpuinfer.text.language import sandbox
 
 CHATML = """{%- if messages[0].role != 'system' -%}
 <|im_start|>system

@@ -13,7 +13,7 @@ from language_samples import Files, byte_fallback, byte_level, language, shape, 
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
-from gpuinfer.models.text.language import Language, examiner, grammars, matcher, open_language
+from gpuinfer.text.language import Language, examiner, grammars, matcher, open_language
 
 ALPHABET = tuple(' !"#\\[]{}:,.-_()+*/abcdefghijklmnopqrstuvwxyzABC0123456789\né')
 END = 1  # of the folders below

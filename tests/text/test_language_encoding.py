@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.models.text.language import open_language
+from gpuinfer.text.language import open_language
 
 TEXTS = [
     "hello world",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from language_samples import KINDS, Files, shape
 from tokenizers import Tokenizer
 
-from gpuinfer.models.text.language import Language, open_language
-from gpuinfer.models.text.language.growing import Growing
-from gpuinfer.models.text.language.subwords import Subwords
+from gpuinfer.text.language import Language, open_language
+from gpuinfer.text.language.growing import Growing
+from gpuinfer.text.language.subwords import Subwords
 
 TOKENIZERS = {kind: Tokenizer.from_str(make()) for kind, make in KINDS.items()}
 LANGUAGES = {kind: Language(Subwords(one), one.get_vocab_size()) for kind, one in TOKENIZERS.items()}

@@ -10,8 +10,8 @@ import pytest
 import transformers
 from text.tiny import VOCABULARY, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.models.text.language.files import read_settings
-from gpuinfer.models.text.language.subwords import Subwords, open_subwords
+from gpuinfer.text.language.files import read_settings
+from gpuinfer.text.language.subwords import Subwords, open_subwords
 
 TEXTS = [
     "The dog",

@@ -12,7 +12,7 @@ from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.models.text.sampling import check_sampling, cpu
+from gpuinfer.text.sampling import check_sampling, cpu
 
 SETTINGS = st.builds(
     Sampling,

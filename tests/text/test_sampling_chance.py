@@ -8,7 +8,7 @@ from sampling_reference import NO_TOKENS, PATHS, draw, edited, filtered, mask_of
 from scipy import stats
 
 from gpuinfer.generation import Sampling
-from gpuinfer.models.text.sampling import cpu_random
+from gpuinfer.text.sampling import cpu_draw as cpu_random
 
 UNLIKELY = 1e-4  # of a right program to fail; seeds are fixed, so it does not do so now and then
 VOCABULARY = 20

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from sampling_reference import PATHS, draw, edited, filtered, probabilities, sampler
 
 from gpuinfer.generation import Sampling
-from gpuinfer.models.text.sampling import cpu_draw, torch_filters
-from gpuinfer.models.text.sampling.cpu import scratch
-from gpuinfer.models.text.sampling.cpu_values import compiled, order_of, survey, value_of
-from gpuinfer.models.text.sampling.slots import SLOT, settings_of
+from gpuinfer.text.sampling import cpu_draw
+from gpuinfer.text.sampling import torch_path as torch_filters
+from gpuinfer.text.sampling.cpu import scratch
+from gpuinfer.text.sampling.cpu_values import compiled, order_of, survey, value_of
+from gpuinfer.text.sampling.slots import SLOT, settings_of
 
 EDGE = 1e-5  # within it of a limit either answer is right: probabilities are float32
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from gpuinfer.generation import Completion, Prompt, Sampling
-from gpuinfer.models.text.generator import Generator
-from gpuinfer.models.text.language.alphabet import Characters
-from gpuinfer.models.text.language.language import Language
-from gpuinfer.models.text.sampling import Sampler
-from gpuinfer.models.text.shape import Shape
-from gpuinfer.models.text.step import Step
+from gpuinfer.text.generator import Generator
+from gpuinfer.text.language.language import Language
+from gpuinfer.text.language.subwords import Characters
+from gpuinfer.text.sampling import Sampler
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Step
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
 END = len(LETTERS)

@@ -16,7 +16,8 @@ from playing import START, check_trace, record_little, recorder, request
 
 from gpuinfer.api import Limits, Priority, Reason, Setup
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.trace import form, lock, merge
+from gpuinfer.trace import form, merge
+from gpuinfer.trace import merge as lock
 from gpuinfer.trace.merge import prepare, recording
 from gpuinfer.trace.reading import Arrival, Cut, Ran, Settle, read
 from gpuinfer.trace.recorder import Recorder

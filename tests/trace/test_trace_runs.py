@@ -17,7 +17,7 @@ from remotes import Far
 from gpuinfer.api import Setup
 from gpuinfer.cli import main
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.run import run
+from gpuinfer.runtime.run import run
 from gpuinfer.trace import merge
 from gpuinfer.trace.form import parts_of
 from gpuinfer.trace.reading import read

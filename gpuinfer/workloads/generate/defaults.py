@@ -74,9 +74,9 @@ def check(spec: ModelSpec, wanted: Sampling) -> None:
     """
     if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
         return
-    from gpuinfer.models.text.checkpoint import open_checkpoint
-    from gpuinfer.models.text.language import open_language
-    from gpuinfer.models.text.sampling.checks import check_sampling
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.language import open_language
+    from gpuinfer.text.sampling.slots import check_sampling
 
     try:
         checkpoint = open_checkpoint(spec)

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from gpuinfer import errors, registry
+from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.workloads.following import followed
+from gpuinfer.host.following import followed
 from gpuinfer.workloads.generate import output, reading
 from gpuinfer.workloads.generate.answers import Writer
 from gpuinfer.workloads.generate.asked import Defaults, Reader
@@ -238,7 +239,7 @@ class Generate(Workload):
 
 def fingerprint(spec: ModelSpec) -> str:
     """What tells this model from others; its name where the checkpoint is not one that we read ourselves."""
-    from gpuinfer.models.text.checkpoint import open_checkpoint
+    from gpuinfer.text.checkpoint import open_checkpoint
 
     try:
         return str(open_checkpoint(spec).fingerprint)
@@ -256,7 +257,7 @@ def arithmetic(setup: Setup) -> str:
     """The number format that the model will be computed in here; what was asked for where there is no such device."""
     if setup.dtype != "bfloat16":
         return setup.dtype  # always, and known without importing torch
-    from gpuinfer.models.text.arithmetic import computes_in_here
+    from gpuinfer.text.arithmetic import computes_in_here
 
     try:
         return computes_in_here(setup)

@@ -10,19 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pydantic import BaseModel
 
 from gpuinfer.api import Priority
+from gpuinfer.config.options import natural
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.options import natural
-from gpuinfer.simulate.arrivals import (
-    LONGEST_S,
-    MOST_RATE,
-    MOST_ROWS,
-    Arrivals,
-    Ask,
-    Bursty,
-    Mix,
-    Poisson,
-    check_rate,
-)
+from gpuinfer.load.arrivals import LONGEST_S, MOST_RATE, MOST_ROWS, Arrivals, Ask, Bursty, Mix, Poisson, check_rate
 
 CLASSES = {priority.name.lower(): priority for priority in Priority}
 

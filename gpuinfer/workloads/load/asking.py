@@ -7,7 +7,7 @@ from collections import Counter
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, WorkError
-from gpuinfer.simulate.arrivals import Ask
+from gpuinfer.load.arrivals import Ask
 from gpuinfer.stats import Histogram
 from gpuinfer.workloads.load.payloads import Payloads
 

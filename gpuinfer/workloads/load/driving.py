@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from gpuinfer.api import Infer
-from gpuinfer.simulate.arrivals import Ask, Closed
+from gpuinfer.load.arrivals import Ask, Closed
 from gpuinfer.workloads.load.asking import Asker
 
 AT_ONCE = 32  # requests that are sent before anything else may run, when the generator is behind

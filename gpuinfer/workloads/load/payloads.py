@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.layouts import BITS, row_dtype
+from gpuinfer.models.layouts import BITS, row_dtype
 
 LEAST_POOL = 1024  # rows, drawn once: drawing anew for each request would cost more than sending it
 

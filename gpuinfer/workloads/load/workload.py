@@ -16,8 +16,8 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.simulate.arrivals import Arrivals, Ask, Closed, Mix
-from gpuinfer.workloads.following import followed
+from gpuinfer.host.following import followed
+from gpuinfer.load.arrivals import Arrivals, Ask, Closed, Mix
 from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unheeded, rows_of, schedule_of
 from gpuinfer.workloads.load.asking import Asker, Tally
 from gpuinfer.workloads.load.driving import Clients, Driver, Open

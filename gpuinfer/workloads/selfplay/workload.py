@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from gpuinfer import api, machine
+from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import machine
 from gpuinfer.workloads.selfplay import games, rehearsal
 from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.records import Folder

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer import blame, registry
+from gpuinfer.config import blame, registry
+from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UsageError
-from gpuinfer.options import Given, check
 from gpuinfer.workloads.selfplay.game import Game
 
 SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")

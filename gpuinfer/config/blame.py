@@ -1,0 +1,122 @@
+"""Whose fault it was: a plugin's name and package, and the error that says what it raised, in words for people."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from gpuinfer import api
+from gpuinfer.api import Backend, Setup, Strategy, Workload
+from gpuinfer.config import registry
+from gpuinfer.errors import BackendError, GpuinferError, StrategyError, WorkError, WorkloadError, unwrap
+
+log = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=api.Plugin)
+
+OURS = "gpuinfer"  # the package whose faults are to be reported
+FAILURES: Mapping[type, type[WorkError]] = {Backend: BackendError, Strategy: StrategyError, Workload: WorkloadError}
+
+
+def who(plugin: Any) -> str:
+    """Such as `backend 'echo' (package gpuinfer-echo 0.1)`, of a plugin or its class; of one that no package offers,
+    `backend 'Echo' (module my_tests)`.
+    """
+    kind = _class_of(plugin)
+    if (record := record_of(kind)) is not None:
+        return f"{registry.KINDS[record.kind]} '{record.name}' (package {record.package})"
+    return f"{_word(kind)} '{kind.__name__}' (module {kind.__module__})"
+
+
+def record_of(kind: type) -> registry.Record | None:
+    """The offer that names this class. Imports nothing: what has been imported to make the class is there already."""
+    return _record_of(kind, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=64)
+def _record_of(kind: type, path: tuple[str, ...]) -> registry.Record | None:
+    return next((record for record in registry.listing() if _named_by(record.module) is kind), None)
+
+
+def cure(plugin: Any) -> str:
+    """What to do about a plugin that does what it may not."""
+    record = record_of(_class_of(plugin))
+    report = " and report it" if record is not None and record.distribution == OURS else ""
+    return f"Run it again with -vv to see where{report or checked(plugin, ', or check it with')}."
+
+
+def checked(plugin: Any, words: str = ", check it with") -> str:
+    """How to check a plugin that somebody else's package offers; empty for any other."""
+    record = record_of(_class_of(plugin))
+    theirs = record is not None and record.distribution != OURS
+    return f"{words} `gpuinfer plugins check {record.distribution}`" if record is not None and theirs else ""
+
+
+def failure(plugin: Any, what: str) -> WorkError:
+    """The error of its kind that says what a plugin did wrong: `raised in cut_at`, say."""
+    kind = _class_of(plugin)
+    made = next((error for base, error in FAILURES.items() if issubclass(kind, base)), WorkError)
+    return made(f"{who(plugin)}: {what.rstrip('.')}. {cure(plugin)}")
+
+
+def raised(plugin: Any, method: str, error: BaseException) -> WorkError:
+    """The error that says what a plugin's method raised; that is its cause."""
+    made = failure(plugin, f"{method} raised {in_short(error)}")
+    made.__cause__ = error
+    return made
+
+
+def in_short(error: BaseException) -> str:
+    """The kind of error and the first line of what it says, if it says anything."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def warn(plugin: Any, method: str, error: BaseException) -> None:
+    """Say what a plugin raised where nothing depends on it; with -vv also where."""
+    log.warning("%s: %s raised %s. %s", who(plugin), method, in_short(error), cure(plugin))
+    log.debug("%s", "".join(traceback.format_exception(error)))
+
+
+@contextlib.contextmanager
+def calling(plugin: Any, method: str) -> Iterator[None]:
+    """Say of what is raised inside whose it is. Errors of ours speak for themselves, and so do refused options."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        first = unwrap(error)
+        if isinstance(first, GpuinferError | ValidationError | BrokenPipeError):
+            raise
+        raise raised(plugin, method, first) from error
+
+
+def make(kind: type[P], setup: Setup, options: Mapping[str, Any]) -> P:
+    """A plugin of this class. Raises `UsageError` and `ValidationError` as it does; what else it raises is its own."""
+    with calling(kind, "__init__"):
+        return kind(setup, **options)
+
+
+def _class_of(plugin: Any) -> type:
+    return plugin if isinstance(plugin, type) else type(plugin)
+
+
+def _named_by(target: str) -> Any:
+    """What `module:attribute` names, if its module has been imported."""
+    module, _, attributes = target.partition("[")[0].strip().partition(":")
+    found: Any = sys.modules.get(module)
+    for attribute in filter(None, attributes.strip().split(".")):
+        found = getattr(found, attribute, None)
+    return found
+
+
+def _word(kind: type) -> str:
+    """`backend` for a class of backends; of what is none of the three kinds that we know, `plugin`."""
+    bases = {many: getattr(api, base) for many, base in registry.BASES.items()}
+    return next((registry.KINDS[many] for many, base in bases.items() if issubclass(kind, base)), "plugin")

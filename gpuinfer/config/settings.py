@@ -1,0 +1,223 @@
+"""Settings: flag > environment `GPUINFER_…` > `gpuinfer.toml` > default, each value with its origin.
+
+Keys are dotted: `device`, `selfplay.games` (a workload's own option), `backends.inprocess.max_rows`. In the environment
+that is `GPUINFER_SELFPLAY__GAMES`; in the file, `games` under `[selfplay]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from gpuinfer.config import registry
+from gpuinfer.config.options import Given, check, fields_of
+from gpuinfer.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+FILE = Path("gpuinfer.toml")
+PREFIX = "GPUINFER_"
+RESERVED = {"GPUINFER_CONFIG"}  # says where the file is, and is no setting itself
+TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
+
+Place = Callable[[tuple[str, ...]], str]  # where a path stands, for people
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Common(BaseModel):
+    """The settings that every command knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str = Field("inprocess", description="who answers the requests")
+    strategy: str = Field("dynamic", description="when waiting requests become a batch")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:1")
+    dtype: Dtype = Field("float32", description="number format of the model")
+    seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
+    report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
+    trace: str | None = Field(None, pattern=r"^[^\x00]+$", description="a file that records every request and batch")
+    live: bool | None = Field(None, description="a live view, or plain lines; none: live on a terminal")
+    quiet: bool = Field(False, description="no progress: only the result, and errors")
+    verbose: int = Field(0, ge=0, description="1 says more, 2 shows tracebacks")
+    roofline: bool = Field(True, description="measure the bare model first, for the efficiency")
+    patience: float = Field(
+        10.0, gt=0, le=1e6, description="seconds after which a plugin that holds things up is named"
+    )
+    give_up: float = Field(600.0, gt=0, le=1e9, description="seconds after which such a plugin is given up")
+    max_failures: float | None = Field(
+        None, ge=0, le=1, description="share of the requests that may fail; none: as the workload has it"
+    )
+    trial: bool | None = Field(None, description="try the advice at the run's end; none: on a terminal")
+    disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The merged settings. Plugins' options stay as they were given until `options` checks them."""
+
+    common: Common
+    given: Mapping[str, Given]  # the winner for each key
+    file: Path | None = None
+
+    def table(self, name: str) -> dict[str, Given]:
+        """What was given under `selfplay` or `backends.inprocess`, by option."""
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): one for key, one in self.given.items() if key.startswith(prefix)}
+
+    def options(self, kind: str, name: str, plugin: Any, *, complete: bool = True) -> dict[str, Any]:
+        """The options given for a plugin, as its class takes them. Raises `UsageError`, as `options.check` does."""
+        kind = registry.plural(kind)
+        owner = f"{registry.KINDS[kind]} '{name}'"
+        return check(plugin.Options, self.table(table_name(kind, name)), owner, complete=complete)
+
+    def origin(self, key: str) -> str:
+        return self.given[key].origin if key in self.given else "default"
+
+
+def load(flags: Mapping[str, Given] | None = None, config: Path | None = None) -> Settings:
+    """Merge flags, environment, file and defaults.
+
+    Plugins that the settings switch off are off from here on. Raises `UsageError` for a value or key that is wrong,
+    saying where it came from.
+    """
+    file = _config_file(config)
+    layers = [_from_file(file) if file else {}, _from_environment(), dict(flags or {})]
+    given = {key: one for layer in layers for key, one in layer.items()}
+    common = Common(**check(Common, {key: one for key, one in given.items() if "." not in key}, "gpuinfer"))
+    registry.switch_off(common.disabled_plugins)
+    for entry in registry.unknown_of(common.disabled_plugins):
+        _say_unknown(entry, given["disabled_plugins"].origin)
+    return Settings(common, given, file)
+
+
+@cache
+def _say_unknown(entry: str, origin: str) -> None:
+    """Once in a process: it does no harm, and may be meant for another machine."""
+    log.warning("%s: nothing is installed that '%s' names. See gpuinfer plugins list, or take it out.", origin, entry)
+
+
+def table_name(kind: str, name: str) -> str:
+    """`selfplay` for a workload, `backends.inprocess` for a backend."""
+    return name if kind == "workloads" else f"{kind}.{name}"
+
+
+def _config_file(config: Path | None) -> Path | None:
+    if config is None and (named := os.environ.get("GPUINFER_CONFIG")):
+        config = Path(named)
+    if config is None:
+        return FILE if FILE.is_file() else None
+    if not config.is_file():
+        raise UsageError(f"there is no settings file {config}. Give --config a file that exists, or leave it out.")
+    return config
+
+
+def _from_file(file: Path) -> dict[str, Given]:
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{file} is no valid TOML: {error}. Correct that line.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}. Make it a readable text file in UTF-8.") from error
+    return {
+        ".".join(path): Given(value, _place_in_file(file, path))
+        for path, value in _flatten(content, lambda path: _place_in_file(file, path))
+    }
+
+
+def _place_in_file(file: Path, path: tuple[str, ...]) -> str:
+    table = f" [{'.'.join(path[:-1])}]" if len(path) > 1 else ""
+    return f"{file}{table} {path[-1]}"
+
+
+def _from_environment() -> dict[str, Given]:
+    """What `GPUINFER_…` variables say. Raises `UsageError` for one that names no setting."""
+    read = dict(_flatten(_read_environment(), _variable))
+    taken = {_variable(path) for path in read} | RESERVED
+    for variable, value in os.environ.items():
+        if variable.upper().startswith(PREFIX) and value and variable.upper() not in taken:
+            known = [_variable((key,)) for key in _common_keys()]
+            known += [_variable((name, "…")) for name in (*TABLES, *_names("workloads"))]
+            raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
+    texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
+    return {".".join(path): Given(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()}
+
+
+def _read_environment() -> dict[str, Any]:
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict  # 90 ms
+
+    class Reader(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, env_ignore_empty=True
+        )
+
+    fields: dict[str, Any] = dict.fromkeys(_common_keys(), (str, ""))
+    fields |= {name: (dict[str, dict[str, Any]], {}) for name in TABLES}
+    fields |= {_identifier(name): (dict[str, Any], {}) for name in _names("workloads")}
+    with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that nobody calls here
+        reader = create_model("Environment", __base__=Reader, **fields)
+    return EnvSettingsSource(reader)()
+
+
+def _flatten(content: Mapping[str, Any], place: Place) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths and values of nested tables, every name checked. `place` tells people where a path stands."""
+    workloads = {_identifier(name): name for name in _names("workloads")}
+    for key, value in content.items():
+        if key in TABLES:
+            for plugin, table in _table(value, place((key,))).items():
+                name = _plugin_name(key, plugin, place)
+                yield from (((key, name, option), one) for option, one in _table(table, place((key, name))).items())
+        elif _identifier(key) in workloads and key not in _common_keys():
+            name = workloads[_identifier(key)]
+            yield from (((name, option), one) for option, one in _table(value, place((name,))).items())
+        elif key in _common_keys():
+            yield (key,), value
+        else:
+            known = [*_common_keys(), *TABLES, *workloads.values()]
+            raise UsageError(_unknown("setting", place((key,)), known, f"take out '{key}'", key))
+
+
+def _table(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{place}: {value!r} is no table. Give options one by one, under their names.")
+    return value
+
+
+def _plugin_name(kind: str, given: str, place: Place) -> str:
+    names = {_identifier(name): name for name in _names(kind)}
+    if _identifier(given) not in names:
+        where = place((kind, given))
+        raise UsageError(_unknown(registry.KINDS[kind], where, list(names.values()), f"take out '{given}'", given))
+    return names[_identifier(given)]
+
+
+def _variable(path: tuple[str, ...]) -> str:
+    return PREFIX + "__".join(map(_identifier, path)).upper()
+
+
+def _identifier(name: str) -> str:
+    return name.replace("-", "_").lower()
+
+
+def _names(kind: str) -> list[str]:
+    """Those that are switched off too: their tables may stay."""
+    return sorted({record.name for record in registry.listing(kind)})
+
+
+def _common_keys() -> list[str]:
+    return list(fields_of(Common))
+
+
+def _unknown(what: str, place: str, known: list[str], cure: str, name: str = "") -> str:
+    near = get_close_matches(name or place.upper(), known, n=1, cutoff=0.5)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    return f"{place}: no such {what}. {hint}Known: {', '.join(sorted(known))}. Or {cure}."

@@ -1,0 +1,143 @@
+"""One batch and its backend: call it, check what it answers, settle each request.
+
+What a backend may answer: one row of output for each row of input, and no NaN or +inf anywhere.
+
+Arrays are known by what they offer (`shape`, `dtype`, `max`), so that NumPy, torch and others are all checked, and none
+of them is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+from gpuinfer.api import Backend, Lane, Request, Result
+from gpuinfer.config import blame
+from gpuinfer.engine.settling import Unsettled
+from gpuinfer.errors import BackendError, BadResult, GpuinferError
+
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # by far the most common answers that hold no array
+
+
+def find_fault(result: Any, rows: int) -> str | None:
+    """What is wrong with one request's result, ending with the cure; None when nothing is.
+
+    Arrays count wherever they lie in tuples, lists and mappings. -inf is allowed: it is how logits are masked.
+    """
+    if type(result) in PLAIN:
+        return None
+    try:
+        return _fault_of(result, rows, "the result")
+    except Exception as error:  # noqa: BLE001 (an odd object must fail its own request, not the engine)
+        return f"the result cannot be checked: {error!r}. Return arrays [rows, ...], or plain values."
+
+
+def _fault_of(value: Any, rows: int, name: str) -> str | None:
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    else:
+        shape = getattr(value, "shape", None)
+        is_array = isinstance(shape, tuple) and hasattr(value, "dtype")
+        return _fault_of_array(value, shape, rows, name) if is_array else None
+    for key, part in parts:
+        if type(part) not in PLAIN and (fault := _fault_of(part, rows, f"{name}[{key!r}]")):
+            return fault
+    return None
+
+
+def _fault_of_array(array: Any, shape: Any, rows: int, name: str) -> str | None:
+    if not shape or shape[0] != rows:
+        return (
+            f"{name} has shape {list(shape)} for a request of {rows} {'row' if rows == 1 else 'rows'}. "
+            f"Return [{rows}, ...]: one row of output for each row of input."
+        )
+    if _is_floating(array.dtype) and 0 not in shape and not float(array.max()) < math.inf:  # a NaN wins every max
+        return (
+            f"{name}, {array.dtype} {list(shape)}, holds NaN or +inf. "
+            f"Check the model's weights and inputs; to mask logits use -inf."
+        )
+    return None
+
+
+def _is_floating(dtype: Any) -> bool:
+    floating = getattr(dtype, "is_floating_point", None)  # torch
+    return bool(floating) if floating is not None else getattr(dtype, "kind", "") == "f"
+
+
+async def answer(
+    backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, lane: Lane, clock: Callable[[], float]
+) -> float:
+    """Have the backend answer, and settle what it answers; returns the seconds that the backend took.
+
+    Raises whatever the backend raises, and `BadResult` or `BackendError` when it does not answer every request: then
+    some are left unsettled.
+    """
+    started = clock()
+    if backend.streams:
+        await _follow(backend, requests, unsettled, clock)
+        return clock() - started
+    results = await backend.infer(requests)
+    ended = clock()
+    lane.enter("reply")
+    _check_count(backend, requests, results)
+    for request, result in zip(requests, results, strict=True):
+        _settle(backend, request, result, unsettled, ended)
+    return ended - started
+
+
+async def _follow(
+    backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, clock: Callable[[], float]
+) -> None:
+    async for event in backend.stream(requests):
+        if not event.last:
+            continue
+        if event.error is not None:
+            unsettled.fail(event.request, as_failure(backend, event.error))
+        else:
+            _settle(backend, event.request, event.value, unsettled, clock())
+    missing = sum(request in unsettled for request in requests)
+    if missing:
+        raise BackendError(
+            f"{blame.who(backend)}: stream ended with {missing} of {len(requests)} requests unanswered. "
+            f"Yield an Event with last=True for each request."
+        )
+
+
+def _check_count(backend: Backend, requests: Sequence[Request], results: Sequence[Result]) -> None:
+    if not isinstance(results, Sized):
+        got = f"a {type(results).__name__}"
+    elif len(results) != len(requests):
+        got = f"{len(results)} results"
+    else:
+        return
+    raise BadResult(
+        f"{blame.who(backend)}: infer gave {got} for {len(requests)} requests. "
+        f"Return a list with one result for each request, in order."
+    )
+
+
+def _settle(backend: Backend, request: Request, result: Result, unsettled: Unsettled, now: float) -> None:
+    if isinstance(result, BaseException):  # this request's own failure: its neighbours are answered
+        unsettled.fail(request, as_failure(backend, result))
+        return
+    fault = find_fault(result, request.rows)
+    if fault is None:
+        unsettled.answer(request, result, now)
+    else:
+        unsettled.fail(request, BadResult(f"{blame.who(backend)} answered badly: {fault}"))
+
+
+def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
+    """What a request that met this error is told: our own errors as they are, anything else as a BackendError."""
+    if isinstance(error, GpuinferError):
+        return error
+    method = "stream" if backend.streams else "infer"
+    failure = BackendError(
+        f"{blame.who(backend)}: {method} raised {blame.in_short(error)}. Only its batch failed. {blame.cure(backend)}"
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,456 @@
+"""The only queue: takes requests, asks the strategy when to cut a batch, calls the backend, settles the futures.
+
+Everything happens on one event loop and in one order: `submit` queues and wakes, `_dispatch` expires and cuts, `_serve`
+runs one batch in a forward lane and settles it. The dispatcher is woken at most once for each turn of the loop, and not
+at all while the backend has no room: so the queue grows while the backend is busy, and a request costs no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane, prompts_lane
+from gpuinfer.config import blame
+from gpuinfer.engine.admission import Admission, class_of, make_room
+from gpuinfer.engine.answering import answer, as_failure
+from gpuinfer.engine.cutting import Cut, Fault, PassThrough, next_cut, notices_of
+from gpuinfer.engine.queue import Queue
+from gpuinfer.engine.settling import Unsettled
+from gpuinfer.engine.tally import Tally
+from gpuinfer.engine.watchdog import Held, Patience, uncut
+from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, WorkError
+from gpuinfer.host.loop import Alarm
+from gpuinfer.stats import Lane, Snapshot
+from gpuinfer.trace.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
+HURRY_S = 0.5  # how long the backend may take to close when nobody waits any more
+LET_GO_S = 0.1  # the same as `CANCEL_WAIT_S`
+
+
+class Engine:
+    """Batches requests for one backend, which it starts and closes.
+
+    `max_queue_rows` bounds the rows that may wait (see `Admission`); `recorder` writes down what happens, and whoever
+    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods but `held` belong to
+    the event loop that called `start`.
+    """
+
+    limits: Limits  # the backend's, once it has started
+
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: Strategy,
+        *,
+        max_queue_rows: int | None = None,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = 30.0,
+    ) -> None:
+        self.backend = backend
+        self.strategy = PassThrough() if backend.remote else strategy
+        # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
+        self.lanes: list[Lane] = []
+        self._max_queue_rows = max_queue_rows
+        self._recorder = recorder
+        self._clock = clock
+        self._patience_s = patience_s
+        self._queue = Queue()
+        self._tally = Tally()
+        self._unsettled = Unsettled(self._tally, self._left)
+        self._free: list[Lane] = []
+        self._running: dict[asyncio.Task[None], tuple[int, Cut]] = {}  # the batches under way, with their numbers
+        self._batches = 0  # cut so far
+        self._longest_s = 0.0  # that a batch took
+        self._moved = 0  # requests settled, and steps told
+        self._put_off = False  # by the strategy, when it was last asked
+        self._doing = ""  # starting or closing
+        self._given_up: WorkError | None = None
+        self._hurried: asyncio.Future[None]  # since `start`: done when nobody wants to wait
+        self._woken = False
+        self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
+        self._draining = False
+        self._backend_open = False
+        self._admits = False  # rows take free slots, and the backend tells its own steps: its lane is one, never taken
+        self._warned: set[tuple[object, str]] = set()
+
+    async def start(self) -> None:
+        """Start the backend and open for requests. A backend that cannot start is closed again."""
+        self._loop = asyncio.get_running_loop()
+        self._hurried = self._loop.create_future()
+        self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
+        self._backend_open = True
+        self.backend.stepped = self._stepped
+        try:
+            with blame.calling(self.backend, "start"):
+                await self._start_backend()
+            with blame.calling(self.backend, "limits"):
+                self._take_limits(self.backend.limits)
+        except BaseException:
+            await self._close_backend()
+            raise
+        self._shut = None
+
+    async def _start_backend(self) -> None:
+        self._doing = "starting"
+        try:
+            if not await self._ends(self.backend.start()):
+                raise self._given_up or _closed()
+        finally:
+            self._doing = ""
+
+    def _stepped(self, rows: int, seconds: float) -> None:
+        self._moved += 1
+        self._longest_s = max(self._longest_s, seconds)
+        self._tally.stepped(rows, seconds)
+
+    def _take_limits(self, limits: Limits) -> None:
+        self._streams = self.backend.streams
+        self._admission = Admission(limits, self._max_queue_rows)
+        self.limits = limits
+        self._admits = limits.slots is not None and self._streams
+        forwards = 1 if self._admits else limits.in_flight
+        self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
+        self._free = self.lanes[::-1]
+        if self._admits:
+            self.lanes.append(Lane("prompts 0", clock=self._clock))
+
+    # Requests
+
+    async def submit(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Result:
+        """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
+        if self._shut is not None:
+            raise self._given_up or Closed(f"the engine {self._shut}")
+        if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
+            priority = class_of(priority)
+        now = self._clock()
+        request = Request(payload, rows, now, priority, now + timeout, group, client)
+        if self._recorder is not None:
+            self._recorder.arrived(request)
+        if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
+            self._refuse_unless_others_go(request, refusal)
+        self._queue.add(request)
+        future = self._loop.create_future()
+        self._unsettled.add(request, future)
+        if timeout < math.inf:
+            self._alarm.ring_within(timeout)
+        if self._free and not self._woken:
+            self._wake()
+        try:
+            return await future
+        finally:
+            if request in self._unsettled:  # whoever asked was cancelled
+                self._withdraw(request)
+
+    def _refuse_unless_others_go(self, request: Request, refusal: GpuinferError) -> None:
+        """Raise why this request cannot enter, unless the strategy turns others away for it."""
+        if isinstance(refusal, QueueFull):
+            shed = make_room(self.strategy, self._queue, request, self.limits, refusal, self._admission.bound)
+            for other, error in shed.turned_away:
+                self._unsettled.fail(other, error)
+            if shed.refusal is None:
+                return
+            refusal = shed.refusal
+        kind = "expired" if isinstance(refusal, Expired) else "rejected"
+        self._tally.error(kind, request.priority)
+        if self._recorder is not None:
+            self._recorder.settled(request, kind, request.arrived)
+        raise refusal
+
+    def _withdraw(self, request: Request) -> None:
+        self._unsettled.drop(request)
+        if request in self._queue:
+            self._queue.remove((request,))
+            self._wake()
+            return
+        with self._harmless(self.backend, "cancel"):
+            self.backend.cancel(request)
+
+    def join(self, client: Hashable) -> None:
+        """Count this client as live: a strategy may wait for it."""
+        self._queue.clients.join(client, self._clock())
+        self._wake()
+
+    def leave(self, client: Hashable) -> None:
+        """Wait no longer for this client. Its outstanding requests stay."""
+        self._queue.clients.leave(client)
+        self._wake()
+
+    def snapshot(self) -> Snapshot:
+        """The counters of this moment."""
+        slots = self.limits.slots if self._admits else None
+        return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy), slots or 0)
+
+    # Cutting
+
+    def _wake(self) -> None:
+        """Dispatch at the end of this turn of the loop, so that all who submit in it can share a batch."""
+        if self._queue.rows and not self._woken:
+            self._woken = True
+            self._alarm.ring_soon()
+
+    def _dispatch(self) -> None:
+        self._woken = False
+        now = self._clock()
+        for request in self._queue.expire(now):
+            waited = f"its deadline passed after {now - request.arrived:.3f} s in the queue"
+            error = Expired(f"{waited}. Allow more time, or keep fewer requests outstanding.")
+            self._unsettled.fail(request, error)
+        when = min(self._cut_what_is_due(now), self._queue.next_deadline())
+        if when < math.inf:
+            self._alarm.ring_within(max(0.0, when - now))
+
+    def _cut_what_is_due(self, now: float) -> float:
+        """Cut while there is room and a batch is due; returns when to ask again."""
+        while self._free and (room := self._room()).max_rows:
+            step = next_cut(self.strategy, self._queue, now, room, draining=self._draining)
+            self._put_off = False
+            if isinstance(step, Cut):
+                self._launch(step, now)
+            elif isinstance(step, Fault):
+                self._unsettled.fail_all(step.requests, step.error)
+            else:
+                self._put_off = True
+                return step
+        return math.inf
+
+    def _room(self) -> Limits:
+        """The limits of the next batch: narrower than the backend's while its slots are taken."""
+        if self.limits.slots is None:
+            return self.limits
+        taken = self._unsettled.rows - self._queue.rows
+        return replace(self.limits, max_rows=min(self.limits.max_rows, self.limits.slots - taken))
+
+    def _launch(self, cut: Cut, now: float) -> None:
+        gone = [request for request in cut.requests if self._unsettled.cancelled(request)]
+        if gone:  # in this very turn of the loop
+            for request in gone:
+                self._unsettled.drop(request)
+            wanted = tuple(request for request in cut.requests if request in self._unsettled)
+            cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
+        if cut.requests:
+            if self._admits:
+                self._tally.admitted(cut, now)
+                lane = self._free[0]
+            else:
+                self._tally.cut(cut, now)
+                lane = self._free.pop()
+            number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
+            task = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
+            self._batches += 1
+            self._running[task] = (self._batches, cut)
+            task.add_done_callback(functools.partial(self._ended, cut, lane))
+
+    # Serving
+
+    async def _serve(self, cut: Cut, lane: Lane, cut_at: float, number: int) -> None:
+        """Run one batch in one lane. Whatever happens, each of its requests is settled. The recorder knows it by
+        `number`.
+        """
+        forward_lane.set(lane)
+        if self._admits:
+            prompts_lane.set(self.lanes[-1])
+        if not self._admits:
+            lane.enter("forward")
+        started = self._clock()
+        try:
+            seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
+            self._longest_s = max(self._longest_s, seconds)
+            if not self._admits:
+                self._tally.ran(cut.rows, seconds)
+            if self._recorder is not None:
+                self._recorder.ran(number, seconds, self._clock())
+            waited = cut_at - min(request.arrived for request in cut.requests)
+            with self._harmless(self.strategy, "observe"):
+                self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
+        except BaseException as error:
+            self._unsettled.fail_all(cut.requests, as_failure(self.backend, error))
+            if not isinstance(error, Exception | asyncio.CancelledError):  # an interrupt is not ours to keep
+                raise
+        finally:
+            if not self._admits:
+                lane.enter("idle")
+
+    def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step
+            self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
+        self._running.pop(task, None)
+        if not self._admits:
+            self._free.append(lane)
+        self._wake()
+
+    def _left(self, request: Request, outcome: str) -> None:
+        now = self._clock()
+        self._moved += 1
+        self._queue.clients.answered(request.client, now)
+        if self._recorder is not None:
+            self._recorder.settled(request, outcome, now)
+        if self.limits.slots is not None:  # those it took are free, though its batch runs on
+            self._wake()
+
+    @contextlib.contextmanager
+    def _harmless(self, plugin: object, method: str) -> Iterator[None]:
+        """Log, once, what a plugin raises where no request depends on it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            if (plugin, method) not in self._warned:
+                self._warned.add((plugin, method))
+                blame.warn(plugin, method, error)
+
+    # Who holds what
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request or a batch under way."""
+        return bool(self._unsettled or self._running)
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """What backend and strategy have in hand. Any thread may ask."""
+        if self._doing:
+            limit_s = patience.start_s if self._doing == "starting" else math.inf  # `close` has a limit of its own
+            yield Held(self._doing, self.backend, f"has been {self._doing} for {{age}}", limit_s)
+        if batches := list(self._running.values()):  # the oldest first
+            yield self._held_batch(*batches[0], patience)
+        elif self._put_off and self._queue.rows:
+            yield uncut(self.strategy, self._batches, len(self._unsettled), patience)
+
+    def _held_batch(self, number: int, cut: Cut, patience: Patience) -> Held:
+        """A batch; where answers come one by one, or from a far side, that none has come."""
+        remote = self.backend.remote
+        limit_s = patience.batch_s(self._longest_s, remote)
+        what = f"{_counted(len(cut.requests), 'request')}, {_counted(cut.rows, 'row')}"
+        if remote or self._streams:
+            doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked)"
+            return Held(("answers", self._moved), self.backend, doing, limit_s)
+        return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
+
+    def give_up(self, error: WorkError) -> None:
+        """Fail all that is unsettled with this error, and wait for nobody in `close`."""
+        if not self._backend_open:
+            return
+        self._given_up, self._shut = error, "was given up."
+        self.hurry()
+        for request in self._unsettled:
+            if request in self._queue:
+                self._queue.remove((request,))
+            self._unsettled.fail(request, error)
+        for task in tuple(self._running):
+            task.cancel()
+
+    def hurry(self) -> None:
+        """Nobody wants to wait any more: `close` waits for no batch, and for the backend only a moment."""
+        if (hurried := getattr(self, "_hurried", None)) is not None and not hurried.done():
+            hurried.set_result(None)
+
+    async def _ends(self, work: Coroutine[Any, Any, None], within_s: float = math.inf) -> bool:
+        """Let the backend do this, for so long at most and after `hurry` only for a moment, before it is cancelled.
+
+        Whether it has ended by itself. Raises what it raises.
+        """
+        task = self._loop.create_task(work)
+        hurried, timeout = self._hurried, None if within_s == math.inf else within_s
+        try:
+            await asyncio.wait({task, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if hurried.done() and not task.done():
+                await asyncio.wait({task}, timeout=HURRY_S)
+            ended = task.done()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=self._cancel_wait_s)
+        if ended:
+            task.result()
+        elif task.done() and not task.cancelled():
+            task.exception()  # seen, and too late
+        return ended
+
+    # Closing
+
+    async def close(self, drain: bool = True) -> None:
+        """Take no more requests, settle those there are, close the backend.
+
+        With `drain` what waits is still served, else it fails with `Closed` at once. So does, with and without,
+        whatever is left when nothing has come back for `patience_s`.
+        """
+        self._shut, self._draining = "is closed. Start another.", True
+        if not self._backend_open:  # never started, or closed before: nothing is unsettled
+            return
+        try:
+            if not drain:
+                self._fail_waiting()
+            await self._finish()
+        finally:
+            await self._abandon()
+            await self._close_backend()
+
+    async def _finish(self) -> None:
+        """Wait for all batches, as long as something comes back."""
+        while (self._unsettled or self._running) and not self._hurried.done():
+            self._dispatch()
+            before = len(self._unsettled)
+            if not self._running:
+                return
+            done, _ = await asyncio.wait(
+                {*self._running, self._hurried}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done and len(self._unsettled) == before:
+                return
+
+    def _fail_waiting(self) -> None:
+        for request in self._unsettled:
+            if request in self._queue:
+                self._queue.remove((request,))
+                self._unsettled.fail(request, _closed())
+
+    async def _abandon(self) -> None:
+        """Settle what is left and let go of the batches that do not end."""
+        self._fail_waiting()
+        self._unsettled.fail_all(self._unsettled, _closed())
+        self._alarm.clear()
+        tasks = tuple(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._cancel_wait_s)
+
+    @property
+    def _cancel_wait_s(self) -> float:
+        return LET_GO_S if self._hurried.done() else CANCEL_WAIT_S
+
+    async def _close_backend(self) -> None:
+        if not self._backend_open:
+            return
+        self._backend_open, self._doing = False, "closing"
+        with self._harmless(self.backend, "close"):
+            if not await self._ends(self.backend.close(), self._patience_s):
+                log.warning("%s did not close in time, and is left as it is.", blame.who(self.backend))
+        self._doing = ""
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _closed() -> Closed:
+    return Closed("the engine was closed before this request was served. Submit it again to another engine.")

@@ -1,0 +1,77 @@
+"""What one engine counts as it goes, for its snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gpuinfer.api import Priority, Request
+from gpuinfer.engine.cutting import Cut
+from gpuinfer.stats import ERRORS, ClassCount, Lane, Snapshot, merge_histograms
+
+
+class Tally:
+    """Running counters. Every request ends in exactly one of: answered, or one of `stats.ERRORS`."""
+
+    __slots__ = ("_batch_s", "_batches", "_classes", "_failure", "_reasons")
+
+    def __init__(self) -> None:
+        self._classes = [ClassCount() for _ in Priority]
+        self._batches: Counter[int] = Counter()
+        self._batch_s: dict[int, list[float]] = {}
+        self._reasons: Counter[str] = Counter()
+        self._failure = ""
+
+    def cut(self, batch: Cut, now: float) -> None:
+        """Count a batch as it is cut."""
+        self._batches[batch.rows] += 1
+        self.admitted(batch, now)
+
+    def admitted(self, batch: Cut, now: float) -> None:
+        """Count why these requests were sent to the backend, and how long they had waited."""
+        self._reasons[batch.reason.value] += 1
+        for request in batch.requests:
+            self._classes[request.priority].queue_wait.add(now - request.arrived)
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """Count one batch of so many rows that the backend has answered, and the seconds that it took."""
+        spent = self._batch_s.setdefault(rows, [0, 0.0])
+        spent[0] += 1
+        spent[1] += seconds
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """Count one forward step of a backend with slots: its batches, whatever was admitted when."""
+        self._batches[rows] += 1
+        self.ran(rows, seconds)
+
+    def answered(self, request: Request, now: float) -> None:
+        count = self._classes[request.priority]
+        count.requests += 1
+        count.rows += request.rows
+        count.latency.add(now - request.arrived)
+
+    def error(self, kind: str, priority: Priority, told: object = "") -> None:
+        """Count one request that got no result; `kind` is one of `stats.ERRORS`, `told` what it was told."""
+        self._classes[priority].errors[kind] += 1
+        if kind == "failed" and not self._failure:
+            self._failure = str(told)
+
+    def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = (), slots: int = 0) -> Snapshot:
+        counts = {priority.name.lower(): self._classes[priority] for priority in Priority}
+        seen = {name: count.to_wire() for name, count in counts.items() if count.seen}
+        return Snapshot(
+            requests=sum(count.requests for count in self._classes),
+            rows=sum(count.rows for count in self._classes),
+            batches=dict(self._batches),
+            batch_s={rows: list(spent) for rows, spent in self._batch_s.items()},
+            reasons=dict(self._reasons),
+            latency=merge_histograms(wire["latency"] for wire in seen.values()),
+            queue_wait=merge_histograms(wire["queue_wait"] for wire in seen.values()),
+            errors={kind: sum(count.errors[kind] for count in self._classes) for kind in ERRORS},
+            failure=self._failure,
+            classes=seen,
+            notices=tuple(notices),
+            waiting=waiting,
+            slots=slots,
+            lanes=tuple(lane.to_wire() for lane in lanes),
+        )

@@ -1,0 +1,228 @@
+"""Who holds what, and for how long: a plugin that keeps a run waiting is named, and in the end it is given up.
+
+The look is taken from a thread, since a plugin may block the event loop itself. It counts its own looks, not seconds,
+so that a process that was suspended accuses nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpuinfer.api import Backend, Setup, Strategy
+from gpuinfer.config import blame
+from gpuinfer.errors import BackendDied, BackendError, WorkError
+
+log = logging.getLogger(__name__)
+
+START, STRATEGY, REMOTE = 6.0, 0.1, 6.0  # of `give_up`: loading takes long, deciding does not, a far side has its own
+LONGEST = 50.0  # times the longest batch so far: a run that is slow is not one that hangs
+LOOKS = 8  # while a plugin may hold something without a word
+LOOK_S = 1.0  # between two looks, at most
+REACT_S = 5.0  # for the event loop to take in that something is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a plugin may hold something, in seconds: until it is named, and until it is given up."""
+
+    say_s: float = 10.0
+    give_up_s: float = 600.0
+
+    @classmethod
+    def of(cls, setup: Setup) -> Patience:
+        return cls(setup.patience, setup.give_up)
+
+    @property
+    def start_s(self) -> float:
+        return START * self.give_up_s
+
+    @property
+    def strategy_s(self) -> float:
+        return STRATEGY * self.give_up_s
+
+    @property
+    def close_s(self) -> float:
+        return 3 * self.say_s
+
+    def batch_s(self, longest_s: float, remote: bool) -> float:
+        """`longest_s`: what the longest batch took until now."""
+        return max((REMOTE if remote else 1.0) * self.give_up_s, LONGEST * longest_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a plugin has in hand. The same key at the next look says that nothing has moved."""
+
+    key: Hashable
+    plugin: Any
+    doing: str  # "has had batch 1 for {age}"
+    limit_s: float = math.inf  # after which it is given up
+    grace: float = 1.0  # of the patience until the first word
+
+
+def uncut(strategy: Strategy, batches: int, waiting: int, patience: Patience) -> Held:
+    """A strategy that cuts nothing, though so many requests wait and nothing is under way; it has cut `batches`."""
+    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
+    return Held(("cut", batches), strategy, f"does not cut: {wait}, for {{age}} now", patience.strategy_s)
+
+
+Looks = Callable[[], Iterable[Held]]
+
+
+class Watchdog:
+    """Looks at what is held, from `start` to `stop`.
+
+    `give_up` is called on the loop, once, with the error that names who held what for too long; `stuck` with the same
+    from the thread, when the loop is blocked and has not taken that in. `name` stands before what is said.
+    """
+
+    def __init__(
+        self,
+        patience: Patience,
+        give_up: Callable[[WorkError], None],
+        stuck: Callable[[WorkError], None] = lambda error: None,
+        name: str = "",
+    ) -> None:
+        self.patience = patience
+        self._give_up, self._stuck, self._name = give_up, stuck, f"{name}: " if name else ""
+        self._looks: list[Looks] = []
+        self._plugins: list[Any] = []
+        self._every_s = min(LOOK_S, patience.say_s / LOOKS)
+        self._over, self._looked = threading.Event(), time.monotonic()
+        self._held_s: dict[Hashable, float] = {}
+        self._say_at: dict[Hashable, float] = {}  # at which age there is a next word
+        self._beats, self._heard = 0, -1  # of the loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # of the loop
+        self._error: WorkError | None = None  # of what was given up
+        self._taken_in, self._given_up_s = False, 0.0
+
+    def watch(self, looks: Looks, *plugins: Any) -> None:
+        """Look at these from now on, from another thread; `plugins` are those who may block the loop."""
+        self._looks.append(looks)
+        self._plugins.extend(plugins)
+
+    def start(self) -> None:
+        """On the loop that is watched. Whoever has none calls `look_again` from time to time."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        threading.Thread(target=self._run, name="gpuinfer watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        self._looked = time.monotonic()
+        while not self._over.wait(self._every_s):
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Another look. What passed since the last one counts as far as a pause between looks explains it."""
+        now = time.monotonic()
+        passed_s, self._looked = now - self._looked, now
+        self.look(min(passed_s, 2 * self._every_s))
+
+    def look(self, passed_s: float) -> None:
+        """One look, so many seconds after the one before."""
+        held = {one.key: one for one in self._all_held()}
+        self._held_s = {key: self._held_s.get(key, -passed_s) + passed_s for key in held}
+        self._say_at = {key: at for key, at in self._say_at.items() if key in held}
+        for key, one in held.items():
+            self._judge(one, self._held_s[key])
+        if self._error is not None and not self._taken_in:
+            self._given_up_s += passed_s
+            if self._given_up_s >= min(REACT_S, self.patience.say_s):
+                self._taken_in = True
+                self._stuck(self._error)
+
+    def _all_held(self) -> list[Held]:
+        """What is held; of one that blocks the loop that alone, since all else is held up by it."""
+        held = [one for looks in self._looks for one in looks()]
+        if (blocking := self._loop_held()) is None:
+            return held
+        limits = [one.limit_s for one in held if one.plugin is blocking.plugin and one.limit_s < math.inf]
+        return [replace(blocking, limit_s=max([blocking.limit_s, *limits]))]
+
+    def _judge(self, held: Held, age_s: float) -> None:
+        if age_s >= held.limit_s and self._error is None:
+            self._error = given_up(held, age_s)
+            self._on_loop(self._end)
+            return
+        say_at = self._say_at.get(held.key, self.patience.say_s * held.grace)
+        if age_s >= say_at and self._error is None:
+            self._say_at[held.key] = 2 * say_at
+            until = f" It is given up after {seconds(held.limit_s)}." if held.limit_s < math.inf else ""
+            log.warning("%s%s %s.%s", self._name, blame.who(held.plugin), held.doing.format(age=seconds(age_s)), until)
+
+    def _end(self) -> None:
+        self._taken_in = True
+        assert self._error is not None
+        self._give_up(self._error)
+
+    # The loop
+
+    def _loop_held(self) -> Held | None:
+        """Who blocks the event loop, if anybody of ours does."""
+        if self._loop is None:
+            return None
+        self._on_loop(self._beat)
+        moved, self._heard = self._beats != self._heard, self._beats
+        if moved or (found := culprit(self._thread, self._plugins)) is None:
+            return None
+        plugin, method, place = found
+        doing = f"has kept all else waiting in {method} for {{age}} (it is at {place})"
+        return Held(("loop", self._beats), plugin, doing, self._limit_of(plugin, method))
+
+    def _limit_of(self, plugin: Any, method: str) -> float:
+        if isinstance(plugin, Strategy):
+            return self.patience.strategy_s
+        if isinstance(plugin, Backend):
+            return {"start": self.patience.start_s, "close": self.patience.close_s}.get(method, self.patience.give_up_s)
+        return math.inf  # a workload may compute for as long as it likes
+
+    def _beat(self) -> None:
+        self._beats += 1
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._loop is None:
+            return call()
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # it is closed
+            self._over.set()
+
+
+def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
+    """Which of the plugins this thread is in now, the innermost: the plugin, the method by which it was entered, and
+    the `file:line` where it is.
+    """
+    frame = sys._current_frames().get(thread)
+    place = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    found: tuple[Any, str, str] | None = None
+    while frame is not None:
+        code = frame.f_code
+        own = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        plugin = next((one for one in plugins if one is own), None)
+        if plugin is not None and (found is None or found[0] is plugin):
+            found = plugin, code.co_name, place
+        frame = frame.f_back
+    return found
+
+
+def given_up(held: Held, age_s: float) -> WorkError:
+    """The error that ends a run because of what was held for so long."""
+    kind = type(blame.failure(held.plugin, ""))
+    said = f"{blame.who(held.plugin)} {held.doing.format(age=seconds(age_s))}, and is given up"
+    cure = f"Mend it{blame.checked(held.plugin)}, or allow more with --give-up."
+    return (BackendDied if kind is BackendError else kind)(f"{said}. {cure}")
+
+
+def seconds(count: float) -> str:
+    return f"{count:.0f} s" if count >= 10 else f"{count:.2g} s"

@@ -1,0 +1,151 @@
+"""SIGINT and SIGTERM of a run: the first asks it to stop, the second insists, and what does not heed that is forced.
+
+A thread hears them, by way of the descriptor that Python's own handler in C writes to: so they are heard too while a
+plugin blocks the event loop.
+
+The end of a process of the command line's own: at once, whatever its threads do, and no child stays behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import NoReturn
+
+FORCE_S = 1.5  # after the second signal
+HEEDED = (signal.SIGINT, signal.SIGTERM)
+OVER = 0  # no signal has this number
+
+
+@contextlib.contextmanager
+def heeded(
+    asked: Callable[[int], None], insisted: Callable[[], None], force: Callable[[], None] | None
+) -> Iterator[None]:
+    """Hand the signals of this process to the loop: `asked` is called with the first (from the thread), `insisted` on
+    the loop at the second. `force` is called from the thread when what is inside has not come to its end `FORCE_S`
+    later. A third raises `KeyboardInterrupt`. Does nothing outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    seen = 0
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 2:
+            raise KeyboardInterrupt
+
+    loop = asyncio.get_running_loop()
+    thread = threading.Thread(
+        target=_hear, args=(ear, loop, asked, insisted, force), name="gpuinfer signals", daemon=True
+    )
+    thread.start()
+    fd_before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, handle) for number in HEEDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(fd_before)
+        os.write(mouth, bytes([OVER]))
+        thread.join()
+        os.close(mouth)
+        os.close(ear)
+
+
+def _hear(
+    ear: int,
+    loop: asyncio.AbstractEventLoop,
+    asked: Callable[[int], None],
+    insisted: Callable[[], None],
+    force: Callable[[], None] | None,
+) -> None:
+    heard = 0
+    force_at: float | None = None
+    waiting = selectors.DefaultSelector()
+    waiting.register(ear, selectors.EVENT_READ)
+    while True:
+        if not waiting.select(None if force_at is None else max(0.0, force_at - time.monotonic())):
+            force_at = None
+            if force is not None:
+                force()
+            continue
+        for number in os.read(ear, 64):
+            if number == OVER:
+                return waiting.close()
+            if number not in HEEDED:
+                continue
+            heard += 1
+            if heard == 1:
+                asked(number)
+            elif heard == 2:
+                force_at = time.monotonic() + FORCE_S
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(insisted)
+
+
+SHOW_CURSOR = "\x1b[?25h"  # the live view hides it
+EXIT_S = 2.0  # for threads that a plugin left running, once all is said
+
+_owned = False
+
+
+def own() -> None:
+    """This process runs one command and nothing else: it may be ended."""
+    global _owned
+    _owned = True
+
+
+def owned() -> bool:
+    return _owned
+
+
+def now(code: int) -> NoReturn:
+    """End this process and all that it started. What is buffered is written, if that can be done quickly."""
+    last_words = threading.Thread(target=_last_words, daemon=True)  # a thread that is stuck may hold the locks
+    last_words.start()
+    last_words.join(0.5)
+    _kill_children()
+    os._exit(code)
+
+
+def _kill_children() -> None:
+    import psutil  # 50 ms
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            if child.pid != getattr(resource_tracker._resource_tracker, "_pid", None):  # it tidies up after us
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+
+
+def _last_words() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            sys.stderr.write(SHOW_CURSOR)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def soon(code: int) -> None:
+    """End this process in a moment, if threads that nobody waits for keep it from ending by itself."""
+    others = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
+    if _owned and others:
+        threading.Thread(target=_later, args=(code,), name="gpuinfer leaving", daemon=True).start()
+
+
+def _later(code: int) -> None:
+    time.sleep(EXIT_S)
+    now(code)

@@ -1,0 +1,1 @@
+"""A load of requests: when they arrive, and what they ask for."""

@@ -1,0 +1,100 @@
+"""The verdict: the first cause that recognises the run, in an order that is the argument.
+
+First whether the numbers add up; then whether anything is left to gain; then the bounds, from the parts that are busy
+all the time, and that nothing but their own cure can move, to what is left when no part is: waiting for one another.
+
+What holds a run back: `judge` names it, with the evidence, and the change that would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from gpuinfer.report import busy, crowding, waits
+from gpuinfer.report import crowding as turns
+from gpuinfer.report import text as beside
+from gpuinfer.report import text as generation
+from gpuinfer.report.case import Case, Verdict
+from gpuinfer.report.evidence import Evidence
+
+CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
+    busy.numbers_do_not_add_up,
+    busy.at_the_roofline,
+    waits.for_arrivals,
+    crowding.too_many_threads,
+    crowding.others_have_the_cores,
+    turns.small_batches,
+    busy.forwards,
+    busy.one_worker,
+    busy.all_workers,
+    busy.all_cores,
+    waits.for_the_timer,
+    waits.for_clients,
+    waits.for_one_another,
+    waits.for_nobody_known,
+)
+GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
+    generation.too_short,
+    busy.numbers_do_not_add_up,
+    waits.for_arrivals,
+    crowding.others_have_the_cores,
+    beside.idle,
+    beside.between,
+    generation.sampling,
+    generation.small_pieces,
+    generation.long_prompts,
+    generation.too_few_rows,
+    generation.more_slots,
+    generation.model,
+)  # for backends with slots: their batches are forward steps, so none of the laws above speaks of them
+NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run go on for longer.")
+
+NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the load last longer, or raise its rate.")
+
+
+def judge(run: Evidence) -> dict[str, Any]:
+    """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
+    if not (run.wall_s > 0 and run.lanes):
+        return _told(NOTHING, run, {})
+    if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
+        return _told(NOTHING_ASKED, run, {})
+    case = Case.of(run)
+    causes = GENERATION if run.slots else CAUSES
+    fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
+    verdict = crowding.beside_others(next(fitting, None) or waits.no_cause_fits(case), run)
+    return _told(_beside(verdict, run), run, dict(case.bounds))
+
+
+def _done_already(verdict: Verdict, run: Evidence) -> bool:
+    """Whether it advises what is in force: then something else must be the cause."""
+    return verdict.change is not None and run.in_force(verdict.change)
+
+
+def _beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, and what it must be seen beside: a load that is more than is answered."""
+    offered = run.facts.get("offered_rows_per_s", 0.0)
+    if verdict.kind == "arrival-bound" or run.rows_per_s >= waits.KEEPS_UP * offered:
+        return verdict
+    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
+
+
+def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
+    measured, change = run.wall_s > 0 and bool(run.lanes), verdict.change
+    return {
+        "class": verdict.kind,
+        "healthy": verdict.healthy,
+        "station": verdict.station,
+        "share": run.share(verdict.station) if measured else 0.0,
+        "why": verdict.why,
+        "advice": verdict.advice,
+        "change": asdict(change) if change else None,
+        "command": change.in_command(run.command) if change else None,
+        "gain": asdict(verdict.gain),
+        "trial": None,
+        "not_tried": None,
+        "bounds": bounds,
+        "unexplained": run.share("other") if measured else 0.0,
+    }

@@ -1,0 +1,316 @@
+"""The report of a run (`gpuinfer.report/1`): what `--json` writes. `report.schema.json` describes it to scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from typing import Any
+
+from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.config.change import Flag
+from gpuinfer.host import machine
+from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.models.processor import has_bfloat16
+from gpuinfer.report import cores as sharing
+from gpuinfer.report.evidence import Evidence, is_forward
+from gpuinfer.report.judging import judge
+from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
+
+SCHEMA = "gpuinfer.report/1"
+LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run left behind, when it was done, stopped or failed."""
+
+    workload: str
+    backend: str
+    strategy: str
+    started_at: str  # ISO 8601, UTC
+    setup_s: float
+    wall_s: float
+    status: str  # done, partial or failed
+    setup: Setup
+    snapshot: Snapshot
+    progress: Progress
+    counts_before: Mapping[str, float] = field(default_factory=dict)  # when the clock started
+    roofline: Roofline | None = None
+    cores: CoreTime | None = None  # while the clock ran; None: not known
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    command: str = "gpuinfer"
+    max_failures: float = 1.0  # the share that may fail before the run has
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a report."""
+    text = resources.files("gpuinfer").joinpath("report.schema.json").read_text("utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def build(run: Run) -> dict[str, Any]:
+    """The report, in plain values."""
+    snapshot, progress = run.snapshot, run.progress
+    return {
+        "schema": SCHEMA,
+        "workload": run.workload,
+        "backend": run.backend,
+        "strategy": run.strategy,
+        "started_at": run.started_at,
+        "setup_s": run.setup_s,
+        "wall_s": run.wall_s,
+        "settings": json.loads(json.dumps(dict(run.settings), default=str)),
+        "status": run.status,
+        "progress": {
+            "done": progress.done,
+            "total": progress.total,
+            "unit": progress.unit,
+            "before": progress.before,
+        },
+        "environment": environment(run.setup, snapshot.device),
+        "throughput": throughput(run),
+        "batches": batches(snapshot),
+        "latency_s": summarise(snapshot.latency),
+        "queue_wait_s": summarise(snapshot.queue_wait),
+        "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
+        "time_s": time_s(snapshot.lanes, run.wall_s),
+        "lanes": len(snapshot.lanes),
+        "cores": sharing.cores(snapshot, run.wall_s, run.cores),
+        "stations": stations(snapshot.lanes, run.wall_s),
+        "roofline": against_roofline(run),
+        "bottleneck": judge(evidence(run)),
+        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "failures": failures(progress, snapshot, run.max_failures),
+        "memory": memory(snapshot),
+        "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "notices": list(snapshot.notices),
+        "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
+    }
+
+
+def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "gpuinfer": _version("gpuinfer"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "device": setup.device,
+        "device_name": device.get("name"),
+        "cpu_count": machine.cores(),
+        "dtype": setup.dtype,
+        "computes_in": device.get("computes_in") or setup.dtype,
+        "seed": setup.seed,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def throughput(run: Run) -> dict[str, float]:
+    """What was done for each second of the run's clock; games for each minute. Only what there was any of."""
+    counts = {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
+    if run.snapshot.rows:
+        counts["rows"] = run.snapshot.rows
+        counts["requests"] = run.snapshot.requests
+        if not run.snapshot.slots:  # what generates evaluates a row many times
+            counts.setdefault("evaluations", run.snapshot.rows)
+    rates = {name: count / run.wall_s if run.wall_s > 0 else 0.0 for name, count in counts.items()}
+    return {
+        "games_per_min" if name == "games" else f"{name}_per_s": rate * 60 if name == "games" else rate
+        for name, rate in rates.items()
+    }
+
+
+def batches(snapshot: Snapshot) -> dict[str, Any]:
+    """Batch sizes in rows; null where no batch ran. With slots the batches are forward steps, the reasons still those
+    of what was admitted, and `occupancy` is the mean share of the slots that a step had rows in.
+    """
+    count = sum(snapshot.batches.values())
+    mean = mean_size(snapshot.batches) if count else None
+    return {
+        "count": count,
+        "rows_mean": mean,
+        "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
+        "rows_max": max(snapshot.batches) if count else None,
+        "slots": snapshot.slots or None,
+        "occupancy": mean / slots_of_a_lane(snapshot) if mean is not None and snapshot.slots else None,
+        "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
+        "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
+        "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
+    }
+
+
+def slots_of_a_lane(snapshot: Snapshot) -> float:
+    """The most rows of one forward step: each replica has a lane, and slots of its own."""
+    return snapshot.slots / max(1, sum(is_forward(lane["name"]) for lane in snapshot.lanes))
+
+
+def of_class(count: Mapping[str, Any]) -> dict[str, Any]:
+    """The latency of the requests of one class, and what became of them."""
+    return {
+        **summarise(count["latency"]),
+        "requests": count["requests"],
+        "rows": count["rows"],
+        "errors": {name: count["errors"].get(name, 0) for name in ERRORS},
+        "queue_wait_s": summarise(count["queue_wait"]),
+    }
+
+
+def service_times(batch_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Mean rows → mean seconds of the batches of about one size: four sizes for each doubling."""
+    alike: dict[int, list[float]] = {}
+    for rows, (count, seconds) in batch_s.items():
+        sums = alike.setdefault(round(4 * math.log2(max(rows, 1))), [0, 0.0, 0.0])
+        for index, value in enumerate((count, count * rows, seconds)):
+            sums[index] += value
+    return {round(rows / count): seconds / count for _, (count, rows, seconds) in sorted(alike.items()) if count}
+
+
+def doublings(sizes: Mapping[int, int]) -> dict[int, int]:
+    """How many batches had at most so many rows, and more than half as many: powers of two → batches."""
+    counts: Counter[int] = Counter()
+    for size, times in sizes.items():
+        counts[1 << max(0, size - 1).bit_length()] += times
+    return dict(counts)
+
+
+def time_s(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
+    """Seconds in each station over all lanes; they sum to `wall_s` × lanes.
+
+    A lane that opened late or ended early was idle for the rest. One that reported a little after the clock stopped is
+    scaled down to it.
+    """
+    total: dict[str, float] = {"idle": 0.0}
+    for lane in lanes:
+        seconds = math.fsum(lane["stations"].values())
+        scale = min(1.0, wall_s / seconds) if seconds else 1.0
+        for station, spent in lane["stations"].items():
+            total[station] = total.get(station, 0.0) + spent * scale
+        total["idle"] += max(0.0, wall_s - seconds)
+    return total
+
+
+def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dict[str, float]]:
+    """`{visits, busy_s, servers}` of every station but idle: how often it was entered and left, the seconds of all
+    lanes in it, and how many lanes were ever in it.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for lane in lanes:
+        for name, spent in time_s([lane], wall_s).items():
+            if name == "idle":
+                continue
+            station = found.setdefault(name, {"visits": 0, "busy_s": 0.0, "servers": 0})
+            station["visits"] += lane.get("visits", {}).get(name, 0)
+            station["busy_s"] += spent
+            station["servers"] += 1
+    return found
+
+
+def against_roofline(run: Run) -> dict[str, Any] | None:
+    if run.roofline is None:
+        return None
+    return {
+        "rows_per_s": run.roofline.rows_per_s,
+        "at_rows": run.roofline.at_rows,
+        "arrangement": run.roofline.arrangement,
+        "efficiency": throughput(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
+        "measured": list(run.roofline.measured),
+        "raised": run.roofline.raised,
+    }
+
+
+def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str, Any] | None:
+    """`{count, of, share, allowed, first}` of what the workload says has failed, else of the requests whose batch did;
+    `first` is what the first one was told. None where nothing has failed.
+    """
+    count, of = progress.failed, progress.done
+    if count is None:
+        count = snapshot.errors.get("failed", 0)
+        of = snapshot.requests + sum(snapshot.errors.get(kind, 0) for kind in LOST)
+    if not count:
+        return None
+    return {
+        "count": count,
+        "of": of,
+        "share": count / max(of, 1),
+        "allowed": allowed,
+        "first": snapshot.failure or None,
+    }
+
+
+def memory(snapshot: Snapshot) -> dict[str, float | None]:
+    """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each."""
+    device = snapshot.device
+    return {"rss_peak_mb": snapshot.rss_peak_mb, "device_peak_mb": device.get("peak_mb", device.get("reserved_mb"))}
+
+
+def evidence(run: Run) -> Evidence:
+    """The run as the verdict looks at it."""
+    snapshot = run.snapshot
+    on_cpu = "reserved_mb" not in snapshot.device
+    return Evidence(
+        wall_s=run.wall_s,
+        lanes=[{**lane, "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
+        requests=snapshot.requests,
+        lost=sum(snapshot.errors.get(kind, 0) for kind in LOST),
+        rows_per_s=throughput(run).get("rows_per_s", 0.0),
+        rows_mean=batches(snapshot)["rows_mean"] or 0.0,
+        batch_s=snapshot.batch_s,
+        slots=round(slots_of_a_lane(snapshot)),
+        steps=snapshot.device.get("steps", {}),
+        reasons=snapshot.reasons,
+        latency_s=summarise(snapshot.latency).get("mean", 0.0),
+        queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
+        longest_wait_s=summarise(snapshot.queue_wait).get("p95", 0.0),
+        roofline=run.roofline,
+        facts=run.progress.facts,
+        total=None if run.progress.total is None else run.progress.total - run.progress.before,
+        cores=machine.cores(),
+        cpu_s=snapshot.cpu_s,
+        cpu_wait_s=snapshot.cpu_wait_s,
+        others_cores=_on_average(run, "others_s"),
+        stolen_cores=_on_average(run, "stolen_s"),
+        on_cpu=on_cpu,
+        dtype=run.setup.dtype,
+        computes=run.setup.model is not None or run.roofline is not None,
+        bfloat16_pays=not on_cpu or has_bfloat16(),
+        options=options(run),
+        command=run.command,
+    )
+
+
+def _on_average(run: Run, whose: str) -> float | None:
+    """How many cores were theirs at once."""
+    seconds = sharing.cores(run.snapshot, run.wall_s, run.cores)[whose]
+    return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
+
+
+def options(run: Run) -> dict[Flag, dict[str, Any]]:
+    """The options of the plugins in force with their values, as far as the settings show them, and the number format.
+
+    What was left to a plugin has the value that it took, where that shows: in the backend's `device`, in the facts.
+    """
+    slots = round(slots_of_a_lane(run.snapshot)) or None
+    taken: dict[Flag, Mapping[str, Any]] = {
+        "-B": {"slots": slots, **run.snapshot.device.get("in_force", {})},
+        "-S": {},
+        "--": {"batch_size": slots, **run.progress.facts},
+    }
+    found: dict[Flag, Mapping[str, Any]] = {
+        "-B": run.settings.get("backends", {}).get(run.backend) or {},
+        "-S": run.settings.get("strategies", {}).get(run.strategy) or {},
+        "--": {**(run.settings.get(run.workload) or {}), "dtype": run.setup.dtype},
+    }
+    return {
+        flag: {name: taken[flag].get(name) if value is None else value for name, value in values.items()}
+        for flag, values in found.items()
+    }

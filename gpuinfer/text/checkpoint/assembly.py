@@ -1,0 +1,227 @@
+"""Checks a store against a layout, and reads it: each tensor once, straight to its place.
+
+Which stored tensors make which weights. One description serves to count, to check and to read.
+
+Where a checkpoint's tensors come from: each by its name, read straight to where it is wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.family import Biases
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor's name and shape. `transposed`: it is stored [in, out]."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+
+Take = Callable[[Sequence[Part], bool], Tensor]
+"""Makes one tensor of parts, joined along their first dimension; true: in float32, else in the model's dtype."""
+
+
+class Layout(Protocol):
+    @property
+    def shape(self) -> Shape: ...
+
+    def weights(self, take: Take) -> Weights:
+        """All weights, each taken once, in the order in which the model uses them."""
+        ...
+
+
+@dataclass(frozen=True)
+class RotaryLayout:
+    """Llama, Mistral, Qwen2 and Qwen3, as transformers names their tensors. `prefix`: "model." or nothing."""
+
+    shape: Shape
+    biases: Biases
+    prefix: str = "model."
+    embedding_name: str | None = None  # where only the head is stored, and tied
+    head_name: str = "lm_head.weight"
+
+    def weights(self, take: Take) -> Weights:
+        shape = self.shape
+        name = self.embedding_name or f"{self.prefix}embed_tokens.weight"
+        embedding = take([Part(name, (shape.vocabulary, shape.hidden))], False)
+        layers = tuple(self._layer(f"{self.prefix}layers.{number}.", take) for number in range(shape.layers))
+        norm = self._norm(f"{self.prefix}norm", shape.hidden, take)
+        return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take))
+
+    def _layer(self, prefix: str, take: Take) -> Layer:
+        shape, biases = self.shape, self.biases
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        qkv = [(f"{attention}q_proj", heads), (f"{attention}k_proj", kv_heads), (f"{attention}v_proj", kv_heads)]
+        up = [(f"{mlp}gate_proj", shape.intermediate), (f"{mlp}up_proj", shape.intermediate)]
+        return Layer(
+            attention_norm=self._norm(f"{prefix}input_layernorm", shape.hidden, take),
+            qkv=_linear(qkv, shape.hidden, biases.qkv, take),
+            query_norm=self._norm(f"{attention}q_norm", shape.head_dim, take) if shape.qk_norm else None,
+            key_norm=self._norm(f"{attention}k_norm", shape.head_dim, take) if shape.qk_norm else None,
+            out=_linear([(f"{attention}o_proj", shape.hidden)], heads, biases.out, take),
+            mlp_norm=self._norm(f"{prefix}post_attention_layernorm", shape.hidden, take),
+            up=_linear(up, shape.hidden, biases.up, take),
+            down=_linear([(f"{mlp}down_proj", shape.hidden)], shape.intermediate, biases.down, take),
+        )
+
+    def _norm(self, name: str, size: int, take: Take) -> Norm:
+        return Norm(take([Part(f"{name}.weight", (size,))], True))
+
+
+@dataclass(frozen=True)
+class Gpt2Layout:
+    """GPT-2 as transformers names its tensors; nanoGPT's have the same names and are not transposed."""
+
+    shape: Shape
+    biases: Biases
+    prefix: str = "transformer."
+    transposed: bool = True
+    norm_shifts: bool = True
+    embedding_name: str | None = None
+    head_name: str = "lm_head.weight"
+
+    def weights(self, take: Take) -> Weights:
+        shape = self.shape
+        name = self.embedding_name or f"{self.prefix}wte.weight"
+        embedding = take([Part(name, (shape.vocabulary, shape.hidden))], False)
+        positions = take([Part(f"{self.prefix}wpe.weight", (shape.positions, shape.hidden))], False)
+        layers = tuple(self._layer(f"{self.prefix}h.{number}.", take) for number in range(shape.layers))
+        norm = self._norm(f"{self.prefix}ln_f", take)
+        return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take), positions)
+
+    def _layer(self, prefix: str, take: Take) -> Layer:
+        hidden, inner, biases = self.shape.hidden, self.shape.intermediate, self.biases
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> Linear:
+            return _linear([(prefix + name, rows)], columns, bias, take, self.transposed)
+
+        return Layer(
+            attention_norm=self._norm(f"{prefix}ln_1", take),
+            qkv=linear("attn.c_attn", 3 * hidden, hidden, biases.qkv),
+            out=linear("attn.c_proj", hidden, hidden, biases.out),
+            mlp_norm=self._norm(f"{prefix}ln_2", take),
+            up=linear("mlp.c_fc", inner, hidden, biases.up),
+            down=linear("mlp.c_proj", hidden, inner, biases.down),
+        )
+
+    def _norm(self, name: str, take: Take) -> Norm:
+        size = (self.shape.hidden,)
+        shift = take([Part(f"{name}.bias", size)], True) if self.norm_shifts else None
+        return Norm(take([Part(f"{name}.weight", size)], True), shift)
+
+
+def _head(shape: Shape, name: str, embedding: Tensor, take: Take) -> Linear:
+    return Linear(embedding if shape.tied else take([Part(name, (shape.vocabulary, shape.hidden))], False))
+
+
+def _linear(rows: Sequence[tuple[str, int]], columns: int, bias: bool, take: Take, transposed: bool = False) -> Linear:
+    """`rows`: each part's name and how many outputs it has."""
+    shapes = [(name, (columns, count) if transposed else (count, columns)) for name, count in rows]
+    weight = take([Part(f"{name}.weight", shape, transposed) for name, shape in shapes], False)
+    return Linear(weight, take([Part(f"{name}.bias", (count,)) for name, count in rows], False) if bias else None)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Store(Protocol):
+    where: str  # what messages call it
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill `into`, contiguous and of the stored shape, in its own dtype. Raises `UsageError` for a damaged file."""
+        ...
+
+    def digests(self, names: Collection[str]) -> Mapping[str, bytes]:
+        """Of all bytes of each, as stored: the same digest, the same weights. Raises `UsageError` as `read` does."""
+        ...
+
+
+SHOWN = 3  # tensors in a message
+BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files keep what can be computed
+
+
+def parts_of(layout: Layout) -> list[Part]:
+    """All tensors that the layout takes from a store."""
+    found: list[Part] = []
+
+    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+        found.extend(parts)
+        return torch.empty(0)
+
+    layout.weights(take)
+    return found
+
+
+def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
+    """Raises `UsageError` that names the first tensors that are missing, unknown or of another shape.
+
+    `spare` names those that may be there and are not used.
+    """
+    wanted = {part.name: part.shape for part in parts_of(layout)}
+    problems = [f"'{name}' {list(shape)} is missing" for name, shape in wanted.items() if name not in store.tensors]
+    problems += [
+        f"'{name}' is {list(store.tensors[name].shape)}, config.json makes it {list(shape)}"
+        for name, shape in wanted.items()
+        if name in store.tensors and store.tensors[name].shape != shape
+    ]
+    known = wanted.keys() | set(spare)
+    problems += [
+        f"'{name}' is not part of it" for name in store.tensors if name not in known and not BUFFERS.search(name)
+    ]
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise UsageError(
+            f"the weights in {store.where} are not those of a {layout.shape.family} model of this config: "
+            f"{'; '.join(problems[:SHOWN])}{more}. Copy the whole folder again, or save the model again."
+        )
+
+
+def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
+    """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used."""
+
+    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+        into = torch.empty(_size(parts), dtype=torch.float32 if wide else dtype)
+        row = 0
+        for part in parts:
+            rows = part.shape[-1] if part.transposed else part.shape[0]
+            _read(store, part, into[row : row + rows])
+            row += rows
+        return into
+
+    return layout.weights(take)
+
+
+def _size(parts: Sequence[Part]) -> tuple[int, ...]:
+    shapes = [part.shape[::-1] if part.transposed else part.shape for part in parts]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _read(store: Store, part: Part, into: Tensor) -> None:
+    if not part.transposed:
+        store.read(part.name, into)
+        return
+    staging = torch.empty(part.shape, dtype=into.dtype)
+    store.read(part.name, staging)
+    into.copy_(staging.T)

@@ -1,0 +1,53 @@
+"""A checkpoint that has been opened and checked, and whose weights have not been read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from gpuinfer.text.checkpoint.assembly import Layout, Store, read_weights
+from gpuinfer.text.checkpoint.digests import fingerprint
+from gpuinfer.text.checkpoint.estimate import Estimate, estimate
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.weights import Weights
+
+
+@dataclass(frozen=True)
+class LanguageFiles:
+    """What text and tokens of a model are made of: exactly one of the three."""
+
+    folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
+    characters: tuple[str, ...] | None = None  # token i is the i-th character
+    bytes: bool = False  # token i is byte i; 256 ends an answer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    shape: Shape
+    folder: Path | None  # None: built in
+    dtype: str  # as stored: "bfloat16"
+    layout: Layout
+    store: Store
+    language: LanguageFiles
+    settings: Sequence[Path] = ()  # files that decide what is computed, beside the weights
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hexadecimal: of settings, tokenizer and all weights, which are read for it. Raises `UsageError`."""
+        return fingerprint(self.store, self.settings)
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """All weights in memory of their own, matrices in `dtype`. Raises `UsageError` for a damaged file."""
+        return read_weights(self.store, self.layout, dtype)
+
+    def estimate(self, slots: int, length: int, dtype: torch.dtype) -> Estimate:
+        """What `slots` rows of up to `length` positions will take, without loading anything."""
+        return estimate(self.layout, slots, length, dtype)
+
+    def language_files(self) -> LanguageFiles:
+        return self.language

@@ -1,0 +1,85 @@
+"""What a model will take, told before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.assembly import Layout, Part
+from gpuinfer.text.shape import Shape
+
+STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. The peak is weights, cache, and what one step needs beside them."""
+
+    weights_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+
+
+def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype) -> Estimate:
+    weights = weight_bytes(layout, dtype)
+    cache = slots * length * layout.shape.cache_values * dtype.itemsize
+    return Estimate(weights, cache, weights + cache + step_bytes(layout.shape, slots, dtype))
+
+
+def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
+    """Matrices and biases in `dtype`, norms in float32."""
+    total = 0
+
+    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+        nonlocal total
+        total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
+        return torch.empty(0)
+
+    layout.weights(take)
+    return total
+
+
+def step_bytes(shape: Shape, slots: int, dtype: torch.dtype) -> int:
+    """Activations of one layer and of the residual stream, and the logits in float32 with a copy to draw from."""
+    tokens = max(slots, STEP_TOKENS)
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    inner = (2 if shape.gated else 1) * shape.intermediate
+    activations = tokens * (3 * shape.hidden + 2 * qkv + 2 * inner) * dtype.itemsize
+    return activations + 2 * slots * shape.vocabulary * 4
+
+
+def refuse_unfit(
+    name: str, estimated: Estimate, free_bytes: int, *, slots: int, length: int, dtype: torch.dtype
+) -> None:
+    """Raises `UsageError` with the numbers and the cure when the peak is over `free_bytes`."""
+    if estimated.peak_bytes <= free_bytes:
+        return
+    kind = str(dtype).removeprefix("torch.")
+    raise UsageError(
+        f"model '{name}' does not fit: weights {_gb(estimated.weights_bytes)} in {kind}, the cache of {slots} slots of "
+        f"{length} positions {_gb(estimated.cache_bytes)}, {_gb(estimated.peak_bytes)} at the peak; "
+        f"{_gb(free_bytes)} are free.\n{_cure(estimated, free_bytes, slots, dtype)}"
+    )
+
+
+def _cure(estimated: Estimate, free_bytes: int, slots: int, dtype: torch.dtype) -> str:
+    """What helps, and how much of it: fewer slots only where weights and one slot would fit."""
+    narrow = "" if dtype.itemsize <= 2 else "--dtype bfloat16, which halves both"
+    spare = free_bytes - (estimated.peak_bytes - estimated.cache_bytes)
+    fitting = spare * slots // estimated.cache_bytes if estimated.cache_bytes else 0
+    if fitting >= 1:
+        choices = [f"--batch-size {fitting}", "a shorter context", narrow]
+        return f"Use {' or '.join(choice for choice in choices if choice)}."
+    if narrow and estimated.weights_bytes // 2 < free_bytes:
+        return f"Not even one slot fits beside the weights: use {narrow}, or a larger device."
+    return "The weights alone are too large: use a smaller model, a larger device, or --backend vllm over several."
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.3g} GB"

@@ -1,0 +1,133 @@
+"""Opens a Hugging Face folder.
+
+Finds the safetensors files of a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, check
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
+from gpuinfer.text.checkpoint.digests import settings_of
+from gpuinfer.text.checkpoint.family import biases_of, shape_of
+from gpuinfer.text.checkpoint.keys import read_json, refuse_remote_code
+from gpuinfer.text.checkpoint.safetensors import Place, SafetensorsStore, read_header
+from gpuinfer.text.shape import Shape
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHOWN = 3
+
+
+def open_shards(folder: Path) -> SafetensorsStore:
+    """Raises `UsageError` when there are none, one is missing, or their headers are damaged."""
+    if (folder / WHOLE).is_file():
+        return SafetensorsStore(str(folder), dict(read_header(folder / WHOLE)))
+    if (folder / INDEX).is_file():
+        return SafetensorsStore(str(folder), _indexed(folder))
+    raise _none(folder)
+
+
+def _indexed(folder: Path) -> dict[str, Place]:
+    names = _weight_map(folder / INDEX)
+    files = sorted(set(names.values()))
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise UsageError(f"{folder} lacks {', '.join(missing[:SHOWN])}{more} of {len(files)} shards. Copy them too.")
+    tensors: dict[str, Place] = {}
+    for file in files:
+        header = read_header(folder / file)
+        tensors.update({name: place for name, place in header.items() if names.get(name) == file})
+    return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise UsageError(f"{path} has no weight_map from tensors to files. Copy it again from where the model came.")
+    for file in names.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UsageError(f"{path} names '{file[:80]}', no safetensors file of its own folder. Copy it again.")
+    return names
+
+
+def _none(folder: Path) -> UsageError:
+    if any(folder.glob("*.bin")):
+        return UsageError(
+            f"{folder} holds its weights as pickles (*.bin), which are not read, as they can run code. Convert them "
+            f'where you trust them: python -c "import transformers as t; '
+            f"t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+        )
+    return UsageError(f"{folder} has neither {WHOLE} nor {INDEX}. Copy the whole model folder.")
+
+
+HEAD = "lm_head.weight"
+
+
+def open_folder(folder: Path, name: str) -> Checkpoint:
+    """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
+    config = read_config(folder)
+    shape = shape_of(config, _optional(folder / "generation_config.json"))
+    refuse_remote_code(_optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
+    store = open_shards(folder)
+    layout = layout_for(shape, config, store)
+    check(store, layout, spare=[HEAD])
+    return Checkpoint(
+        name=name,
+        shape=layout.shape,
+        folder=folder,
+        settings=settings_of(folder),
+        dtype=stored_dtype(store),
+        layout=layout,
+        store=store,
+        language=LanguageFiles(folder=folder),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} is an adapter, not a whole model. Merge it into its base model and save that.")
+    if files := sorted(folder.glob("*.pt")):
+        raise UsageError(f"{folder} has no config.json. For a nanoGPT model: --checkpoint {files[0]}.")
+    if any(folder.glob("*.gguf")):
+        raise UsageError(f"{folder} holds GGUF files, which are not read here. Give the original Hugging Face folder.")
+    raise UsageError(f"{folder} has no config.json: it is no Hugging Face model folder. Check --model.")
+
+
+def layout_for(shape: Shape, config: Mapping[str, Any], store: Store) -> RotaryLayout | Gpt2Layout:
+    """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
+    kind: type[RotaryLayout | Gpt2Layout] = Gpt2Layout if shape.family == "gpt2" else RotaryLayout
+    prefix, name = ("transformer.", "wte.weight") if shape.family == "gpt2" else ("model.", "embed_tokens.weight")
+    if not any(tensor.startswith(prefix) for tensor in store.tensors):
+        prefix = ""
+    embedding = prefix + name
+    only_head = shape.tied and embedding not in store.tensors and HEAD in store.tensors
+    if shape.tied and not only_head and differ(store, embedding, HEAD):
+        shape = replace(shape, tied=False)
+    return kind(shape, biases_of(config), prefix, embedding_name=HEAD if only_head else None)
+
+
+def differ(store: Store, one: str, other: str) -> bool:
+    """Whether both are there and differ: then they are not tied, whatever the config says. So does transformers."""
+    if one not in store.tensors or other not in store.tensors:
+        return False
+    if store.tensors[one].dtype != store.tensors[other].dtype:
+        return True
+    content = store.digests([one, other])
+    return content[one] != content[other]
+
+
+def stored_dtype(store: Store) -> str:
+    """That of most values' tensors."""
+    kinds = [str(stored.dtype).removeprefix("torch.") for stored in store.tensors.values() if len(stored.shape) > 1]
+    return max(set(kinds), key=kinds.count) if kinds else "float32"
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

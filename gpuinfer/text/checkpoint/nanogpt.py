@@ -1,0 +1,214 @@
+"""Opens nanoGPT's `model.pt` (Karpathy 2022): "model" and "model_args" or "config", and the alphabet beside it.
+
+The alphabet of a character-level model: nanoGPT's meta.pkl, or the same as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.assembly import Gpt2Layout, check
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
+from gpuinfer.text.checkpoint.digests import settings_of
+from gpuinfer.text.checkpoint.family import Biases
+from gpuinfer.text.checkpoint.keys import Fields, read_json, refuse_unknown_keys
+from gpuinfer.text.checkpoint.pickled import TensorStore, plain_tensors, plain_value, read_torch_file
+from gpuinfer.text.shape import Shape
+
+MOST_BYTES = 4 << 20  # all characters that there are fit in it
+
+
+def read_characters(path: Path) -> tuple[str, ...]:
+    """Token i is the i-th character. The file holds `itos` (ids → characters, or a list of them) or `stoi`.
+
+    Raises `UsageError`.
+    """
+    meta = read_json(path) if path.suffix == ".json" else _pickled(path)
+    pairs = _pairs(meta)
+    if not pairs or sorted(pairs) != list(range(len(pairs))):
+        raise _wrong(path, "ids from 0 on, each with its character")
+    characters = tuple(pairs[number] for number in range(len(pairs)))
+    if not all(isinstance(one, str) and len(one) == 1 for one in characters):
+        raise _wrong(path, "single characters; for other tokens give a folder with a tokenizer.json")
+    if len(set(characters)) != len(characters):
+        raise _wrong(path, "each character once")
+    return characters
+
+
+def _pickled(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for an alphabet. Check --meta.")
+        return plain_value(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}. Check --meta.") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no plain meta.pkl: {error}. Save it again as JSON, with itos and stoi.") from None
+
+
+def _pairs(meta: Any) -> dict[int, Any]:
+    """Ids and what they stand for; {} when the file has no such thing."""
+    if not isinstance(meta, Mapping):
+        return {}
+    itos, stoi = meta.get("itos"), meta.get("stoi")
+    if isinstance(itos, list | tuple):
+        return dict(enumerate(itos))
+    if isinstance(itos, Mapping):
+        return _numbered(itos.items())
+    if isinstance(stoi, Mapping):
+        return _numbered((number, text) for text, number in stoi.items())
+    return {}
+
+
+def _numbered(items: Any) -> dict[int, Any]:
+    """JSON writes ids as texts."""
+    pairs: dict[int, Any] = {}
+    for number, text in items:
+        if isinstance(number, str) and number.isascii() and number.isdecimal() and len(number) < 10:
+            number = int(number)
+        if not isinstance(number, int) or isinstance(number, bool) or number in pairs:
+            return {}
+        pairs[number] = text
+    return pairs
+
+
+def _wrong(path: Path, wanted: str) -> UsageError:
+    return UsageError(f"{path} does not hold {wanted}. Give the meta file that the model was trained with.")
+
+
+WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataParallel put before each name
+HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
+BLOCK = "transformer.h."
+GPT2_END = 50256
+ALPHABETS = ("meta.json", "meta.pkl")
+TOKENIZERS = ("tokenizer.json", "vocab.json")
+
+
+def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
+    """`meta`: a file with the characters, or a folder with a tokenizer; None: looked for beside the checkpoint.
+
+    Raises `UsageError`.
+    """
+    content = read_torch_file(path)
+    store = TensorStore(str(path), unwrapped(plain_tensors(_object(content, "model", path), str(path))))
+    shape = shape_of_nanogpt(_arguments(content, path), store)
+    language, files = language_beside(path, meta)
+    layout = Gpt2Layout(
+        _speaking(shape, language, path),
+        _biases(store),
+        transposed=False,
+        norm_shifts="transformer.ln_f.bias" in store.tensors,
+    )
+    check(store, layout, spare=[HEAD])
+    return Checkpoint(
+        name=name,
+        shape=layout.shape,
+        folder=path.parent,
+        settings=files,
+        dtype=str(store.tensors[EMBEDDING].dtype).removeprefix("torch."),
+        layout=layout,
+        store=store,
+        language=language,
+    )
+
+
+def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same under the names that the model's author gave."""
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
+            name = name.removeprefix(wrapper)
+        plain[name] = tensor
+    return plain
+
+
+def shape_of_nanogpt(arguments: Fields, store: TensorStore) -> Shape:
+    """Vocabulary and positions are those of the tensors where the arguments are silent."""
+    rows = {name: store.tensors[name].shape[0] for name in (EMBEDDING, POSITIONS) if _is_matrix(store, name)}
+    hidden, heads = arguments.integer("n_embd"), arguments.integer("n_head")
+    if hidden % heads:
+        raise arguments.wrong("n_head", f"a divisor of {hidden}")
+    return Shape(
+        family="nanogpt",
+        vocabulary=arguments.integer("vocab_size", rows.get(EMBEDDING)),
+        hidden=hidden,
+        layers=arguments.integer("n_layer", most=4096),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=4 * hidden,
+        positions=arguments.integer("block_size", rows.get(POSITIONS)),
+        norm="layer",
+        norm_eps=1e-5,
+        activation="gelu",
+        gated=False,
+        learned_positions=True,
+        tied=HEAD not in store.tensors or _same(store, EMBEDDING, HEAD),
+    )
+
+
+def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[Path]]:
+    """What the model's text is made of, and the files that say so."""
+    found = meta or next((path.parent / name for name in ALPHABETS if (path.parent / name).is_file()), path.parent)
+    folder = found.parent if found.name in TOKENIZERS else found
+    if folder.is_dir():
+        if any((folder / name).is_file() for name in TOKENIZERS):
+            return LanguageFiles(folder=folder), settings_of(folder)
+        raise UsageError(
+            f"{path} does not say which token is which character. Give --meta meta.pkl (or meta.json, or a folder with "
+            "the tokenizer.json that it was trained with)."
+        )
+    return LanguageFiles(characters=read_characters(found)), [found]
+
+
+def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
+    """The shape with the end token that its language has. Raises `UsageError` when they do not fit together."""
+    if language.characters is None:
+        return replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
+    if len(language.characters) > shape.vocabulary:
+        raise UsageError(
+            f"the alphabet has {len(language.characters)} characters, {path} knows {shape.vocabulary} tokens. "
+            "Give the --meta file that it was trained with."
+        )
+    return shape
+
+
+def _arguments(content: Mapping[str, Any], path: Path) -> Fields:
+    """`model_args`; else `config`, which in a training script's own form holds much that is no matter of the model."""
+    if isinstance(content.get("model_args"), Mapping):
+        arguments = Fields(content["model_args"], f"{path}: model_args")
+        refuse_unknown_keys("nanogpt", arguments)
+        return arguments
+    if isinstance(content.get("config"), Mapping):
+        return Fields(content["config"], f"{path}: config")
+    raise UsageError(f"{path} holds neither 'model_args' nor 'config'. Save it as nanoGPT's train.py does.")
+
+
+def _object(content: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, Any]:
+    if not isinstance(content.get(name), Mapping):
+        raise UsageError(f"{path} holds no '{name}'. Save it as nanoGPT's train.py does.")
+    return content[name]  # type: ignore[no-any-return]
+
+
+def _biases(store: TensorStore) -> Biases:
+    """What the first block has; a later one that differs is told by the check."""
+    first = f"{BLOCK}0."
+    named = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    return Biases(*(f"{first}{name}.bias" in store.tensors for name in named))
+
+
+def _is_matrix(store: TensorStore, name: str) -> bool:
+    return name in store.tensors and len(store.tensors[name].shape) == 2
+
+
+def _same(store: TensorStore, one: str, other: str) -> bool:
+    if one not in store.tensors or store.tensors[one] != store.tensors[other]:
+        return False
+    content = store.digests([one, other])
+    return content[one] == content[other]

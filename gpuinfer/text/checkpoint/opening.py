@@ -1,0 +1,67 @@
+"""What a model's name means."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.builtin import BUILT_IN, open_builtin
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint
+from gpuinfer.text.checkpoint.folder import open_folder
+from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
+
+NEAR = 3
+
+
+def open_checkpoint(spec: ModelSpec) -> Checkpoint:
+    """Open what `spec` names: `weights` is a nanoGPT file, `name` a Hugging Face folder, else a built-in model.
+
+    Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model.
+    Raises `UsageError`.
+    """
+    meta = spec.arguments.get("meta")
+    if spec.weights is not None:
+        return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
+    path, kind = what_is(spec.name)
+    if kind == "folder":
+        return open_folder(path, spec.name)
+    if kind == "file" and path.suffix in (".pt", ".pth"):
+        return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
+    if kind == "file":
+        raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
+    if spec.name in BUILT_IN:
+        return open_builtin(spec.name)
+    raise absent(spec.name, path)
+
+
+def what_is(name: str) -> tuple[Path, str]:
+    """The path that a name makes, and "folder", "file" or "nothing"."""
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        kind = "folder" if name and path.is_dir() else "file" if path.is_file() else "nothing"
+    except (OSError, RuntimeError, ValueError):  # no such user, or no name that a file can have
+        kind = "nothing"
+    return path, kind
+
+
+def absent(name: str, path: Path) -> UsageError:
+    """No such folder: those beside it that are called alike, and the built-in models."""
+    found = near(path)
+    hint = f" Did you mean {' or '.join(found)}?" if found else ""
+    return UsageError(
+        f"there is no model folder '{name}', and nothing is downloaded.{hint} "
+        f"Give a Hugging Face folder, or one of: {', '.join(sorted(BUILT_IN))}."
+    )
+
+
+def near(path: Path) -> list[str]:
+    try:
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except (OSError, ValueError):
+        return []
+    names = [*beside, *BUILT_IN] if len(path.parts) == 1 else beside
+    alike = difflib.get_close_matches(path.name, names, n=NEAR, cutoff=0.6)
+    return [f"'{path.parent / one}'" for one in dict.fromkeys(alike)]

@@ -1,0 +1,229 @@
+"""The decoder for processors: the whole forward step is compiled, and shared out between threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuinfer.text.arithmetic import FLOAT32, computes_in
+from gpuinfer.text.decoder import blas, cpu_product, cpu_sizes
+from gpuinfer.text.decoder.cpu_product import aligned
+from gpuinfer.text.decoder.cpu_step import Lanes
+from gpuinfer.text.decoder.cpu_vectors import TILE
+from gpuinfer.text.decoder.cpu_weights import (
+    LaneWeights,
+    Share,
+    as_stored,
+    bias_of,
+    lane_weights,
+    lanes_for,
+    norms,
+    share_of,
+)
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Step
+from gpuinfer.text.weights import Weights
+
+LEAST_CAPACITY = 64  # rows of a step for which there is room at first
+
+
+def available(dtype: torch.dtype) -> bool:
+    """Whether this processor has what it takes."""
+    return dtype in (torch.float32, torch.bfloat16) and bool(llvm.get_host_cpu_features().get("fma"))
+
+
+class CpuDecoder:
+    """`step.Decoder` for float32 and bfloat16, weights and cache.
+
+    Sums and what lies between products are float32, and a row's logits depend neither on what shares its step nor on
+    `threads`, bit by bit. Where the processor multiplies bfloat16 by itself, and `deterministic` is not set, such
+    weights meet rows that are rounded to bfloat16, in a library whose rounding may depend on both: see `computes_in`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        dtype: torch.dtype,
+        *,
+        slots: int,
+        length: int,
+        threads: int,
+        deterministic: bool = False,
+    ) -> None:
+        if not available(dtype):
+            raise RuntimeError(f"CpuDecoder needs a processor with FMA, and no {dtype}. Use TorchDecoder.")
+        self.shape, self.slots, self.length = shape, slots, length
+        self.device = torch.device("cpu")
+        self.computes_in = computes_in(dtype, self.device, deterministic=deterministic)
+        self._stored = np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
+        self._blas = None if self.computes_in == FLOAT32 else blas.find()
+        self._multiplied = np.dtype(np.float32 if self._blas is None else np.uint16)  # rows, as products take them
+        self._shares = [share_of(shape, lane, lanes) for lanes in [lanes_for(shape, threads)] for lane in range(lanes)]
+        self._own = [lane_weights(weights, shape, share, panels=self._blas is None) for share in self._shares]
+        self._padded = -(-shape.head_dim // TILE) * TILE
+        self._tiles = -(-length // TILE)
+        self._caches = [self._cache(len(share.kv_heads)) for share in self._shares]
+        self._model = self._model_arrays(weights)
+        self._sizes = [self._lane_sizes(share) for share in self._shares]
+        self._room = (0, 0, 0)
+        self._lanes: Lanes | None = None
+
+    def forward(self, step: Step) -> Tensor:
+        """See `step.Decoder.forward`."""
+        rows, segments, outputs = len(step.tokens), len(step.slots), len(step.wanted)
+        if rows > self._room[0] or segments > self._room[1] or outputs > self._room[2]:
+            self._make_room(rows, segments, outputs)
+        tokens, slots, starts, lengths, wanted, positions = self._step
+        tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
+        slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
+        positions[:rows] = step.starts if rows == segments else _positions(step)
+        for sizes in self._sizes:
+            sizes[cpu_sizes.ROWS : cpu_sizes.OUTPUTS + 1] = rows, segments, outputs
+        assert self._lanes is not None  # made with the room
+        self._lanes.step()
+        return self._logits[:outputs]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        tiles = -(-length // TILE)
+        into = list(targets)
+        for (keys, values), share in zip(self._caches, self._shares, strict=True):
+            for cache in (keys, values):
+                form = (self.shape.layers, self.slots, len(share.kv_heads), self._tiles, TILE * self._padded)
+                view = cache.reshape(form)
+                for target in into:
+                    view[:, target, :, :tiles] = view[:, source, :, :tiles]
+
+    def cache_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
+
+    def close(self) -> None:
+        lanes, self._lanes = self._lanes, None
+        self._room = (0, 0, 0)
+        if lanes is not None:
+            lanes.close()
+
+    def _cache(self, kv_heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of one lane's heads: zeros, which take no memory until they are written over."""
+        size = self.shape.layers * self.slots * kv_heads * self._tiles * TILE * self._padded
+        return np.zeros(size, self._stored), np.zeros(size, self._stored)
+
+    def _model_arrays(self, weights: Weights) -> tuple[NDArray[Any], ...]:
+        """What all lanes read: embeddings, norms, angles, biases of what they add up."""
+        shape = self.shape
+        places = weights.positions if weights.positions is not None else weights.embedding[:0]
+        ones = torch.ones(shape.head_dim)
+        query, key = (
+            torch.stack([ones if norm is None else norm.scale.float() for norm in found])
+            for found in zip(*((layer.query_norm, layer.key_norm) for layer in weights.layers), strict=True)
+        )
+        windows = np.array([window or 0 for window in shape.windows or [None] * shape.layers], np.int64)
+        return (
+            as_stored(weights.embedding),
+            as_stored(places),
+            *norms(weights),
+            query.numpy(),
+            key.numpy(),
+            *angles(shape, self._tiles * TILE),
+            torch.stack([bias_of(layer.out) for layer in weights.layers]).numpy(),
+            torch.stack([bias_of(layer.down) for layer in weights.layers]).numpy(),
+            windows,
+        )
+
+    def _lane_sizes(self, share: Share) -> NDArray[np.int64]:
+        shape = self.shape
+        found = {
+            cpu_sizes.LANES: len(self._shares),
+            cpu_sizes.LAYERS: shape.layers,
+            cpu_sizes.SLOTS: self.slots,
+            cpu_sizes.HEADS: len(share.heads),
+            cpu_sizes.KV_HEADS: len(share.kv_heads),
+            cpu_sizes.HEAD_DIM: shape.head_dim,
+            cpu_sizes.PADDED_DIM: self._padded,
+            cpu_sizes.TILES: self._tiles,
+            cpu_sizes.HALF_ROPE: len(shape.rope.inverse_frequencies) if shape.rope else 0,
+            cpu_sizes.QK_NORM: shape.qk_norm,
+            cpu_sizes.HIDDEN: shape.hidden,
+            cpu_sizes.MIXED: share.heads.start * shape.head_dim,
+            cpu_sizes.INNER: len(share.inner),
+            cpu_sizes.INNER_BEGIN: share.inner.start,
+            cpu_sizes.ADDED: len(share.added),
+            cpu_sizes.ADDED_BEGIN: share.added.start,
+            cpu_sizes.ACTIVATION: cpu_sizes.ACTIVATIONS[shape.activation],
+            cpu_sizes.GATED: shape.gated,
+            cpu_sizes.LAYER_NORM: shape.norm == "layer",
+            cpu_sizes.LEARNED_POSITIONS: shape.learned_positions,
+            cpu_sizes.COLUMN: share.columns.start,
+            cpu_sizes.COLUMNS: len(share.columns),
+            cpu_sizes.VOCABULARY: shape.vocabulary,
+        }
+        return np.array([found.get(place, 0) for place in range(cpu_sizes.SIZES)], np.int64)
+
+    def _make_room(self, *needed: int) -> None:
+        """Buffers for steps of so many rows, segments and outputs, doubled so that this happens seldom."""
+        self.close()
+        rows, segments, outputs = (
+            max(LEAST_CAPACITY, old, 1 << (new - 1).bit_length() if new else 0)
+            for old, new in zip(self._room, needed, strict=True)
+        )
+        self._room = rows, segments, outputs
+        shape, multiplied = self.shape, self._multiplied
+        counts = (rows, segments, segments, segments, outputs, rows)
+        self._step = tuple(np.zeros(count, np.int32) for count in counts)
+        logits = aligned((outputs, shape.vocabulary), np.float32)
+        self._logits = torch.from_numpy(logits)
+        shared = (
+            aligned((rows, shape.hidden), np.float32),
+            aligned((rows, shape.hidden), multiplied),
+            aligned((rows, shape.heads * shape.head_dim), multiplied),
+            aligned((rows, shape.intermediate), multiplied),
+            aligned((rows, shape.hidden), np.float32),
+            aligned((outputs, shape.hidden), multiplied),
+            logits,
+        )
+        self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
+
+    def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
+        own = self._own[lane]
+        mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded))
+        product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
+        addresses = np.array([product, _sched_yield(), *own.addresses], np.int64)
+        eps = np.float32(self.shape.norm_eps)
+        return self._sizes[lane], addresses, eps, self._step, self._model, self._caches[lane], shared, mine
+
+
+def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [length, half] of the rotary embedding; without one [length, 0]."""
+    frequencies = torch.tensor(shape.rope.inverse_frequencies if shape.rope else (), dtype=torch.float32)
+    turned = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    factor = shape.rope.attention_factor if shape.rope else 1.0
+    return (turned.cos() * factor).numpy(), (turned.sin() * factor).numpy()
+
+
+def _buffers(own: LaneWeights, rows: int) -> tuple[NDArray[Any], ...]:
+    """A lane's own rows after its products, qkv and up projection; and its biases."""
+    qkv, up = (aligned((rows, biases.shape[1]), np.float32) for biases in (own.qkv_biases, own.up_biases))
+    return qkv, up, own.qkv_biases, own.up_biases
+
+
+def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
+    """Scores of two queries, the queries, and their mixes of values."""
+    return (np.zeros(2 * tiles * TILE, np.float32), np.zeros(2 * padded, np.float32), np.zeros(2 * padded, np.float32))
+
+
+def _positions(step: Step) -> NDArray[np.int32]:
+    """The position of each token of a step."""
+    before = np.cumsum(step.lengths, dtype=np.int32) - step.lengths
+    offsets: NDArray[np.int32] = np.repeat(step.starts - before, step.lengths)
+    return np.arange(len(step.tokens), dtype=np.int32) + offsets
+
+
+def _sched_yield() -> int:
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0

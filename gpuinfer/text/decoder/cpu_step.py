@@ -1,0 +1,288 @@
+"""The compiled forward step of one lane: a thread that has its share of every layer's heads and columns.
+
+All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, and their
+attention; its own columns of what all heads add to the rows; its own columns of the up projection; and its own columns
+of what these add. The sums and norms between are divided by rows. Each value is one lane's from its first term to its
+last, so that the number of lanes cannot show in it. (Shoeybi et al. 2019 divide the terms as well, which would save two
+of the six barriers a layer.)
+
+Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
+
+The threads of a decoder's lanes: the caller's is lane 0, the others wait for the next step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.text.decoder import cpu_sizes as at
+from gpuinfer.text.decoder.blas import Blas
+from gpuinfer.text.decoder.cpu_attention import attend_segment
+from gpuinfer.text.decoder.cpu_intrinsics import (
+    atomic_add,
+    atomic_load,
+    atomic_swap,
+    call_int,
+    call_product,
+    gemm_bfloat16,
+    relax,
+)
+from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow, sigmoid, tanh, widen
+
+SPINS_BEFORE_YIELD = 2000
+SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies between two steps
+
+
+@compiled
+def serve(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """Lane 0: run one step, with all others. Another: take part in steps until there has been none for a while (0) or
+    STOP is set (1). One function for both, as whatever calls `run` is compiled with all of it.
+    """
+    while True:
+        if lane and not wait_for_go(lane, control, addresses):
+            return np.int64(0)
+        if lane and atomic_load(control, at.STOP):
+            return np.int64(1)
+        run(lane, control, sizes, addresses, eps, step, model, cache, shared, own)
+        if not lane:
+            return np.int64(0)
+
+
+@compiled
+def go(control):
+    """Have the lanes begin the next step."""
+    atomic_add(control, at.GO, 1)
+
+
+@compiled
+def take_asleep(control, lane):
+    """Whether this lane has gone to sleep and must be woken. It is told so once."""
+    return atomic_swap(control, at.ASLEEP + 8 * lane, 0) == 1
+
+
+@inlined
+def wait_for_go(lane, control, addresses):
+    """Whether a step has begun since this lane's last one. If not, the lane is to sleep until it is woken."""
+    asleep = at.ASLEEP + 8 * lane
+    seen = control[asleep + 1]
+    spins = 0
+    while atomic_load(control, at.GO) == seen:
+        spins = spin(spins, addresses)
+        if spins > SPINS_BEFORE_SLEEP:
+            atomic_swap(control, asleep, 1)
+            # A step may have begun meanwhile: then its leader has seen the flag, and wakes us, or has not.
+            if atomic_load(control, at.GO) == seen or atomic_swap(control, asleep, 0) == 0:
+                return False
+    control[asleep + 1] = seen + 1
+    return True
+
+
+@inlined
+def barrier(control, lanes, addresses):
+    """Wait until all lanes have come here."""
+    phase = atomic_load(control, at.PHASE)
+    if atomic_add(control, at.ARRIVED, 1) == lanes - 1:
+        atomic_add(control, at.ARRIVED, -lanes)
+        atomic_add(control, at.PHASE, 1)
+        return
+    spins = 0
+    while atomic_load(control, at.PHASE) == phase:
+        spins = spin(spins, addresses)
+
+
+@inlined
+def spin(spins, addresses):
+    """Wait for a moment; how often one has. Now and then others may have the core."""
+    relax()
+    spins += 1
+    if spins % SPINS_BEFORE_YIELD == 0:
+        call_int(addresses[at.YIELD])
+    return spins
+
+
+@inlined
+def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """One lane's share of one step."""
+    tokens, slots, starts, lengths, wanted, positions = step
+    embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
+        model
+    )
+    keys, values = cache
+    x, normed, mixed, inner, added, last, logits = shared
+    qkv, up, qkv_biases, up_biases, scores, query, mix = own
+    lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
+    first, end = rows * lane // lanes, rows * (lane + 1) // lanes
+    product = addresses[at.PRODUCT]
+    into = added.ctypes.data + 4 * sizes[at.ADDED_BEGIN]
+    inner_begin, inner_end = sizes[at.INNER_BEGIN], sizes[at.INNER_BEGIN] + sizes[at.INNER]
+    for row in range(first, end):
+        embed(embedding[tokens[row]], places, positions[row], sizes[at.LEARNED_POSITIONS], x[row])
+        norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
+    barrier(control, lanes, addresses)
+    for layer in range(layers):
+        weight = at.FIRST_WEIGHT + 4 * layer
+        multiply(product, rows, qkv.shape[1], normed, addresses[weight], qkv.ctypes.data, qkv.shape[1])
+        row = 0
+        for segment in range(sizes[at.SEGMENTS]):
+            attend_segment(
+                layer, row, slots[segment], starts[segment], lengths[segment], windows[layer], sizes, eps,
+                qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
+                keys, values, scores, query, mix, mixed,
+            )  # fmt: skip
+            row += lengths[segment]
+        barrier(control, lanes, addresses)
+        multiply(product, rows, sizes[at.ADDED], mixed, addresses[weight + 1], into, hidden)
+        barrier(control, lanes, addresses)
+        for row in range(first, end):
+            add(x[row], added[row], out_biases[layer])
+            norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
+        barrier(control, lanes, addresses)
+        multiply(product, rows, up.shape[1], normed, addresses[weight + 2], up.ctypes.data, up.shape[1])
+        for row in range(rows):
+            activate(
+                up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER],
+                inner[row, inner_begin:inner_end],
+            )  # fmt: skip
+        barrier(control, lanes, addresses)
+        multiply(product, rows, sizes[at.ADDED], inner, addresses[weight + 3], into, hidden)
+        barrier(control, lanes, addresses)
+        for row in range(first, end):
+            add(x[row], added[row], down_biases[layer])
+            norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, sizes[at.LAYER_NORM], normed[row])
+        barrier(control, lanes, addresses)
+    outputs = sizes[at.OUTPUTS]
+    for row in range(outputs * lane // lanes, outputs * (lane + 1) // lanes):
+        for i in range(hidden):
+            last[row, i] = normed[wanted[row], i]
+    barrier(control, lanes, addresses)
+    head = addresses[at.FIRST_WEIGHT + 4 * layers]
+    target = logits.ctypes.data + 4 * sizes[at.COLUMN]
+    multiply(product, outputs, sizes[at.COLUMNS], last, head, target, sizes[at.VOCABULARY])
+    barrier(control, lanes, addresses)
+
+
+@inlined
+def multiply(product, rows, columns, a, weight, c, stride):
+    """c [rows, columns] = a · weight; `c` is an address, its rows `stride` values apart."""
+    inner = a.shape[1]
+    if rows == 0 or columns == 0:
+        return
+    if a.itemsize == 2:
+        gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
+    else:
+        call_product(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
+
+
+@inlined
+def embed(embedding, places, position, learned, out):
+    for i in range(len(out)):
+        out[i] = widen(embedding[i])
+    if learned:
+        for i in range(len(out)):
+            out[i] += widen(places[position, i])
+
+
+@inlined
+def add(x, added, bias):
+    """What attention or the MLP adds to a row, and the bias."""
+    for i in range(len(x)):
+        x[i] += added[i] + bias[i]
+
+
+@inlined
+def norm_row(x, scale, shift, eps, layer_norm, out):
+    """RMSNorm, or LayerNorm with its shift."""
+    n = len(x)
+    mean = np.float32(0)
+    if layer_norm:
+        for i in range(n):
+            mean += x[i]
+        mean /= np.float32(n)
+    squares = np.float32(0)
+    for i in range(n):
+        squares += (x[i] - mean) * (x[i] - mean)
+    factor = np.float32(1) / np.sqrt(squares / np.float32(n) + np.float32(eps))
+    for i in range(n):
+        out[i] = narrow((x[i] - mean) * factor * scale[i] + shift[i], out)
+
+
+@inlined
+def activate(up, bias, kind, gated, inner, out):
+    """The activation of the up projection's first part, times its second when gated. It is left in `up` too."""
+    for i in range(inner):
+        value = up[i] + bias[i]
+        if kind == at.SILU:
+            value *= sigmoid(value)
+        elif kind == at.GELU_TANH:
+            cube = value * value * value
+            half = np.float32(0.5) * value
+            value = half + half * tanh(np.float32(0.7978845608028654) * (value + np.float32(0.044715) * cube))
+        elif kind == at.GELU:
+            value = np.float32(0.5) * value * (np.float32(1) + erf(value * np.float32(0.7071067811865476)))
+        else:
+            value = max(value, np.float32(0))
+        if gated:
+            value *= up[inner + i] + bias[inner + i]
+        up[i] = value
+    for i in range(inner):
+        out[i] = narrow(up[i], out)
+
+
+@inlined
+def erf(x):
+    """The error function of C: exact gelu is rare enough not to need a quicker one."""
+    return np.float32(math.erf(x))
+
+
+JOIN_S = 10.0
+
+
+def nothing() -> None:
+    """What there is to prepare where no library computes."""
+
+
+class Lanes:
+    """Runs steps in `len(arguments)` threads. `arguments[lane]` go to the kernel after `control`."""
+
+    def __init__(self, blas: Blas | None, arguments: list[tuple[Any, ...]]) -> None:
+        self._arguments = arguments
+        self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (len(arguments) + 1), np.int64)
+        self._awake = [threading.Semaphore(0) for _ in arguments]
+        self._one_thread_here = nothing if blas is None else blas.one_thread_here
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane, self._one_thread_here), name=f"lane {lane}", daemon=True)
+            for lane in range(1, len(arguments))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def step(self) -> None:
+        """Run one step, whose sizes and tokens are where the arguments point."""
+        self._one_thread_here()  # whoever sets torch's threads, or is another thread than before, undoes it
+        if self._threads:
+            self._begin()
+        serve(0, self._control, *self._arguments[0])
+
+    def close(self) -> None:
+        self._control[at.STOP] = 1
+        self._begin()
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        self._threads = []
+
+    def _begin(self) -> None:
+        go(self._control)
+        for lane in range(1, len(self._arguments)):
+            if take_asleep(self._control, lane):
+                self._awake[lane].release()
+
+    def _serve(self, lane: int, prepare: Callable[[], None]) -> None:
+        prepare()
+        while not serve(lane, self._control, *self._arguments[lane]):
+            self._awake[lane].acquire()

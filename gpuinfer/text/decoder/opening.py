@@ -1,0 +1,108 @@
+"""Chooses the decoder for a checkpoint, a device and a number format, and finds its slots.
+
+A decoder that computes nothing, to measure all that goes on around one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and_try
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Decoder, Step
+
+if TYPE_CHECKING:
+    from gpuinfer.text.checkpoint import Checkpoint
+
+LETTER = ord("a")
+
+
+class NullDecoder:
+    """`step.Decoder` that answers every token with the same logits: 1 for one letter, 0 for all else."""
+
+    def __init__(self, shape: Shape, *, slots: int, length: int) -> None:
+        self.shape, self.slots, self.length = shape, slots, length
+        self.device = torch.device("cpu")
+        self.token = next(token for token in (LETTER, *range(shape.vocabulary)) if self._suits(token))
+        self._logits = torch.zeros((0, shape.vocabulary))
+
+    def forward(self, step: Step) -> Tensor:
+        """See `step.Decoder.forward`."""
+        rows = len(step.wanted)
+        if rows > len(self._logits):  # whoever draws from them leaves them as they are
+            self._logits = torch.zeros((rows, self.shape.vocabulary))
+            self._logits[:, self.token] = 1
+        return self._logits[:rows]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        pass
+
+    def cache_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    def _suits(self, token: int) -> bool:
+        return token < self.shape.vocabulary and token not in self.shape.end_tokens
+
+
+STEP_TOKENS = 2048
+NULL_SLOTS = 1024
+
+
+def open_sized(
+    checkpoint: Checkpoint,
+    weights_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    slots: int | None,
+    length: int,
+    threads: int,
+    deterministic: bool,
+    compile: bool,
+    graphs: bool,
+    step_tokens: int = STEP_TOKENS,
+) -> tuple[Decoder, Sizing]:
+    """A decoder, and how its number of slots was found: `slots`, or None for as many as are worth while and fit.
+
+    `step_tokens` is the most tokens that one step will bring. On the CPU float32 and bfloat16 have compiled kernels of
+    our own where the processor can run them; `threads` is how many take part. Raises `UsageError` when the model does
+    not fit, or the slots that were asked for do not.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(threads)  # of this process: torch knows no other way
+    shape = checkpoint.shape
+    if shape.family == "null":
+        count = slots or NULL_SLOTS
+        return NullDecoder(shape, slots=count, length=length), Sizing(count, 0, 0, free_memory(device))
+    weights = checkpoint.weights(weights_dtype)
+    find = partial(estimate, shape, weights_dtype, device, slots=slots, length=length, step_tokens=step_tokens)
+    if device.type == "cpu" and not compile and kernels_for(weights_dtype):
+        from gpuinfer.text.decoder.cpu import CpuDecoder
+
+        sizing = find(free_memory(device))
+        found = partial(CpuDecoder, shape, weights, weights_dtype, length=length, threads=threads)
+        return found(slots=sizing.slots, deterministic=deterministic), sizing
+    open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, length=length, deterministic=deterministic)
+    if device.type != "cuda":
+        sizing = find(free_memory(device))
+        return open_with(slots=sizing.slots, compile=compile, graphs=False), sizing
+    decoder = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted
+    sizing = find(free_memory(device))
+    return open_and_try(decoder, sizing, step_tokens)
+
+
+def kernels_for(dtype: torch.dtype) -> bool:
+    """Whether our own kernels can run here."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    from gpuinfer.text.decoder.cpu import available
+
+    return available(dtype)

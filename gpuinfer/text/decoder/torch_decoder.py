@@ -1,0 +1,172 @@
+"""A decoder in plain torch, for any device and number format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.text.decoder import torch_layers
+from gpuinfer.text.decoder.torch_batch import Integers, batch_of, positions_of, tiles
+from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.torch_layers import Batch, attend
+from gpuinfer.text.decoder.torch_static import Form, StaticBatches, compiled, tried
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Step
+from gpuinfer.text.weights import Weights
+
+CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at once, padded
+
+
+class TorchDecoder:
+    """`step.Decoder` for any device and float32, bfloat16 or float16.
+
+    With `graphs` a step of one token a row is padded to one of few shapes, each of which becomes a CUDA graph on a CUDA
+    device. With `deterministic` every token goes through in tiles of one fixed shape that its own position chooses, so
+    that its logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add
+    up in another order for another number of rows, but not for another row of the same. `compile` merges what lies
+    between the matrix products; raises `UsageError` when torch cannot.
+
+    Gradients are off, but not by `torch.inference_mode`: whoever samples may write over the logits.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        slots: int,
+        length: int,
+        deterministic: bool = False,
+        compile: bool = False,
+        graphs: bool = True,
+    ) -> None:
+        self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
+        self.deterministic, self._graphs = deterministic, graphs
+        self._windows = shape.windows or (None,) * shape.layers
+        self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
+        self._further: Callable[..., Tensor] = partial(torch_layers.further, shape)
+        if compile:
+            self._asked, self._further = compiled(self._asked), compiled(self._further)
+        with torch.no_grad():
+            self._weights = torch_layers.on_device(weights, device, dtype)
+            self._angles = torch_layers.angles(shape, length, device)
+        self.resize(slots)
+        if compile:
+            tried(partial(self._once, batch_rows=2))
+
+    def resize(self, slots: int) -> None:
+        """Another number of slots, all of them empty. Raises `torch.OutOfMemoryError` when they do not fit."""
+        self._drop()
+        self.slots = slots
+        tile = CUDA_TILE if self.device.type == "cuda" else CPU_TILE
+        with torch.no_grad():
+            self._cache = SlotCache(self.shape, slots, self.length, self.device, self.dtype)
+            self._static = StaticBatches(
+                self._cache,
+                set(self._windows),
+                self.shape.vocabulary,
+                tile if self.deterministic else slots,
+                self._hidden,
+                self._logits,
+                self._graphs,
+            )
+
+    @torch.no_grad()
+    def forward(self, step: Step) -> Tensor:
+        """See `step.Decoder.forward`."""
+        self._cache.begin(step)
+        if self.deterministic:
+            return self._in_tiles(step)
+        if self._graphs and len(step.tokens) == len(step.slots):
+            return self._one_each(step)
+        found = self._hidden(batch_of(step, self._cache, set(self._windows)))
+        wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
+        return self._logits(found.index_select(0, wanted))
+
+    @torch.no_grad()
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        self._cache.copy(source, targets, length)
+
+    @torch.no_grad()
+    def empty(self) -> None:
+        """Forget what all slots hold."""
+        self._cache.empty()
+
+    def cache_bytes(self) -> int:
+        return self._cache.nbytes()
+
+    def held_bytes(self) -> int:
+        """What cache and buffers take that are there all the time, beside the weights."""
+        return self.cache_bytes() + self._static.nbytes()
+
+    def close(self) -> None:
+        self._drop()
+        self._weights = None  # type: ignore[assignment]
+
+    def _one_each(self, step: Step) -> Tensor:
+        """A step that brings one token of each slot."""
+        tokens, starts, slots = (given.astype(np.int64) for given in (step.tokens, step.starts, step.slots))
+        found, where = self._static.decode(tokens, starts, slots, answered=len(step.wanted) > 0)
+        return self._picked(found, where[step.wanted])
+
+    def _picked(self, found: Tensor, rows: Integers) -> Tensor:
+        if np.array_equal(rows, np.arange(len(rows))):
+            return found[: len(rows)]
+        return found.index_select(0, torch.from_numpy(rows).to(self.device))
+
+    def _in_tiles(self, step: Step) -> Tensor:
+        """Any step, tile after tile."""
+        tokens, positions = step.tokens.astype(np.int64), positions_of(step)
+        slots = np.repeat(step.slots.astype(np.int64), step.lengths)
+        answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
+        rows = self._static.row_buckets[-1]
+        for members, reach in tiles(positions, rows, self._static.reach_buckets):
+            asked_for = np.isin(members, step.wanted)
+            form = Form(rows, reach, in_place=False, answered=bool(asked_for.any()))
+            where = np.arange(len(members))
+            found, _ = self._static.compute(form, where, tokens[members], positions[members], slots[members])
+            into = np.searchsorted(step.wanted, members[asked_for])
+            answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
+        return answers
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""
+        weights = self._weights
+        x = weights.embedding[batch.tokens]
+        if weights.positions is not None:
+            x = x + weights.positions[batch.positions]
+        cosines, sines = (table[batch.positions] for table in self._angles) if self._angles else (None, None)
+        for number, layer in enumerate(weights.layers):
+            queries, keys, values = self._asked(layer, x, cosines, sines)
+            self._cache.write(number, batch.places, keys, values)
+            mixed = attend(batch, queries, self._cache, number, self._windows[number])
+            x = self._further(layer, x, mixed)
+        return x
+
+    def _logits(self, found: Tensor) -> Tensor:
+        """Float32 [rows, vocabulary] from [rows, hidden]."""
+        last = torch_layers.normed(found, self._weights.norm, self.shape.norm, self.shape.norm_eps)
+        return torch_layers.projected(last, self._weights.head).float()
+
+    @torch.no_grad()
+    def _once(self, batch_rows: int) -> None:
+        """Pass some rows through all layers, in the spare slot."""
+        rows = torch.zeros(batch_rows, dtype=torch.int64, device=self.device)
+        cosines, sines = (table[rows] for table in self._angles) if self._angles else (None, None)
+        x = self._weights.embedding[rows]
+        for layer in self._weights.layers:
+            queries, _, _ = self._asked(layer, x, cosines, sines)
+            x = self._further(layer, x, queries.flatten(1))
+
+    def _drop(self) -> None:
+        """Let go of the cache and of everything that holds on to it."""
+        if hasattr(self, "_static"):
+            del self._static, self._cache
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()

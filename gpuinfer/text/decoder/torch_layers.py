@@ -1,0 +1,208 @@
+"""The parts of a layer that see each token for itself, for any device and number format.
+
+Sums of norms, angles and scores are float32 whatever the weights are; what goes from part to part has the weights'
+format, as in transformers.
+
+Attention of many rows over the cache, in groups of segments that are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+
+
+def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
+    """The same weights over there, one after another; a head tied to the embedding stays one tensor with it."""
+
+    def norm(given: Norm) -> Norm:
+        shift = None if given.shift is None else given.shift.to(device, torch.float32)
+        return Norm(given.scale.to(device, torch.float32), shift)
+
+    def linear(given: Linear) -> Linear:
+        return Linear(given.weight.to(device, dtype), None if given.bias is None else given.bias.to(device, dtype))
+
+    def layer(given: Layer) -> Layer:
+        return Layer(
+            attention_norm=norm(given.attention_norm),
+            qkv=linear(given.qkv),
+            out=linear(given.out),
+            mlp_norm=norm(given.mlp_norm),
+            up=linear(given.up),
+            down=linear(given.down),
+            query_norm=None if given.query_norm is None else norm(given.query_norm),
+            key_norm=None if given.key_norm is None else norm(given.key_norm),
+        )
+
+    embedding = weights.embedding.to(device, dtype)
+    tied = weights.head.weight.data_ptr() == weights.embedding.data_ptr()
+    return Weights(
+        embedding=embedding,
+        layers=tuple(layer(given) for given in weights.layers),
+        norm=norm(weights.norm),
+        head=Linear(embedding) if tied else linear(weights.head),
+        positions=None if weights.positions is None else weights.positions.to(device, dtype),
+    )
+
+
+def normed(x: Tensor, norm: Norm, kind: str, eps: float) -> Tensor:
+    """RMSNorm or LayerNorm of the last dimension."""
+    size = (x.shape[-1],)
+    if kind == "layer":
+        return F.layer_norm(x.float(), size, norm.scale, norm.shift, eps).to(x.dtype)
+    return F.rms_norm(x.float(), size, norm.scale, eps).to(x.dtype)
+
+
+def projected(x: Tensor, weights: Linear) -> Tensor:
+    return F.linear(x, weights.weight, weights.bias)
+
+
+def turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary embedding: `heads` [rows, heads, head_dim] by the angles whose `cosines` and `sines` are [rows, half]."""
+    half = cosines.shape[-1]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    cosines, sines = cosines[:, None], sines[:, None]
+    both = torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(heads.dtype)
+    return both if 2 * half == heads.shape[-1] else torch.cat((both, heads[..., 2 * half :]), -1)
+
+
+def angles(shape: Shape, positions: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines, float32 [positions, half]; None for a model without rotary embedding."""
+    if shape.rope is None:
+        return None
+    frequencies = torch.tensor(shape.rope.inverse_frequencies, dtype=torch.float32)
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    factor = shape.rope.attention_factor
+    return (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
+
+
+def asked(
+    shape: Shape, layer: Layer, x: Tensor, cosines: Tensor | None, sines: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What comes before attention: queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim]."""
+    qkv = projected(normed(x, layer.attention_norm, shape.norm, shape.norm_eps), layer.qkv)
+    heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    queries, keys, values = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        queries = normed(queries, layer.query_norm, "rms", shape.norm_eps)
+        keys = normed(keys, layer.key_norm, "rms", shape.norm_eps)
+    if cosines is not None and sines is not None:
+        queries, keys = turned(queries, cosines, sines), turned(keys, cosines, sines)
+    return queries, keys, values
+
+
+def further(shape: Shape, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    """What comes after attention, whose `mixed` values are [rows, heads × head_dim]."""
+    x = x + projected(mixed, layer.out)
+    inner = projected(normed(x, layer.mlp_norm, shape.norm, shape.norm_eps), layer.up)
+    if shape.gated:
+        gate, value = inner.chunk(2, dim=-1)
+        inner = activated(gate, shape.activation) * value
+    else:
+        inner = activated(inner, shape.activation)
+    return x + projected(inner, layer.down)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+Window = int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Segments that go through attention together, each padded to `width` tokens; they read `reach` positions.
+
+    `masks` has one mask for each kind of window in the model: added to the scores, [segments, 1, width, reach]. None
+    stands for plain causal order from position 0 on, which has faster kernels; not with a width of 1.
+    """
+
+    width: int
+    reach: int
+    slots: Tensor | slice  # whose cache: the numbers [segments], or a run of slots, which is read where it lies
+    rows: Tensor | None  # [segments × width] indices into the step's rows; None: all of them, in order
+    masks: dict[Window, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step as the device has them. Tensors of integers are int64."""
+
+    tokens: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    places: Tensor  # [rows] in the cache: slot × room + position
+    groups: tuple[Group, ...]
+    back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
+
+
+def mask(positions: Tensor, reach: int, window: Window, dtype: torch.dtype) -> Tensor:
+    """Added to the scores of queries at `positions` [segments, width]: 0 or -inf, [segments, 1, width, reach]."""
+    keys = torch.arange(reach, device=positions.device)
+    ahead = keys > positions[..., None]
+    if window is not None:
+        ahead |= keys <= positions[..., None] - window
+    zeros = torch.zeros((), device=positions.device, dtype=dtype)
+    return torch.where(ahead, -torch.inf, zeros)[:, None]
+
+
+def attend(batch: Batch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+    """Mixed values [rows, heads × head_dim] for `queries` [rows, heads, head_dim]."""
+    found = [of_group(group, queries, cache, layer, window) for group in batch.groups]
+    mixed = found[0] if len(found) == 1 else torch.cat(found)
+    return mixed if batch.back is None else mixed.index_select(0, batch.back)
+
+
+def of_group(group: Group, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+    """The same for one group: [segments × width, heads × head_dim]."""
+    keys = read(cache.keys[layer], group)
+    values = read(cache.values[layer], group)
+    asking = queries if group.rows is None else queries.index_select(0, group.rows)
+    asking = asking.view(-1, group.width, *asking.shape[1:])
+    mixed = (one_each if group.width == 1 else many_each)(asking, keys, values, group.masks[window])
+    return mixed.reshape(-1, mixed.shape[-2] * mixed.shape[-1])
+
+
+def read(held: Tensor, group: Group) -> Tensor:
+    """A group's keys or values, [segments, reach, kv_heads, head_dim]."""
+    near = held[:, : group.reach]
+    return near[group.slots] if isinstance(group.slots, slice) else near.index_select(0, group.slots)
+
+
+def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None) -> Tensor:
+    """Attention of one query a row, [segments, 1, heads, head_dim]. The heads that share keys stand in for the queries
+    of a longer run, so that the keys are read once for all of them.
+    """
+    shared = asking.reshape(len(asking), keys.shape[2], -1, asking.shape[-1])
+    mixed = F.scaled_dot_product_attention(shared, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added)
+    return mixed.flatten(1, 2)[:, None]
+
+
+def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None) -> Tensor:
+    """Attention of runs, [segments, width, heads, head_dim]."""
+    heads = asking.shape[2]
+    mixed = F.scaled_dot_product_attention(
+        asking.transpose(1, 2),
+        for_each_head(keys, heads),
+        for_each_head(values, heads),
+        attn_mask=added,
+        is_causal=added is None,
+    )
+    return mixed.transpose(1, 2)
+
+
+def for_each_head(held: Tensor, heads: int) -> Tensor:
+    """[segments, heads, reach, head_dim], each kv head as often as query heads share it."""
+    shared = heads // held.shape[2]
+    return (held if shared == 1 else held.repeat_interleave(shared, dim=2)).transpose(1, 2)

@@ -1,0 +1,23 @@
+"""Continuous batching: who has which slot, what the next step computes, what is finished.
+
+```
+generator.py    a step from start to end
+prepared.py     a prompt's tokens and limits, checked before it takes a slot
+work.py         one prompt under way, and its rows
+table.py        what every slot holds, as arrays
+admission.py    which slot a row gets, what it takes over from others, whom it waits for
+places.py       free slots    prefixes.py   slots by how their tokens begin    copies.py   what is copied between slots
+composing.py    the tokens of the next step
+settling.py     what drawn tokens mean for the rows: first tokens, ends, answers
+troubles.py     a step that raised: fewer tokens at once, or the row at fault found
+driver.py       the thread that steps
+opening.py      from a checkpoint to a generator    fitting.py   what fits in memory
+```
+"""
+
+from gpuinfer.text.generator.driver import Driver
+from gpuinfer.text.generator.generator import Generator, Stepped
+from gpuinfer.text.generator.opening import Tuning, open_generator
+from gpuinfer.text.generator.prepared import Prepared
+
+__all__ = ["Driver", "Generator", "Prepared", "Stepped", "Tuning", "open_generator"]

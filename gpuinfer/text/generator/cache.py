@@ -1,0 +1,224 @@
+"""Free slots, the least useful content first.
+
+Slots by how their tokens begin: which of them holds the longest beginning of a prompt.
+
+Beginnings that are to be copied between slots, gathered so that one call copies to many.
+
+What every slot holds, as arrays: a step's bookkeeping is a handful of array operations for any number of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.text.generator.prepared import Ints, Row
+from gpuinfer.text.step import Decoder
+
+
+class Places:
+    """A slot is free with content that a prompt may begin with, or without."""
+
+    def __init__(self, slots: int) -> None:
+        self._blank = list(range(slots - 1, -1, -1))  # the lowest is taken first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._blank) + len(self._kept)
+
+    def holds(self, slot: int) -> bool:
+        """Whether this one is free, and its content worth something."""
+        return slot in self._kept
+
+    def take(self) -> int:
+        """The free slot whose content is missed least."""
+        return self._blank.pop() if self._blank else self._kept.popitem(last=False)[0]
+
+    def take_this(self, slot: int) -> None:
+        """One that `holds`."""
+        del self._kept[slot]
+
+    def scarce(self, slot: int) -> bool:
+        """Whether `take` would give this one."""
+        return not self._blank and next(iter(self._kept)) == slot
+
+    def give(self, slot: int) -> None:
+        """It is free again, and what it holds serves nobody."""
+        self._blank.append(slot)
+
+    def keep(self, slot: int) -> None:
+        """It is free again, and what it holds may serve others."""
+        self._kept[slot] = None
+
+    def used(self, slot: int) -> None:
+        """Something has been copied from it: if it is free, it is worth keeping."""
+        if slot in self._kept:
+            self._kept.move_to_end(slot)
+
+
+class Table:
+    """`slots` slots of `length` positions. All arrays are indexed by slot.
+
+    A free slot keeps its tokens: a later prompt may begin with them. `tokens` takes memory only where it is written.
+    """
+
+    def __init__(self, slots: int, length: int, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        self.slots, self.length = slots, length
+        self.tokens = np.empty((slots, length), np.int32)  # of prompt and answer
+        self.flat = self.tokens.reshape(-1)
+        self.filled = np.zeros(slots, np.int32)  # positions that the cache holds
+        self.prompt = np.zeros(slots, np.int32)  # tokens of the living row's prompt; 0: free
+        self.last = np.zeros(slots, np.int32)  # the token drawn last: what the next step takes
+        self.final = np.zeros(slots, np.int32)  # the position of the last token that the answer may have
+        self.decodes = np.zeros(slots, np.bool_)  # past its prompt: one token a step
+        self.heeds = np.zeros(slots, np.bool_)  # the end token ends it
+        self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
+        self.constrained = np.zeros(slots, np.bool_)
+        self.rows: list[Row | None] = [None] * slots
+        self.bases = np.arange(slots, dtype=np.int64) * length  # of each slot in `flat`
+        self.is_end = np.zeros(vocabulary, np.bool_)
+        self.is_end[[token for token in end_tokens if 0 <= token < vocabulary]] = True
+
+    def occupy(self, row: Row) -> None:
+        """A row moves in: its prompt's tokens are known, none of them is computed."""
+        slot, prepared = row.slot, row.work.prepared
+        sampling, tokens = prepared.sampling, prepared.tokens
+        prompt = len(tokens)
+        self.tokens[slot, :prompt] = tokens
+        self.filled[slot] = 0
+        self.prompt[slot] = prompt
+        self.final[slot] = prompt + prepared.limit - 1
+        self.heeds[slot] = not sampling.ignore_eos
+        if row.matcher is not None:
+            self.constrained[slot] = self.watched[slot] = True
+        elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
+            self.watched[slot] = True
+        self.rows[slot] = row
+
+    def leave(self, slot: int) -> None:
+        """Its row is gone; what the cache holds stays there."""
+        self.rows[slot] = None
+        self.prompt[slot] = 0
+        self.decodes[slot] = False
+        if self.watched[slot]:
+            self.watched[slot] = self.constrained[slot] = False
+
+    def known(self, slots: Ints) -> Ints:
+        """How many tokens these slots hold or are about to."""
+        return np.maximum(self.filled[slots], self.prompt[slots])
+
+
+LEAST = 16  # positions that are worth a copy
+CANDIDATES = 64  # slots that begin alike and are looked at, the latest ones
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`slot` holds the first `shared` tokens, or will when the prefill under way there is through."""
+
+    slot: int
+    shared: int
+    ready: bool
+
+
+class Prefixes:
+    """Finds slots by their first LEAST tokens, and compares the rest."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._keys: list[bytes | None] = [None] * table.slots
+        self._slots: dict[bytes, dict[int, None]] = {}  # the latest last
+
+    def add(self, slot: int) -> None:
+        """The slot's content, LEAST tokens or more, can be found from now on."""
+        if self._keys[slot] is not None:
+            return
+        key = self._table.tokens[slot, :LEAST].tobytes()
+        self._keys[slot] = key
+        self._slots.setdefault(key, {})[slot] = None
+
+    def drop(self, slot: int) -> None:
+        """Its content is about to be overwritten."""
+        if (key := self._keys[slot]) is None:
+            return
+        self._keys[slot] = None
+        alike = self._slots[key]
+        del alike[slot]
+        if not alike:
+            del self._slots[key]
+
+    def find(self, tokens: Ints) -> Match | None:
+        """The longest beginning of `tokens` that is worth taking over. The last token is never part of it: its logits
+        are wanted.
+
+        One that another row is still computing is preferred if it is longer by as much as a copy is worth: that row
+        comes before whoever asks, so waiting for it costs nothing.
+        """
+        most = len(tokens) - 1
+        if most < LEAST or (alike := self._slots.get(tokens[:LEAST].tobytes())) is None:
+            return None
+        slots = np.array(list(alike)[-CANDIDATES:], np.int32)
+        known = np.minimum(self._table.known(slots), most)
+        width = int(known.max())
+        differs = self._table.tokens[slots, :width] != tokens[:width]
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        shared = np.minimum(first, known)
+        ready = np.minimum(shared, self._table.filled[slots])
+        now, later = int(ready.argmax()), int(shared.argmax())
+        if shared[later] >= ready[now] + LEAST:
+            return Match(int(slots[later]), int(shared[later]), ready=False)
+        if ready[now] < LEAST:
+            return None
+        now = self._free_one(slots, ready == ready[now], now)
+        return Match(int(slots[now]), int(ready[now]), ready=True)
+
+    def _free_one(self, slots: Ints, best: NDArray[np.bool_], otherwise: int) -> int:
+        """Of equals one that is free: it need not be copied."""
+        free = np.flatnonzero(best & (self._table.prompt[slots] == 0))
+        return int(free[0]) if len(free) else otherwise
+
+
+logger = logging.getLogger("gpuinfer")
+
+
+class Copies:
+    """Copies that have been promised; they are carried out before the next step computes.
+
+    A target counts as filled from the promise on. Should copying fail, it counts as empty again and is
+    computed instead.
+    """
+
+    def __init__(self, decoder: Decoder, table: Table) -> None:
+        self._decoder, self._table = decoder, table
+        self._targets: dict[tuple[int, int], list[int]] = {}  # (source, length), in the order of asking
+        self._sources: set[int] = set()
+
+    def promise(self, source: int, target: int, length: int) -> None:
+        self._targets.setdefault((source, length), []).append(target)
+        self._sources.add(source)
+        self._table.filled[target] = length
+
+    def before_overwriting(self, slot: int) -> None:
+        """A slot gets a new row: what was to be copied from it is copied now."""
+        if slot in self._sources:
+            self.carry_out()
+
+    def carry_out(self) -> None:
+        if not self._targets:
+            return
+        promised, self._targets = self._targets, {}
+        self._sources.clear()
+        try:
+            while promised:
+                source, length = next(iter(promised))
+                self._decoder.copy(source, promised[source, length], length)
+                del promised[source, length]
+        except Exception as error:  # noqa: BLE001  a copy only saves work
+            logger.warning("a shared prefix could not be copied and is computed again: %s", error)
+            for targets in promised.values():
+                self._table.filled[targets] = 0

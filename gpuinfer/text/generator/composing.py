@@ -1,0 +1,201 @@
+"""The tokens of the next step: one of each row that answers, and what room is left for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpuinfer.text.generator.cache import Table
+from gpuinfer.text.generator.prepared import Ints, Row
+from gpuinfer.text.step import Step
+
+ECHO_BYTES = 64 * 2**20  # of logits of prompt tokens, in one step
+
+
+class Chunk:
+    """The tokens of a row's prompt from `start` to `end`."""
+
+    __slots__ = ("draws", "echoes", "end", "last", "logits", "row", "start")
+
+    def __init__(self, row: Row, start: int, end: int, logits: int) -> None:
+        prepared = row.work.prepared
+        self.row, self.start, self.end = row, start, end
+        self.logits = logits  # where its logits begin among those asked for
+        self.last = end == len(prepared.tokens)
+        self.echoes = prepared.sampling.prompt_logprobs is not None  # the logits of all its tokens are asked for
+        self.draws = self.last and prepared.limit > 0  # its last logits give the first tokens of answers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step, and what its logits are for."""
+
+    step: Step
+    decoding: Ints  # slots of the rows that are past their prompts
+    chunks: Sequence[Chunk]
+    draws: Ints  # slots that a token is drawn for
+    picks: Ints | None = None  # which logits each of them draws from; None: as they come
+
+    @property
+    def rows(self) -> int:
+        return len(self.step.slots)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.step.tokens) - len(self.decoding)
+
+
+class Composer:
+    """Composes steps of at most `step_tokens` tokens, rows that answer aside: these go in each step, all of them.
+
+    While the rows stay the same the same arrays serve step after step, with new tokens and positions in them.
+
+    `gather_steps`: beside rows that answer, prompts wait so many steps for others to go with, unless they would fill a
+    sixteenth of the slots. For decoders whose steps are much quicker without prompts, as CUDA graphs are.
+    """
+
+    def __init__(self, table: Table, step_tokens: int, gather_steps: int) -> None:
+        self._table = table
+        self.step_tokens, self._gather_steps = step_tokens, gather_steps
+        self.left = False  # prompts, or parts of them, that the last step had no room for
+        self._gathered = 0  # steps that the prompts have waited
+        self._begun = False  # they have waited enough, and go until all are through
+        self._tokens, self._starts = np.zeros(table.slots, np.int32), np.zeros(table.slots, np.int32)
+        self._ones, self._counting = np.ones(table.slots, np.int32), np.arange(table.slots, dtype=np.int32)
+        self._echo_tokens = max(1, ECHO_BYTES // (4 * len(table.is_end)))
+        self._steady: Plan | None = None
+        self._turn = 0
+
+    def changed(self) -> None:
+        """Other rows answer than in the last step."""
+        self._steady = None
+
+    def compose(self, prefilling: Sequence[Row], most: int | None, only: Collection[Row] | None) -> Plan | None:
+        """The next step; None when there is nothing to compute.
+
+        `most`: no more tokens than that fit in memory, rows that answer included. `only`: none but these rows.
+        """
+        if most is None and only is None and self._gathers(prefilling):
+            prefilling = ()
+        if self._steady is None or prefilling or most is not None or only is not None:
+            decoding = self._decoding(most, only)
+            chunks = self._chunks(prefilling, len(decoding), most, only)
+            self._begun = self.left = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
+            if chunks:
+                self._steady = None
+                return self._mixed(decoding, chunks)
+            if not len(decoding):
+                return None
+            plan = self._plain(decoding)
+            self._steady = plan if most is None and only is None else None
+        else:
+            plan, self.left = self._steady, False
+        self._refresh(plan.step)
+        return plan
+
+    def _gathers(self, prefilling: Sequence[Row]) -> bool:
+        """Whether the prompts wait for others to go with them."""
+        if not self._gather_steps:
+            return False
+        enough = sum(len(row.work.rows) for row in prefilling) >= max(1, self._table.slots // 16)
+        if self._begun or enough or self._gathered >= self._gather_steps or not self._table.decodes.any():
+            self._gathered = 0
+            return False
+        self._gathered += bool(prefilling)
+        return True
+
+    def _decoding(self, most: int | None, only: Collection[Row] | None) -> Ints:
+        """Slots of the rows that answer; in turns when not all may go."""
+        table = self._table
+        if only is None:
+            slots = np.flatnonzero(table.decodes).astype(np.int32)
+        else:
+            slots = np.array(sorted(row.slot for row in only if table.decodes[row.slot]), np.int32)
+        if most is None or len(slots) <= most:
+            return slots
+        self._turn = (self._turn + most) % len(slots)
+        return np.roll(slots, -self._turn)[:most].copy()
+
+    def _chunks(
+        self, prefilling: Sequence[Row], decoding: int, most: int | None, only: Collection[Row] | None
+    ) -> list[Chunk]:
+        """In order of arrival, as much of each prompt as there is room for."""
+        room = max(1, self.step_tokens - decoding)
+        if most is not None:
+            room = min(room, most - decoding)
+        echo_room, logits, chunks = self._echo_tokens, decoding, []
+        for row in prefilling:
+            if room <= 0:
+                break
+            if row.owner is not None or (only is not None and row not in only):
+                continue
+            start = int(self._table.filled[row.slot])
+            end = min(start + room, len(row.work.prepared.tokens))
+            if row.work.prepared.sampling.prompt_logprobs is not None:
+                if not echo_room:
+                    continue
+                end = min(end, start + echo_room)
+                echo_room -= end - start
+            chunk = Chunk(row, start, end, logits)
+            chunks.append(chunk)
+            logits += end - start if chunk.echoes else chunk.draws
+            room -= end - start
+        return chunks
+
+    def _plain(self, decoding: Ints) -> Plan:
+        rows = len(decoding)
+        counting = self._counting[:rows]
+        step = Step(self._tokens[:rows], decoding, self._starts[:rows], self._ones[:rows], counting)
+        return Plan(step, decoding, (), draws=decoding)
+
+    def _refresh(self, step: Step) -> None:
+        np.take(self._table.last, step.slots, out=step.tokens, mode="clip")
+        np.take(self._table.filled, step.slots, out=step.starts, mode="clip")
+
+    def _mixed(self, decoding: Ints, chunks: Sequence[Chunk]) -> Plan:
+        table, rows = self._table, len(decoding)
+        texts = [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
+        step = Step(
+            np.concatenate([table.last[decoding], *texts]),
+            followed(decoding, [chunk.row.slot for chunk in chunks]),
+            followed(table.filled[decoding], [chunk.start for chunk in chunks]),
+            followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
+            followed(self._counting[:rows], wanted(chunks, rows)),
+        )
+        slots, picks = drawing(chunks)
+        draws = followed(decoding, slots)
+        if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
+            return Plan(step, decoding, chunks, draws)
+        return Plan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
+
+
+def followed(first: Ints, then: list[int]) -> Ints:
+    return np.concatenate([first, np.array(then, np.int32)])
+
+
+def wanted(chunks: Sequence[Chunk], first: int) -> list[int]:
+    """Which of the step's tokens have their logits asked for; the chunks' begin at `first`."""
+    found: list[int] = []
+    for chunk in chunks:
+        end = first + chunk.end - chunk.start
+        if chunk.echoes:
+            found.extend(range(first, end))
+        elif chunk.draws:
+            found.append(end - 1)
+        first = end
+    return found
+
+
+def drawing(chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+    """Slots that draw their first token, and which of the logits they draw from: all samples of a prompt the same."""
+    slots: list[int] = []
+    picks: list[int] = []
+    for chunk in chunks:
+        if chunk.draws:
+            pick = chunk.logits + chunk.end - chunk.start - 1 if chunk.echoes else chunk.logits
+            for row in chunk.row.work.rows:
+                slots.append(row.slot)
+                picks.append(pick)
+    return slots, picks

@@ -1,0 +1,246 @@
+"""The thread that steps a generator as long as there is work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from gpuinfer.api import Lane
+from gpuinfer.errors import BackendDied, Closed
+from gpuinfer.generation import Generation
+from gpuinfer.models.memory import first_line
+from gpuinfer.text.generator.generator import Generator, Stepped
+from gpuinfer.text.generator.prepared import Prepared
+
+logger = logging.getLogger("gpuinfer")
+
+CLOSE_S = 10.0  # how long `close` waits for the step under way
+Outcome = Generation | Exception
+Done = Callable[[Outcome], None]
+Deliver = Callable[[Sequence[tuple[int, Outcome]]], None]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    seconds: float = 0.0  # in steps
+    rows: int = 0  # summed over steps
+    tokens: int = 0  # through the decoder
+    prompt_tokens: int = 0  # of them, those of prompts
+    cached_tokens: int = 0  # prompt tokens taken over from another prompt
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    held_s: float = 0.0  # in steps that had no room for all tokens of the prompts that were there
+    echoing_s: float = 0.0  # in steps that had none for the logits that prompts' log-probabilities need
+
+    def add(self, stepped: Stepped, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        self.rows += stepped.rows
+        self.tokens += stepped.tokens
+        self.prompt_tokens += stepped.prompt_tokens
+        self.cached_tokens += stepped.cached
+        self.output_tokens += stepped.output_tokens
+        self.held_s += seconds * stepped.held
+        self.echoing_s += seconds * stepped.echoing
+
+
+class Driver:
+    """Owns the generator from now on; every call of the decoder but those that made it comes from this one thread.
+
+    Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), or one by one to the
+    `done` of their submission. Neither may block. `on_step` is told the rows and seconds of each step.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        lane: Lane | None = None,
+        deliver: Deliver | None = None,
+        on_step: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.generator, self.on_step = generator, on_step
+        self.deliver = deliver
+        self._lane: Lane | None = None
+        self._wake = threading.Condition()
+        self._inbox: list[tuple[int, Prepared]] = []
+        self._cancelled: list[int] = []
+        self._waiting: deque[tuple[int, Prepared]] = deque()  # for free slots; the driver's own
+        self._open: dict[int, Done | None] = {}  # tickets without an outcome
+        self._tickets = 0
+        self._asleep = self._closing = False
+        self._gone: Exception | None = None  # why nothing can be submitted any more
+        self._counters = Counters()
+        self.lane = lane
+        self._thread = threading.Thread(target=self._run, name="gpuinfer-generator", daemon=True)
+        self._thread.start()
+
+    @property
+    def lane(self) -> Lane | None:
+        """Where the ledger books this thread's time; it may be given later."""
+        return self._lane
+
+    @lane.setter
+    def lane(self, lane: Lane | None) -> None:
+        self._lane = lane
+        self.generator.enter = (lambda station: None) if lane is None else lane.enter
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes submissions."""
+        return self._gone is None and not self._closing
+
+    def submit(self, prepared: Prepared, done: Done | None = None) -> int:
+        """Answer this prompt; returns its ticket. From any thread. What does not fit in the free slots waits here.
+
+        Raises `BackendDied` or `Closed`; `ValueError` for more samples than slots, which no generator prepares.
+        """
+        if prepared.samples > self.generator.slots:
+            raise ValueError(f"{prepared.samples} samples and {self.generator.slots} slots.")
+        return self.submit_all((prepared,), done)[0]
+
+    def submit_all(self, prompts: Sequence[Prepared], done: Done | None = None) -> range:
+        """Answer these prompts; returns their tickets. The thread wakes once, and finds all of them."""
+        with self._wake:
+            if self._gone is not None:
+                raise self._gone
+            if self._closing:
+                raise _closed()
+            tickets = range(self._tickets, self._tickets + len(prompts))
+            self._tickets = tickets.stop
+            self._open.update(dict.fromkeys(tickets, done))
+            self._inbox.extend(zip(tickets, prompts, strict=True))
+            self._rouse()
+        return tickets
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody wants this answer any more. From any thread; an outcome that is on its way may still come."""
+        with self._wake:
+            if ticket in self._open:
+                self._cancelled.append(ticket)
+                self._rouse()
+
+    def counters(self) -> dict[str, float]:
+        """The fields of `Counters`."""
+        return asdict(self._counters)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop after the step under way, fail what is unfinished with `Closed`, let go of the decoder.
+
+        A step that takes longer than `timeout_s` is left behind; nobody waits for it any more.
+        """
+        with self._wake:
+            self._closing = True
+            self._rouse()
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("a generation step has not ended within %g s of closing: it is left behind.", timeout_s)
+            self._fail_all(_closed())
+
+    def _rouse(self) -> None:
+        if self._asleep:
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._fetch():
+                self._step()
+            reason: Exception = _closed()
+        except BaseException as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
+            reason = error if isinstance(error, BackendDied) else _died(error)
+            logger.error("%s", reason)
+        self._fail_all(reason)
+        try:
+            self.generator.close()
+        except Exception as error:  # noqa: BLE001  it was to go anyway
+            logger.warning("the decoder could not be closed: %s", first_line(error))
+
+    def _fetch(self) -> bool:
+        """Take what has been submitted and cancelled; wait while there is nothing to do. False: closing."""
+        with self._wake:
+            while not (self._inbox or self._cancelled or self._closing or self._waiting or self.generator.busy):
+                self.generator.enter("idle")
+                self._asleep = True
+                self._wake.wait()
+                self._asleep = False
+            if self._closing:
+                return False
+            arrived, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+        self._waiting.extend(arrived)
+        if cancelled:
+            self._withdraw(set(cancelled))
+        while self._waiting and self._waiting[0][1].samples <= self.generator.free_slots:
+            self.generator.add(*self._waiting.popleft())
+        return True
+
+    def _withdraw(self, tickets: set[int]) -> None:
+        self._waiting = deque(entry for entry in self._waiting if entry[0] not in tickets)
+        for ticket in tickets:
+            self.generator.cancel(ticket)
+        with self._wake:
+            for ticket in tickets:
+                self._open.pop(ticket, None)
+
+    def _step(self) -> None:
+        if not self.generator.busy:
+            return
+        started = time.perf_counter()
+        stepped = self.generator.step()
+        seconds = time.perf_counter() - started
+        if stepped.rows:
+            self._counters.add(stepped, seconds)
+            if self.on_step is not None:
+                self._told(self.on_step, stepped.rows, seconds)
+        if stepped.finished:
+            self._hand_out([(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)])
+
+    def _hand_out(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        with self._wake:
+            # those that closing has failed in the meantime are no longer open
+            wanted = [(ticket, outcome, self._open.pop(ticket)) for ticket, outcome in outcomes if ticket in self._open]
+        for _, outcome, _ in wanted:
+            if isinstance(outcome, Generation):
+                self._counters.finished += 1
+            else:
+                self._counters.failed += 1
+        if self.deliver is not None:
+            self._told(self.deliver, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
+        for _, outcome, done in wanted:
+            if done is not None:
+                self._told(done, outcome)
+
+    def _told(self, listener: Callable[..., None], *news: object) -> None:
+        try:
+            listener(*news)
+        except Exception as error:  # noqa: BLE001  a listener's fault is none of the other rows'
+            logger.warning("an answer could not be handed over: %s", first_line(error))
+
+    def _fail_all(self, reason: Exception) -> None:
+        with self._wake:
+            self._gone = reason
+            tickets = list(self._open)
+            self._inbox.clear()
+        if tickets:
+            self._hand_out([(ticket, reason) for ticket in tickets])
+
+
+def _closed() -> Closed:
+    return Closed("the model was closed before the answer was complete. Submit it again.")
+
+
+def _died(error: BaseException) -> BackendDied:
+    return BackendDied(
+        f"the generator's thread ended ({type(error).__name__}: {first_line(error)}). "
+        "Start again; -vv shows where it happened."
+    )

@@ -1,0 +1,237 @@
+"""Continuous batching: each step takes every row one token further, and prompts by the chunk beside them.
+
+A finished row's slot is taken by the next prompt in the very next step (Yu et al. 2022, "Orca"); chunks of long prompts
+go beside rows that answer (Agrawal et al. 2024, "Sarathi-Serve").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Completion, Generation, Prompt
+from gpuinfer.text.generator.admission import Admission
+from gpuinfer.text.generator.cache import Table
+from gpuinfer.text.generator.composing import Composer, Plan
+from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, Sampler, Work, prepare
+from gpuinfer.text.generator.settling import Echo, Settling
+from gpuinfer.text.generator.troubles import Troubles, alone
+from gpuinfer.text.step import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What one step did."""
+
+    finished: Sequence[tuple[Hashable, Generation | Exception]]
+    rows: int = 0  # that took part
+    tokens: int = 0  # that went through the decoder
+    prompt_tokens: int = 0  # of them, those of prompts
+    cached: int = 0  # prompt tokens that did not have to, as another prompt's were taken over
+    output_tokens: int = 0  # drawn
+    held: bool = False  # prompts were cut, or waited, since no more tokens may go in
+    echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
+
+
+class Generator:
+    """Answers prompts. Single-threaded but for `prepare`; give it to a `Driver`, or step it yourself.
+
+    `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "constrain", "sample",
+    "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        language: Language,
+        *,
+        seed: int,
+        end_tokens: Sequence[int],
+        step_tokens: int,
+        threads: int,
+        deterministic: bool,
+        gather_steps: int = 0,
+        sampler: Sampler | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        vocabulary = decoder.shape.vocabulary
+        self.decoder, self.language = decoder, language
+        self.sampler = sampler or _sampler(decoder, seed, end_tokens, threads, deterministic)
+        self.facts: Mapping[str, Any] = facts or {}
+        self.enter: Callable[[str], None] = lambda station: None
+        self._table = Table(decoder.slots, decoder.length, vocabulary, end_tokens)
+        self._composer = Composer(self._table, step_tokens, gather_steps)
+        self._admission = Admission(decoder, self._table, self.sampler, language)
+        self._settling = Settling(
+            self._table, self._admission, self._composer, language, lambda station: self.enter(station)
+        )
+        self._troubles = Troubles(self._table)
+        self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
+        self._queued = decoder.device.type == "cuda"
+
+    @property
+    def slots(self) -> int:
+        return self._table.slots
+
+    @property
+    def free_slots(self) -> int:
+        """How many more rows may be added."""
+        return self._admission.free
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would bring anything."""
+        return bool(self._settling.works) or bool(self._settling.finished)
+
+    def prepare(
+        self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Prepared | Exception]:
+        """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread, which `enter` is
+        told of: "understand" or "constrain".
+        """
+        return list(prepare(self.language, prompts, self.decoder, enter))
+
+    def add(self, ticket: Hashable, prepared: Prepared) -> None:
+        """Take one of `free_slots` for each sample. Its answer is among what a later step has finished.
+
+        Raises `ValueError` when the ticket is in use or there are too few slots.
+        """
+        if ticket in self._settling.works:
+            raise ValueError(f"ticket {ticket!r} is in use.")
+        if prepared.samples > self.free_slots:
+            raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
+        now = time.perf_counter()
+        work = Work(ticket, prepared, now)
+        self._settling.works[ticket] = work
+        if prepared.limit or prepared.sampling.prompt_logprobs is not None:
+            self._admission.add(work)
+            return
+        nothing = Completion(text="", tokens=(), finish_reason="length")
+        work.completions = [nothing] * prepared.samples
+        self._settling.complete(work, now)
+
+    def cancel(self, ticket: Hashable) -> bool:
+        """Nobody wants this answer any more: its slots are free at once. False when it is finished or unknown."""
+        work = self._settling.works.get(ticket)
+        if work is not None:
+            self._settling.withdraw(work)
+        return work is not None
+
+    def step(self) -> Stepped:
+        """Compute the next step. Raises `BackendDied` when there is no use in going on, nothing for a row's sake."""
+        cached = self._admission.cached
+        for work, error in self._admission.place():
+            self._settling.fail(work, error)
+        plan = self._compose()
+        if plan is None:
+            return Stepped(self._taken())
+        try:
+            drawn, echoes = self._run(plan)
+        except Exception as error:  # noqa: BLE001  whose fault it is must be found out
+            self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
+            return Stepped(self._taken())
+        self.enter("reply")
+        self._troubles.passed()
+        self._settling.settle(plan, drawn, echoes, time.perf_counter())
+        return Stepped(
+            self._taken(),
+            rows=plan.rows,
+            tokens=len(plan.step.tokens),
+            prompt_tokens=plan.prompt_tokens,
+            cached=self._admission.cached - cached,
+            output_tokens=len(plan.draws),
+            held=self._composer.left and len(plan.step.tokens) >= self._composer.step_tokens,
+            echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
+        )
+
+    def close(self) -> None:
+        """Let go of the decoder's threads and memory."""
+        self.sampler.close()
+        self.decoder.close()
+
+    def _compose(self) -> Plan | None:
+        troubles, prefilling = self._troubles, self._admission.prefilling
+        while (only := troubles.only) is not None:
+            plan = self._composer.compose(prefilling, troubles.most, only)
+            if plan is not None:
+                return plan
+            troubles.passed()  # none of them has anything to compute now
+        return self._composer.compose(prefilling, troubles.most, None)
+
+    def _run(self, plan: Plan) -> tuple[Drawn | None, list[Echo]]:
+        """The step's tokens and log-probabilities of prompts. What it changes, the same step changes alike again."""
+        self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
+        logits = self.decoder.forward(plan.step)
+        masks = self._masked(plan.draws)
+        if not self._queued:
+            self.enter("sample")
+        echoes = self._echoes(plan, logits)
+        for chunk in plan.chunks:
+            if chunk.last and len(chunk.row.work.rows) > 1:
+                leader, *others = chunk.row.work.rows
+                self.decoder.copy(leader.slot, [row.slot for row in others], chunk.end)
+        if not len(plan.draws):
+            return None, echoes
+        if plan.picks is not None:
+            logits = logits.index_select(0, torch.from_numpy(plan.picks).to(logits.device))
+        return self.sampler.draw(logits, plan.draws, masks), echoes
+
+    def _masked(self, slots: Ints) -> Ints | None:
+        """What the constraints allow, while the forward is under way on another device. None: there are none."""
+        table = self._table
+        constrained = np.flatnonzero(table.constrained[slots])
+        if not len(constrained):
+            return None
+        if not self._queued:
+            self.enter("constrain")
+        masks = self._masks[: len(slots)]
+        masks.fill(-1)
+        for i in constrained.tolist():
+            row = table.rows[slots[i]]
+            if row is not None and row.matcher is not None:
+                row.matcher.mask(masks[i])
+        return masks
+
+    def _echoes(self, plan: Plan, logits: Tensor) -> list[Echo]:
+        echoes: list[Echo] = []
+        for chunk in plan.chunks:
+            wanted = chunk.row.work.prepared.sampling.prompt_logprobs
+            if wanted is not None:
+                tokens = chunk.row.work.prepared.tokens[chunk.start + 1 : chunk.end + 1]
+                rows = logits[chunk.logits : chunk.logits + len(tokens)]
+                echoes.append(self.sampler.prompt_logprobs(rows, tokens, wanted) if len(tokens) else [])
+        return echoes
+
+    def _after_failure(self, plan: Plan, error: Exception) -> None:
+        rows = [row for slot in plan.step.slots if (row := self._table.rows[slot]) is not None]
+        guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
+        if guilty is not None:
+            self._settling.fail(guilty.work, alone(error))
+
+    def _taken(self) -> Sequence[tuple[Hashable, Generation | Exception]]:
+        finished, self._settling.finished = self._settling.finished, []
+        return finished
+
+
+def _sampler(decoder: Decoder, seed: int, end_tokens: Sequence[int], threads: int, deterministic: bool) -> Sampler:
+    from gpuinfer.text.sampling import Sampler as OwnSampler
+
+    if not decoder.slots:
+        raise UsageError("the decoder has no slots. Use -B slots=1 or more.")
+    sampler: Sampler = OwnSampler(
+        decoder.slots,
+        decoder.shape.vocabulary,
+        decoder.device,
+        seed=seed,
+        end_tokens=end_tokens,
+        threads=threads,
+        deterministic=deterministic,
+    )
+    return sampler

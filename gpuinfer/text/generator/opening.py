@@ -1,0 +1,204 @@
+"""From a run's setup to a generator: checkpoint, estimate, weights, language, decoder.
+
+What fits in memory, told before anything is loaded.
+
+How the user wants text generated; None leaves it to us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.host.machine import cores
+from gpuinfer.models.device import resolve_device, resolve_dtype
+from gpuinfer.models.memory import keep_freed_memory
+from gpuinfer.text.generator.generator import Generator
+from gpuinfer.text.generator.prepared import Prepared
+from gpuinfer.text.shape import Shape
+
+if TYPE_CHECKING:
+    from gpuinfer.text.checkpoint import Checkpoint, Estimate
+
+LONGEST = 4096  # positions of a slot unless the user asks for more
+SHORTEST = 256  # below it the user has to ask
+SHARE = 0.9  # of what is free: the rest of the program grows too
+
+
+def fitted(
+    checkpoint: Checkpoint, slots: int | None, context: int | None, dtype: torch.dtype, free_bytes: int
+) -> tuple[int, Estimate]:
+    """Positions in a slot, and what that takes with `slots` (None: one, the least that makes sense).
+
+    A context that nobody asked for is halved until it fits. Raises `UsageError` with the numbers when nothing does.
+    """
+    from gpuinfer.text.checkpoint import refuse_unfit
+
+    count, room = slots or 1, int(free_bytes * SHARE)
+    length = checked_context(checkpoint.shape, context)
+    estimate = checkpoint.estimate(count, length, dtype)
+    while context is None and estimate.peak_bytes > room and length > SHORTEST:
+        length = max(SHORTEST, length // 2)
+        estimate = checkpoint.estimate(count, length, dtype)
+    refuse_unfit(checkpoint.name, estimate, room, slots=count, length=length, dtype=dtype)
+    return length, estimate
+
+
+def checked_context(shape: Shape, context: int | None) -> int:
+    """Positions in a slot. Raises `UsageError` for more than the model was made for."""
+    if context is None:
+        return min(shape.positions, LONGEST)
+    if not 1 <= context <= shape.positions:
+        raise UsageError(
+            f"a context of {context} positions, and the model was made for {shape.positions}. "
+            f"Use --context N with N from 1 to {shape.positions}."
+        )
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """A backend's options, as far as they concern generation."""
+
+    slots: int | None = None  # rows under way at once; None: as many as are worth while and fit (CPU: 64 at most)
+    context: int | None = None  # positions in a slot, prompt and answer; None: the model's, 4096 at most
+    step_tokens: int | None = None  # most tokens of one step, prompts chunked; None: 512 on a CPU, 2048 on CUDA
+    threads: int | None = None  # of the decoder and the sampler on a CPU; None: this process's share of the cores
+    compile: bool = False  # torch.compile what lies between the matrix products
+    graphs: bool = True  # on CUDA, steps of one token a row are captured graphs
+
+
+CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
+CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as long as several that are
+NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
+
+
+class Options(Protocol):
+    """`Tuning`, or a backend's options that have the same fields."""
+
+    @property
+    def slots(self) -> int | None: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def step_tokens(self) -> int | None: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def graphs(self) -> bool: ...
+
+
+def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
+    """A generator for a model of kind "text". `spec.arguments` may carry slots, context and step_tokens: the tuning's
+    come before them. Its `facts` tell what was estimated and what is there.
+
+    Raises `UsageError` when the model cannot be had on this device, or does not fit.
+    """
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.decoder.sizing import free_memory
+
+    device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    keep_freed_memory()
+    checkpoint = open_checkpoint(spec)
+    wanted = asked(spec, tuning, setup, device, computes=checkpoint.shape.layers > 0)
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))
+    generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+    _warm_up(generator)
+    return generator
+
+
+def _warm_up(generator: Generator) -> None:
+    """Answer two prompts of one token, so that kernels are compiled and pages are there before work comes."""
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(max_tokens=min(2, generator.decoder.length - 1), temperature=temperature)
+        (prepared,) = generator.prepare([Prompt(tokens=(0,), sampling=sampling)])
+        if not isinstance(prepared, Prepared):
+            return
+        generator.add("warm-up", prepared)
+        while generator.busy:
+            generator.step()
+
+
+def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, *, computes: bool) -> Tuning:
+    """What was asked for, with what follows from the machine, and from whether the model computes anything.
+
+    Raises `UsageError` for numbers below 1.
+    """
+    given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in ("slots", "context", "step_tokens")}
+    usual = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
+    step_tokens = given["step_tokens"] or (usual if computes else NULL_STEP_TOKENS)
+    threads = tuning.threads or max(1, cores() // setup.processes)
+    return Tuning(given["slots"], given["context"], step_tokens, threads, tuning.compile, tuning.graphs)
+
+
+def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | None:
+    value = arguments.get(name) if own is None else own
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
+    return value
+
+
+def _assembled(
+    checkpoint: Any,
+    setup: Setup,
+    tuning: Tuning,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    estimate: Mapping[str, int],
+) -> Generator:
+    from gpuinfer.text.decoder import open_sized
+    from gpuinfer.text.language import open_language
+
+    threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
+    language = open_language(checkpoint.language_files(), checkpoint.shape)
+    decoder, sizing = open_sized(
+        checkpoint,
+        dtype,
+        device,
+        slots=tuning.slots,
+        length=length,
+        threads=threads,
+        deterministic=setup.deterministic,
+        compile=tuning.compile,
+        graphs=tuning.graphs,
+        step_tokens=step_tokens,
+    )
+    return Generator(
+        decoder,
+        language,
+        seed=setup.seed,
+        end_tokens=language.end_tokens,
+        step_tokens=step_tokens,
+        threads=threads,
+        deterministic=setup.deterministic,
+        gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
+        facts={
+            "model": checkpoint.name,
+            "device": str(device),
+            "dtype": setup.dtype,
+            "computes_in": getattr(decoder, "computes_in", setup.dtype),  # of all, our own kernels alone may differ
+            "slots": decoder.slots,
+            "context": decoder.length,
+            "step_tokens": step_tokens,
+            "threads": threads,
+            "estimated_weights_bytes": estimate["weights_bytes"],
+            "estimated_cache_bytes": sizing.cache_bytes,
+            "estimated_bytes": estimate["weights_bytes"] + sizing.estimated_bytes,
+            "cache_bytes": decoder.cache_bytes(),
+            "measured_bytes": _measured(estimate["weights_bytes"], sizing.measured_bytes),
+        },
+    )
+
+
+def _measured(weights_bytes: int, cache_and_step_bytes: int | None) -> int | None:
+    """All that the device holds at the peak, as it was tried; None where it was not."""
+    return None if cache_and_step_bytes is None else weights_bytes + cache_and_step_bytes

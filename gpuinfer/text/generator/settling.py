@@ -1,0 +1,187 @@
+"""What a step's tokens mean for its rows: prompts that are through, answers that are complete.
+
+When an answer ends, and what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.models.memory import first_line
+from gpuinfer.text.generator.admission import Admission
+from gpuinfer.text.generator.cache import Table
+from gpuinfer.text.generator.composing import Chunk, Composer, Plan
+from gpuinfer.text.generator.prepared import Drawn, Language, Row, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why an answer is complete."""
+
+    reason: Literal["stop", "length"]
+    cause: int | str | None = None  # the stop token or string
+    silent: bool = False  # its last token is no part of the text
+
+
+END_TOKEN = Ending("stop", silent=True)
+COMPLETE = Ending("stop")
+FULL = Ending("length")
+
+
+def ending(row: Row, token: int, count: int, *, full: bool) -> Ending | None:
+    """Whether the answer ends with `token`, its `count`-th, which is not the model's own end token."""
+    sampling = row.work.prepared.sampling
+    if token in sampling.stop_token_ids:
+        return Ending("stop", token, silent=True)
+    if row.growing is not None:
+        stop = row.growing.push(token)
+        if stop is not None and count >= sampling.min_tokens:
+            return Ending("stop", stop)
+    if row.matcher is not None:
+        row.matcher.advance(token)
+        if row.matcher.complete:
+            return COMPLETE
+    return FULL if full else None
+
+
+def completion(language: Language, row: Row, tokens: list[int], end: Ending) -> Completion:
+    """The answer as it is delivered."""
+    if isinstance(end.cause, str) and row.growing is not None:
+        text = row.growing.text
+        tokens = tokens[: row.growing.kept]
+    else:
+        special = not row.work.prepared.sampling.skip_special_tokens
+        text = language.decode(tokens[:-1] if end.silent else tokens, special)
+    logprobs = None if row.logprobs is None else tuple(row.logprobs[: len(tokens)])
+    return Completion(
+        text=text, tokens=tuple(tokens), finish_reason=end.reason, stop_reason=end.cause, logprobs=logprobs
+    )
+
+
+Echo = Sequence[Logprob]
+
+
+class Settling:
+    """Writes steps' tokens down. Arrays do it for rows that go on; Python sees those that end or are watched.
+
+    `finished` gathers answers and failures until someone takes them.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        admission: Admission,
+        composer: Composer,
+        language: Language,
+        enter: Callable[[str], None] = lambda station: None,
+    ) -> None:
+        self._table, self._admission, self._composer, self._language = table, admission, composer, language
+        self._enter = enter
+        self.works: dict[Hashable, Work] = {}
+        self.finished: list[tuple[Hashable, Generation | Exception]] = []
+
+    def settle(self, plan: Plan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
+        """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
+        table = self._table
+        table.filled[plan.decoding] += 1
+        if plan.chunks:
+            self._settle_chunks(plan.chunks, echoes, now)
+            table.decodes[plan.draws] = True
+        if drawn is None:
+            return
+        slots, tokens = plan.draws, drawn.tokens
+        at = table.filled[slots]
+        table.flat[table.bases[slots] + at] = tokens
+        table.last[slots] = tokens
+        ended = table.is_end[tokens] & table.heeds[slots]
+        full = at >= table.final[slots]
+        for i, error in drawn.bad.items():
+            if (row := table.rows[slots[i]]) is not None:
+                self.fail(row.work, error)
+        looked = np.flatnonzero(ended | full | table.watched[slots])
+        if not len(looked):
+            return
+        columns = (looked, slots[looked], at[looked], ended[looked], full[looked])
+        for i, slot, place, is_end, is_full in zip(*(column.tolist() for column in columns), strict=True):
+            row = table.rows[slot]
+            if row is not None:  # else another sample of its prompt has failed just now
+                self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
+
+    def fail(self, work: Work, error: Exception) -> None:
+        """Give up on all of a prompt's rows."""
+        self.withdraw(work)
+        known = isinstance(error, GpuinferError)
+        self.finished.append((work.ticket, error if known else BackendError(_message(error))))
+
+    def withdraw(self, work: Work) -> None:
+        """Nobody waits for it any more."""
+        self.works.pop(work.ticket, None)
+        self._admission.withdraw(work)
+        self._composer.changed()
+        work.rows = []
+
+    def complete(self, work: Work, now: float) -> None:
+        """All of its answers are there."""
+        del self.works[work.ticket]
+        work.rows = []  # a work and its rows name each other: without this only a collection would free them
+        answer = Generation(
+            completions=tuple(cast(list[Completion], work.completions)),
+            prompt_tokens=len(work.prepared.tokens),
+            cached_tokens=work.cached,
+            prompt_logprobs=None if work.echo is None else tuple(work.echo),
+            first_token_s=work.first_token - work.started,
+            seconds=now - work.started,
+        )
+        self.finished.append((work.ticket, answer))
+
+    def _settle_chunks(self, chunks: Sequence[Chunk], echoes: Sequence[Echo], now: float) -> None:
+        echo = iter(echoes)
+        for chunk in chunks:
+            work = chunk.row.work
+            self._table.filled[chunk.row.slot] = chunk.end
+            if chunk.echoes:
+                work.echo = [*(work.echo or [None]), *next(echo)]
+            if not chunk.last:
+                continue
+            work.first_token = now
+            self._admission.prefilled(chunk.row)
+            self._composer.changed()
+            if not chunk.draws:
+                for row in work.rows:
+                    self._finish(row, Completion(text="", tokens=(), finish_reason="length"), now)
+
+    def _look(self, row: Row, at: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
+        """One row that may end with its token at position `at`."""
+        try:
+            if row.logprobs is not None and logprob is not None:
+                row.logprobs.append(logprob)
+            prompt = len(row.work.prepared.tokens)
+            tokens = self._table.tokens[row.slot]
+            if row.matcher is not None:
+                self._enter("constrain")
+            end = END_TOKEN if ended else ending(row, int(tokens[at]), at + 1 - prompt, full=full)
+            if row.matcher is not None:
+                self._enter("reply")
+            if end is not None:
+                self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
+        except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
+            self.fail(row.work, error)
+
+    def _finish(self, row: Row, answer: Completion, now: float) -> None:
+        work = row.work
+        work.completions[row.number] = answer
+        self._admission.release(row)
+        self._composer.changed()
+        work.left -= 1
+        if not work.left:
+            self.complete(work, now)
+
+
+def _message(error: Exception) -> str:
+    return f"the model failed on this prompt ({type(error).__name__}: {first_line(error)}). Leave it out, or report it."

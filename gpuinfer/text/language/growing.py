@@ -1,0 +1,165 @@
+"""A text as it grows token by token, and the stop strings in it."""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from gpuinfer.text.language.spelling import REPLACEMENT, Piece, Spelling
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Growing:
+    """The text of one answer. Each token costs the same however long the text is.
+
+    A stop string counts as soon as its last character is complete; of several, that which is complete first, and of
+    those the longest. Where the tokens end makes no difference. If more tokens come after it, it did not count: the
+    text goes on as if there had been no such string.
+    """
+
+    def __init__(self, spelling: Spelling, stop: Sequence[str] = ()) -> None:
+        self._spelling, self._stop = spelling, [one for one in stop if one]
+        self._reach = (
+            max(map(len, self._stop), default=1) - 1
+        )  # characters that the beginning of a stop string may have
+        self._tail = ""  # the last of them
+        self._parts: list[str] = []
+        self._length = 0  # characters in parts
+        self._ends: list[int] = []  # characters after each token, for `kept`
+        self._cut: int | None = None  # where the text ends, if a stop string has just been completed
+        self._bytes = _utf8("replace" if spelling.raw else "strict")
+        self._first = True
+        self._strip = spelling.strip
+        self._run = _Run()
+
+    def push(self, token: int) -> str | None:
+        """Append a token. Returns the stop string that it has completed, if any."""
+        self._cut = None
+        piece = self._spelling.piece(token)
+        if self._first and piece is not None:
+            self._first = False
+            if self._spelling.lead is not None:
+                piece = self._spelling.lead(token)
+        new = self._written(piece)
+        found = self._appended(new) if new else None
+        self._ends.append(self._length)
+        return found
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far: what `decode` makes of them, cut before the stop string."""
+        if self._cut is not None:
+            return "".join(self._parts)[: self._cut]
+        if self._run.open and self._bytes.getstate()[0]:  # half a character: with it the whole run is no text
+            return "".join(self._parts[: self._run.parts]) + REPLACEMENT * self._run.bytes
+        return "".join(self._parts) + self._rest()
+
+    @property
+    def shown(self) -> str:
+        """What may be shown already, as no later token can change it: no half characters, nothing that may turn out to
+        be the beginning of a stop string. `text` begins with it, now and later.
+        """
+        if self._cut is not None:
+            return self.text
+        unsure = self._run.open and not self._run.broken
+        text = "".join(self._parts[: self._run.parts] if unsure else self._parts)
+        return text[: len(text) - self._held(text)]
+
+    @property
+    def kept(self) -> int:
+        """How many of the tokens the text needs; those after them were only of the stop string."""
+        if self._cut is None:
+            return len(self._ends)
+        return bisect_left(self._ends, self._cut) + 1 if self._cut else 0
+
+    def _written(self, piece: Piece) -> str:
+        """The characters that a piece completes."""
+        if piece is None:
+            return ""
+        if isinstance(piece, bytes):
+            return self._bytes.decode(piece) if self._spelling.raw else self._byte(piece)
+        closing = self._closed() if self._run.open else ""
+        return closing + self._stripped(piece)
+
+    def _byte(self, piece: bytes) -> str:
+        """One byte of a run: its characters count as long as the whole run is text."""
+        run = self._run
+        if not run.open:
+            self._run = run = _Run(True, len(self._parts), self._length, self._tail, self._strip)
+        run.bytes += 1
+        if run.broken:
+            return REPLACEMENT
+        try:
+            return self._stripped(self._bytes.decode(piece))
+        except UnicodeDecodeError:
+            return self._broken()
+
+    def _broken(self) -> str:
+        """The run is no text: take its characters back, and put one replacement for each byte."""
+        run = self._run
+        run.broken = True
+        self._bytes.reset()
+        del self._parts[run.parts :]
+        self._length, self._tail, self._strip = run.length, run.tail, 0
+        return REPLACEMENT * run.bytes
+
+    def _closed(self) -> str:
+        """The run is over."""
+        half = self._bytes.getstate()[0]
+        lost = self._broken() if half else ""
+        self._run = _Run()
+        return lost
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            text, self._strip = text[1:], self._strip - 1
+        return text
+
+    def _appended(self, new: str) -> str | None:
+        self._parts.append(new)
+        self._length += len(new)
+        if not self._stop:
+            return None
+        window = self._tail + new
+        found = self._find(window, len(self._tail))
+        self._tail = window[-self._reach :] if self._reach else ""
+        return found
+
+    def _find(self, window: str, old: int) -> str | None:
+        """The first stop string that ends after the first `old` characters of the window."""
+        found, best = None, (len(window) + 1, 0)
+        for one in self._stop:
+            place = window.find(one, max(0, old - len(one) + 1))
+            if place >= 0 and (place + len(one), place) < best:
+                found, best = one, (place + len(one), place)
+        if found is not None:
+            self._cut = self._length - len(window) + best[1]
+        return found
+
+    def _rest(self) -> str:
+        """What the bytes that wait for more would be if nothing followed."""
+        waiting = self._bytes.getstate()[0]
+        return waiting.decode("utf-8", "replace")
+
+    def _held(self, text: str) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        for length in range(min(self._reach, len(text)), 0, -1):
+            if any(one.startswith(text[-length:]) for one in self._stop):
+                return length
+        return 0
+
+
+class _Run:
+    """Bytes after one another in a vocabulary of texts, and how things stood before them."""
+
+    __slots__ = ("broken", "bytes", "length", "open", "parts", "strip", "tail")
+
+    def __init__(self, open: bool = False, parts: int = 0, length: int = 0, tail: str = "", strip: int = 0) -> None:
+        self.open, self.parts, self.length, self.tail, self.strip = open, parts, length, tail, strip
+        self.bytes = 0
+        self.broken = False

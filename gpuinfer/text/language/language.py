@@ -1,0 +1,113 @@
+"""A model's language: prompts to tokens, tokens to text, and what an answer must match."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Prompt, Rendering
+from gpuinfer.text.language.chat import ChatTemplates
+from gpuinfer.text.language.growing import Growing
+from gpuinfer.text.language.matcher import Matcher, Matchers
+from gpuinfer.text.language.spelling import Codec, Encoded
+
+LONGEST_TEXT = 16 * 2**20  # characters of one prompt
+
+
+class Language:
+    """Threads may share one. `vocabulary`: the model's; its tokenizer may know fewer tokens."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        vocabulary: int,
+        end_tokens: Sequence[int] = (),
+        beginning: int | None = None,
+        template: ChatTemplates | None = None,
+    ) -> None:
+        self._codec, self._beginning, self._template = codec, beginning, template
+        self.vocabulary = vocabulary
+        self.end_tokens = tuple(end_tokens)
+        self._matchers = Matchers(codec, vocabulary, self.end_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32] | BadPrompt]:
+        """The tokens of each prompt, int32, at least one; or why it cannot be served. All texts go in one call."""
+        results: list[Encoded | None] = [None] * len(prompts)
+        texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}  # by whether special tokens are added
+        for number, prompt in enumerate(prompts):
+            try:
+                if (tokens := self._tokens_of(prompt)) is not None:
+                    results[number] = tokens
+                else:
+                    texts[prompt.messages is None and prompt.special_tokens].append((number, self._text_of(prompt)))
+            except BadPrompt as error:
+                results[number] = error
+        known = self._codec.size <= self.vocabulary
+        for special_tokens, some in texts.items():
+            encoded = self._codec.encode([text for _, text in some], special_tokens) if some else []
+            for (number, _), result in zip(some, encoded, strict=True):
+                results[number] = self._checked(result, known)
+        return [result for result in results if result is not None]
+
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        """The text of an answer; special tokens are left out unless they are wanted."""
+        return self._codec.decode(tokens, special_tokens)
+
+    def growing(self, stop: Sequence[str] = (), special_tokens: bool = False) -> Growing:
+        """For an answer whose text is wanted as it grows, or ends with a stop string."""
+        return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop)
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
+        return self._matchers.matcher(constraint)
+
+    def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
+        """The tokens of a prompt that is given as such."""
+        if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
+            raise BadPrompt("a prompt is a text, tokens or messages. Give exactly one of them.")
+        if prompt.tokens is None:
+            return None
+        try:
+            tokens = np.asarray(prompt.tokens, np.int64 if prompt.tokens else np.int32).ravel()
+        except (TypeError, ValueError, OverflowError):
+            raise BadPrompt("the tokens of a prompt are no integers. Give token numbers.") from None
+        return self._checked(tokens)
+
+    def _checked(self, tokens: Any, known: bool = False) -> Encoded:
+        """At least one token, and all in the vocabulary, unless that is known already."""
+        if isinstance(tokens, BadPrompt):
+            return tokens
+        if not len(tokens):
+            if self._beginning is None:
+                return BadPrompt("the prompt is empty, and the model has no token to begin with. Write something.")
+            return np.array([self._beginning], np.int32)
+        if known:
+            return tokens  # type: ignore[no-any-return]
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if lowest < 0 or highest >= self.vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            return BadPrompt(
+                f"token {wrong} is not in the model's vocabulary. Use tokens from 0 to {self.vocabulary - 1}."
+            )
+        return np.ascontiguousarray(tokens, np.int32)
+
+    def _text_of(self, prompt: Prompt) -> str:
+        text = prompt.text if prompt.messages is None else self._chat(prompt.messages, prompt.rendering)
+        if not isinstance(text, str):
+            raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
+        if len(text) > LONGEST_TEXT:
+            raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
+        return text
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        if self._template is None:
+            raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
+        return self._template.render(messages, rendering)

@@ -1,0 +1,242 @@
+"""Keeps an answer to its grammar: which tokens may come next, through llguidance.
+
+A vocabulary that loses a space at the beginning of a text (SentencePiece's) is allowed no token there that begins with
+one; where the grammar wants a space and nothing else, a lone space comes first and is lost in its stead. So the text
+matches, and not only the tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance._tokenizer import TokenizerWrapper
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint
+from gpuinfer.text.language.examiner import Examiner, limits
+from gpuinfer.text.language.grammars import STUCK, Key, grammar_of, key_of, refused
+from gpuinfer.text.language.spelling import Codec, Piece, Spelling
+
+EXAMINER = Examiner()
+MOST_COMPILED = 256  # grammars in the cache
+END = b"<|the end|>"
+Words = NDArray[np.int32]
+
+
+def words_of(vocabulary: int) -> int:
+    """How many int32 words hold one bit for each token."""
+    return -(-vocabulary // 32)
+
+
+def bits_of(tokens: Sequence[int], words: int) -> Words:
+    """One bit set for each of the tokens: bit `token % 32` of word `token // 32`."""
+    flags = np.zeros(words * 32, np.uint8)
+    flags[list(tokens)] = 1
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+class Matchers:
+    """Compiles constraints for one vocabulary and keeps the latest. Threads may share it."""
+
+    def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        self._codec, self._vocabulary, self._end_tokens = codec, vocabulary, tuple(end_tokens)
+        self._table: Table | None = None
+        self._compiled: OrderedDict[Key, Matcher | BadPrompt] = OrderedDict()  # bad ones too: each may take seconds
+        self._lock, self._building = threading.Lock(), threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """A matcher at the beginning of an answer. Raises `BadPrompt`."""
+        key = key_of(constraint)
+        with self._lock:
+            if (known := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+        if known is None:
+            known = self._kept(key)
+        if isinstance(known, BadPrompt):
+            raise BadPrompt(str(known))
+        return known.copy()
+
+    def _kept(self, key: Key) -> Matcher | BadPrompt:
+        compiled: Matcher | BadPrompt
+        try:
+            compiled = self._compile(key)
+        except BadPrompt as error:
+            compiled = BadPrompt(str(error))
+        with self._lock:
+            self._compiled[key] = compiled
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, key: Key) -> Matcher:
+        table = self._opened()
+        what = {"schema": "JSON schema"}.get(key[0], key[0])
+        try:
+            grammar = grammar_of(key)
+            if key[0] != "choice" and (wrong := EXAMINER.examine(grammar)):
+                raise ValueError(wrong)
+            inner = LLMatcher(table.tokenizer, grammar, log_level=0, limits=limits())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
+            raise refused(what, str(error)) from None
+        matcher = Matcher(table, inner, what)
+        matcher.check()
+        return matcher
+
+    def _opened(self) -> Table:
+        with self._building:
+            if self._table is None:
+                self._table = Table(self._codec, self._vocabulary, self._end_tokens)
+            return self._table
+
+
+class Table:
+    """A vocabulary as llguidance wants it. Making one takes half a second for 150,000 tokens."""
+
+    def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        if codec.spelling.joins:
+            raise BadPrompt("this model's tokens are whole words, and cannot follow a constraint. Leave it out.")
+        self.vocabulary, self.words = vocabulary, words_of(vocabulary)
+        # the library needs an end token: a model without one is given one beyond its vocabulary, never to be allowed
+        self.extra = 0 if end_tokens else 1
+        self.all_words = words_of(vocabulary + self.extra)
+        ends = list(end_tokens) or [vocabulary]
+        self.end = bits_of(ends, self.all_words)
+        self.tokenizer = self._tokenizer(codec, ends)
+        self.known = bits_of([token for token in range(vocabulary) if token not in ends], self.all_words)
+        self.lost_first, self.space = self._first(codec.spelling)
+
+    def _tokenizer(self, codec: Codec, ends: list[int]) -> LLTokenizer:
+        pieces = [_as_bytes(codec.spelling.piece(token)) for token in range(self.vocabulary)] + [END] * self.extra
+        special = sorted({token for token in codec.hidden if token < self.vocabulary} | set(ends))
+        for token in special:
+            pieces[token] = f"<|{token}|>".encode()
+        return LLTokenizer(TokenizerWrapper(_Pieces(pieces, special, ends[0])), eos_token=ends, slices=None)
+
+    def _first(self, spelling: Spelling) -> tuple[Words | None, Words | None]:
+        """Tokens that would lose a space as the first of a text, and those that are a space and nothing else."""
+        if not spelling.eats_spaces:
+            return None, None
+        pieces = {token: spelling.piece(token) for token in range(self.vocabulary)}
+        lost = [token for token, piece in pieces.items() if piece is not None and _loses(spelling, token, piece)]
+        space = [token for token in lost if pieces[token] in (" ", b" ")]
+        return bits_of(lost, self.all_words), bits_of(space, self.all_words)
+
+
+def _as_bytes(piece: Piece) -> bytes:
+    if isinstance(piece, str):
+        return piece.encode("utf-8", "replace")
+    return piece or b""  # nothing: never allowed
+
+
+def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
+    if spelling.lead is not None and spelling.lead(token) != piece:
+        return True
+    return spelling.strip > 0 and piece[:1] in (" ", b" ")
+
+
+class _Pieces:
+    """What the library's wrapper of a tokenizer asks for. It would be called for texts that a grammar forces, and the
+    grammars here force none.
+    """
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+        self.bos_token_id = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return []
+
+
+class Matcher:
+    """Where one answer is in its grammar. One thread at a time."""
+
+    def __init__(self, table: Table, inner: LLMatcher, what: str, first: bool = True) -> None:
+        self._table, self._inner, self._what, self._first = table, inner, what, first
+        self._mask = np.zeros(table.all_words, np.int32)
+        self._address, self._bytes = self._mask.ctypes.data, self._mask.nbytes
+        self._fresh = False  # whether the mask is that of the present place
+        self._free_space = False  # whether the next token is a space that the text will lose
+
+    def mask(self, into: Words) -> None:
+        """Set the bits of the tokens that may come next: int32 [words_of(vocabulary)], all of it is written.
+
+        The end token is among them exactly when the answer may end here. Raises `BadPrompt` when no token of the model
+        can go on as the grammar wants, or the grammar turns out too complex.
+        """
+        self._compute()
+        np.copyto(into, self._mask[: self._table.words])
+
+    def advance(self, token: int) -> None:
+        """This token has been chosen. Raises `BadPrompt` if it is not allowed."""
+        if self._free_at_first(token):
+            self._first = self._fresh = False
+            return
+        if not self._inner.consume_token(int(token)):
+            raise self._refused(f"token {token} is not allowed here")
+        self._first = self._fresh = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end may follow, or it has ended."""
+        if self._inner.is_stopped():
+            self._check_error()
+            return True
+        if not self._inner.is_accepting():
+            return False
+        self._compute()
+        return not (self._mask & ~self._table.end).any()
+
+    def copy(self) -> Matcher:
+        """Another at the same place."""
+        copied = Matcher(self._table, self._inner.deep_copy(), self._what, self._first)
+        copied._mask[:] = self._mask
+        copied._fresh, copied._free_space = self._fresh, self._free_space
+        return copied
+
+    def check(self) -> None:
+        """Raises `BadPrompt` when there is no way on."""
+        self._check_error()
+        if not self._inner.is_stopped():
+            self._compute()
+
+    def _compute(self) -> None:
+        if self._fresh:
+            return
+        self._inner.unsafe_compute_mask_ptr(self._address, self._bytes)
+        self._check_error()
+        self._free_space = False
+        if self._first and self._table.lost_first is not None:
+            self._begin(self._table.lost_first)
+        if self._table.extra:
+            np.bitwise_and(self._mask, self._table.known, out=self._mask)
+        if not self._mask.any() and not self._inner.is_accepting():
+            raise self._refused(STUCK)
+        self._fresh = True
+
+    def _begin(self, lost: Words) -> None:
+        kept = self._mask & ~lost
+        if not kept.any() and self._mask.any() and self._table.space is not None:
+            self._free_space = True
+            kept = self._table.space
+        self._mask[:] = kept
+
+    def _free_at_first(self, token: int) -> bool:
+        if not self._first or self._table.lost_first is None:
+            return False
+        self._compute()
+        return self._free_space
+
+    def _check_error(self) -> None:
+        if self._inner.is_error():
+            raise self._refused(self._inner.get_error())
+
+    def _refused(self, why: Any) -> BadPrompt:
+        return refused(self._what, self._inner.get_error() or why)

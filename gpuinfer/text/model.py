@@ -1,0 +1,231 @@
+"""A text model at work beside an event loop: prompts in, answers out, the model in a thread of its own.
+
+What a backend that generates is made of, whichever process it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
+from gpuinfer.errors import BackendError
+from gpuinfer.generation import Generation, Prompt
+
+if TYPE_CHECKING:
+    from gpuinfer.text.generator import Driver, Prepared
+    from gpuinfer.text.generator.opening import Options
+
+Outcome = Generation | Exception
+FEW = 8  # prompts that are understood where they arrive: another thread costs more
+OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
+STEPS = 64  # that are told at once, when no answer is due before
+TELL_S = 0.2  # or after so long: somebody may be looking on
+
+
+class TextModel:
+    """Answers requests whose payloads are prompts. All methods belong to the event loop that opened it."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        stepped: Callable[[int, float], None] | None,
+        gauge: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._driver, self._stepped, self._gauge = driver, stepped, gauge
+        self._loop = asyncio.get_running_loop()
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
+        self._early: set[Request] = set()  # whose prompts are being understood
+        self._understood = 0  # batches of them
+        self._tickets: dict[Request, int] = {}
+        self._asked: dict[int, tuple[Request, _Answers]] = {}
+        self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
+        self._told_at = time.monotonic()  # likewise
+        driver.deliver, driver.on_step = self._deliver, self._count
+
+    @classmethod
+    async def open(
+        cls, spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None] | None
+    ) -> TextModel:
+        """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step.
+
+        Raises `UsageError` when the model cannot be had on this device.
+        """
+        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options)
+        return cls(driver, stepped, gauge)
+
+    @property
+    def limits(self) -> Limits:
+        slots = self._driver.generator.slots
+        return Limits(slots, in_flight=slots, slots=slots)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What was estimated, and what is there."""
+        return self._driver.generator.facts
+
+    def device(self) -> Mapping[str, Any]:
+        """What `Backend.device` tells."""
+        counted = self._driver.counters()
+        drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
+        steps = {name: counted[name] for name in ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")}
+        told = {
+            "model": dict(self.facts),
+            "computes_in": self.facts.get("computes_in"),
+            "tokens": drawn,
+            "steps": steps,
+            "in_force": {name: value for name, value in self.facts.items() if name in OPTIONS},
+        }
+        return {**self._gauge(), **told}
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes. A prompt that cannot be served gets its own error."""
+        if self._driver.lane is None:
+            self._driver.lane = forward_lane.get()
+        answers = _Answers(self._loop)
+        self._early.update(batch)
+        try:
+            self._submit(batch, await self._prepare([request.payload for request in batch]), answers)
+            left = len(batch)
+            while left:
+                for request, outcome in await answers.take():
+                    left -= 1
+                    if isinstance(outcome, Exception):
+                        yield Event(request, error=outcome)
+                    else:
+                        yield Event(request, outcome)
+        finally:
+            self._early.difference_update(batch)
+            for request in batch:
+                if request in self._tickets:  # nobody follows this stream to its end
+                    self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants this answer any more: its slots are free for others."""
+        self._early.discard(request)
+        ticket = self._tickets.get(request)
+        if ticket is not None:
+            self._driver.cancel(ticket)
+            self._settle(ticket, _cancelled())
+
+    async def close(self) -> None:
+        """Stop after the step under way; what is unfinished fails."""
+        await asyncio.to_thread(self._driver.close)
+        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+
+    def _submit(self, batch: Sequence[Request], prepared: Sequence[Prepared | Exception], answers: _Answers) -> None:
+        good: list[tuple[Request, Prepared]] = []
+        for request, one in zip(batch, prepared, strict=True):
+            if isinstance(one, Exception):
+                answers.put(request, one)
+            elif request not in self._early:
+                answers.put(request, _cancelled())
+            else:
+                good.append((request, one))
+        tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
+        for ticket, (request, _) in zip(tickets, good, strict=True):
+            self._tickets[request] = ticket
+            self._asked[ticket] = request, answers
+
+    async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
+        """The prompts' tokens: beside the loop when there are many, or when one takes long."""
+        prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
+        constrained = any(prompt.sampling.constraint for prompt in prompts)
+        with self._understanding() as enter:
+            prepare = self._driver.generator.prepare
+            if len(prompts) <= FEW and not constrained:
+                found = iter(prepare(prompts))
+            else:
+                found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts, enter))
+        return [next(found) if isinstance(payload, Prompt) else _stranger(payload) for payload in payloads]
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[Callable[[str], None]]:
+        """Books it in the lane of prompts; yields what tells that lane more. Several batches at once are one visit."""
+        lane = prompts_lane.get()
+        enter: Callable[[str], None] = (lambda station: None) if lane is None else lane.enter
+        if not self._understood:
+            enter("understand")
+        self._understood += 1
+        try:
+            yield enter
+        finally:
+            self._understood -= 1
+            if not self._understood:
+                enter("idle")
+
+    # In the driver's thread
+
+    def _count(self, rows: int, seconds: float) -> None:
+        self._steps.append((rows, seconds))
+        if len(self._steps) >= STEPS or time.monotonic() - self._told_at >= TELL_S:
+            self._deliver(())
+
+    def _deliver(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        """Answers go to the loop once a step, however many there are."""
+        steps, self._steps, self._told_at = self._steps, [], time.monotonic()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrived, steps, outcomes)
+
+    # On the loop
+
+    def _arrived(self, steps: Sequence[tuple[int, float]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        if self._stepped is not None:
+            for rows, seconds in steps:
+                self._stepped(rows, seconds)
+        for ticket, outcome in outcomes:
+            self._settle(ticket, outcome)
+
+    def _settle(self, ticket: int, outcome: Outcome) -> None:
+        asked = self._asked.pop(ticket, None)
+        if asked is not None:  # else it was cancelled
+            request, answers = asked
+            self._tickets.pop(request, None)
+            answers.put(request, outcome)
+
+
+class _Answers:
+    """What has come for one stream and has not been taken."""
+
+    __slots__ = ("_arrived", "_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: list[tuple[Request, Outcome]] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, request: Request, outcome: Outcome) -> None:
+        self._arrived.append((request, outcome))
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[tuple[Request, Outcome]]:
+        """All that has come; waits for the first."""
+        if not self._arrived:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
+    """The model at work, and what reads its device."""
+    from gpuinfer.models.gauge import Gauge
+    from gpuinfer.text.generator import Driver, open_generator
+
+    driver = Driver(open_generator(spec, setup, options))
+    return driver, Gauge(driver.generator.decoder.device).read
+
+
+def _cancelled() -> BackendError:
+    return BackendError("this answer was cancelled. Ask again.")
+
+
+def _stranger(payload: object) -> BackendError:
+    return BackendError(
+        f"a payload is a {type(payload).__name__}, but this model continues prompts. Submit gpuinfer.generation.Prompt."
+    )

@@ -1,0 +1,101 @@
+"""The processor's way from logits to tokens: compiled kernels, shared out between threads when the work is large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuinfer.text.sampling import cpu_draw
+from gpuinfer.text.sampling import cpu_draw as cpu_logprobs
+from gpuinfer.text.sampling.cpu_filters import LEAST_BUCKETS, MOST_BUCKETS
+from gpuinfer.text.sampling.cpu_values import BLOCK
+from gpuinfer.text.sampling.slots import Slots
+
+LARGE = 200_000  # logits in a call from which on another thread pays: waking it costs as much as some ten thousand
+NO_MASKS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+
+
+class CpuPath:
+    """Draws and log-probabilities over logits in this machine's memory. One call at a time."""
+
+    def __init__(self, slots: Slots, vocabulary: int, threads: int) -> None:
+        self._slots, self._threads = slots, max(1, threads)
+        self._work = [scratch(vocabulary) for _ in range(self._threads)]
+        self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
+        self._pool: ThreadPoolExecutor | None = None
+
+    def draw(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None) -> NDArray[np.int32]:
+        """A token for each row, or BROKEN or EMPTY; noted in the slots."""
+        tokens = np.empty(len(slots), np.int32)
+        values = as_rows(logits)
+        given = NO_MASKS if masks is None else masks
+        records, lists = self._slots.records, self._slots.lists()
+
+        def run(lane: int, lanes: int) -> None:
+            cpu_draw.draw_rows(
+                lane, lanes, values, slots, given, records, lists, self._edited[lane], self._work[lane], tokens
+            )
+
+        self._share(run, values.size)
+        return tokens
+
+    def logprobs(
+        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int32]]:
+        """Ranks, log-probabilities and likeliest tokens: see `cpu_logprobs.logprob_rows`."""
+        most = int(wanted.max(initial=0))
+        ranks = np.empty(len(rows), np.int64)
+        found, likeliest = np.zeros((len(rows), 1 + most)), np.zeros((len(rows), most), np.int32)
+        values = as_rows(logits)
+
+        def run(lane: int, lanes: int) -> None:
+            cpu_logprobs.logprob_rows(
+                lane, lanes, values, rows, chosen, wanted, self._work[lane], ranks, found, likeliest
+            )
+
+        self._share(run, len(rows) * values.shape[1])
+        return ranks, found, likeliest
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _share(self, run: Callable[[int, int], None], size: int) -> None:
+        """Call `run(lane, lanes)` for all lanes, the first in this thread."""
+        lanes = self._threads if size >= LARGE else 1
+        if lanes == 1:
+            run(0, 1)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads - 1, "sampling")
+        others = [self._pool.submit(run, lane, lanes) for lane in range(1, lanes)]
+        run(0, lanes)
+        for other in others:
+            other.result()
+
+
+def scratch(vocabulary: int) -> tuple[NDArray[Any], ...]:
+    """One lane's work space: tops, orders, counts, masses, buckets, weights, sums."""
+    blocks = -(-vocabulary // BLOCK)
+    buckets = min(max(vocabulary // 8, LEAST_BUCKETS), MOST_BUCKETS)
+    return (
+        np.zeros(blocks, np.int32),
+        np.zeros(vocabulary, np.int64),
+        np.zeros(buckets, np.int64),
+        np.zeros(buckets, np.int64),
+        np.zeros(BLOCK, np.int32),
+        np.zeros(BLOCK, np.int64),
+        np.zeros(blocks, np.int64),
+    )
+
+
+def as_rows(logits: Tensor) -> NDArray[np.float32]:
+    """The logits as a contiguous, writable array: one kind of array, for which kernels are compiled once."""
+    rows: NDArray[np.float32] = logits.detach().float().contiguous().numpy()
+    return rows

@@ -1,0 +1,220 @@
+"""One token for each row of logits: the compiled way from end to end.
+
+Random numbers from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, Parallel random numbers: as easy as
+1, 2, 3). A number depends on (seed, key, sample, position) alone, so a row draws the same in any company.
+
+Log-probabilities of one token of each row, and of the row's likeliest.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gpuinfer.text.sampling.cpu_filters import bound_for, cut, draw, gather, select
+from gpuinfer.text.sampling.cpu_values import (
+    ALL,
+    BLOCK,
+    HIGHEST_KEY,
+    LARGEST,
+    NOTHING_KEY,
+    ONE_WEIGHT,
+    bar_ends,
+    compiled,
+    inlined,
+    is_edited,
+    key_in,
+    key_of,
+    mask_out,
+    note,
+    penalise,
+    survey,
+    token_in,
+    value_of,
+    weigh,
+)
+
+# mypy: ignore-errors
+
+
+MULTIPLY_0, MULTIPLY_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+LOW_32, U32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+U5, U6, U26 = np.uint64(5), np.uint64(6), np.uint64(26)
+ROUNDS = 10
+UNIT = 1.0 / (1 << 53)
+
+
+@inlined
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four random 32-bit numbers, each in a uint64, for the counter of four such and the key of two."""
+    for _ in range(ROUNDS):
+        left, right = MULTIPLY_0 * c0, MULTIPLY_1 * c2
+        c0, c1, c2, c3 = (right >> U32) ^ c1 ^ k0, right & LOW_32, (left >> U32) ^ c3 ^ k1, left & LOW_32
+        k0, k1 = (k0 + WEYL_0) & LOW_32, (k1 + WEYL_1) & LOW_32
+    return c0, c1, c2, c3
+
+
+@inlined
+def unit(record):
+    """A float64 from 0 to under 1, for the slot's next position."""
+    position, key, seed = np.uint64(record.drawn), record.key, record.seed
+    a, b, _, _ = philox(position & LOW_32, record.sample & LOW_32, key & LOW_32, key >> U32, seed & LOW_32, seed >> U32)
+    return np.float64(((a >> U5) << U26) | (b >> U6)) * UNIT
+
+
+@compiled
+def units(records, slots, out):
+    """The next number of each slot."""
+    for row in range(slots.shape[0]):
+        out[row] = unit(records[slots[row]])
+
+
+@compiled
+def philox_words(words, out):
+    """philox over rows: uint64 `words` [rows, 6] of counter and key, `out` [rows, 4]."""
+    for row in range(words.shape[0]):
+        c0, c1, c2, c3, k0, k1 = words[row]
+        out[row, 0], out[row, 1], out[row, 2], out[row, 3] = philox(c0, c1, c2, c3, k0, k1)
+
+
+# mypy: ignore-errors
+
+
+BROKEN, EMPTY = -1, -2  # instead of a token: the row has NaN or +inf; no token may come
+
+
+@compiled
+def draw_rows(lane, lanes, logits, slots, masks, records, lists, edited, work, tokens):
+    """Draw for every `lanes`-th row from `lane` on, and note it. Logits are left as they are.
+
+    logits: float32 [rows, vocabulary]; slots: int32 [rows]; masks: int32 [rows or 0, words]
+    records, lists: see `slots.Slots`; edited: float32 [vocabulary]; work: (tops, *the filters'); tokens: int32 [rows]
+    """
+    for row in range(lane, slots.shape[0], lanes):
+        slot = slots[row]
+        record = records[slot]
+        token = draw_row(logits[row], slot, masks, row, record, lists, edited, work)
+        tokens[row] = token
+        if token >= 0:
+            note(np.int32(token), slot, record, lists)
+
+
+@inlined
+def draw_row(values, slot, masks, row, record, lists, edited, work):
+    tops = work[0]
+    best, least = survey(values, tops)
+    if best > LARGEST or least < NOTHING_KEY:
+        return BROKEN
+    if is_edited(record) or masks.shape[0] > 0:
+        edit(values, slot, masks, row, record, lists, edited, tops)
+        return choose(edited, tops, record, work)
+    return choose(values, tops, record, work)
+
+
+@inlined
+def edit(values, slot, masks, row, record, lists, edited, tops):
+    """Write the row to `edited` as it counts. Where a constraint leaves nothing but an end, it may come early."""
+    for bars in (True, False):
+        for token in range(values.shape[0]):
+            edited[token] = values[token]
+        penalise(edited, slot, record, lists)
+        if masks.shape[0] > 0:
+            mask_out(edited, masks[row])
+        if bars and record.drawn < record.min_tokens:
+            bar_ends(edited, slot, record, lists)
+        best, _ = survey(edited, tops)
+        if best > NOTHING_KEY:
+            break
+
+
+@compiled
+def choose(values, tops, record, work):
+    best = tops[0]
+    for block in range(tops.shape[0]):
+        best = max(best, tops[block])
+    if best == NOTHING_KEY:
+        return EMPTY
+    if record.inverse == 0:
+        return first_of(values, tops, best)
+    parts = work[1:]
+    top = value_of(best)
+    threshold = cut(values, tops, top, record.inverse, record.top_k, record.top_p, record.floor, parts)
+    return draw(values, tops, threshold, top, record.inverse, unit(record), parts)
+
+
+@inlined
+def first_of(values, tops, best):
+    """The lowest token whose key is the best."""
+    block = 0
+    while tops[block] != best:
+        block += 1
+    token = block * BLOCK
+    while key_of(values[token]) != best:
+        token += 1
+    return token
+
+
+# mypy: ignore-errors
+
+
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+
+
+@compiled
+def logprob_rows(lane, lanes, logits, rows, chosen, wanted, work, ranks, logprobs, likeliest):
+    """For every `lanes`-th of `rows`, each a row of `logits`, with the token `chosen` and so many `wanted` beside it.
+
+    ranks: int64 [rows], 0 when the row has NaN, +inf or no finite value; logprobs: float64 [rows, 1 + most wanted];
+    likeliest: int32 [rows, most wanted]
+    """
+    for place in range(lane, rows.shape[0], lanes):
+        values = logits[rows[place]]
+        ranks[place] = logprob_row(values, chosen[place], wanted[place], work, logprobs[place], likeliest[place])
+
+
+@inlined
+def logprob_row(values, chosen, wanted, work, logprobs, likeliest):
+    tops, orders, sums = work[0], work[1], work[6]
+    best, least = survey(values, tops)
+    if best > LARGEST or least < NOTHING_KEY or best == NOTHING_KEY:
+        return 0
+    top = value_of(best)
+    total = weigh(values, tops, ALL, top, ONE, sums)
+    whole = np.float64(top) + math.log(np.float64(total) / np.float64(ONE_WEIGHT))
+    logprobs[0] = np.float64(values[chosen]) - whole
+    if wanted > 0:
+        count = gather(values, tops, bound_for(wanted, tops, orders), HIGHEST_KEY, orders)
+        take_largest(orders, count, wanted)
+        for place in range(wanted):
+            likeliest[place] = token_in(orders[place])
+            logprobs[1 + place] = np.float64(value_of(key_in(orders[place]))) - whole
+    return rank_of(values, chosen)
+
+
+@inlined
+def rank_of(values, chosen):
+    """1 and how many tokens come before it."""
+    key, rank = key_of(values[chosen]), np.int64(1)
+    for token in range(values.shape[0]):
+        rank += np.int64(key_of(values[token]) > key)
+    for token in range(chosen):
+        rank += np.int64(key_of(values[token]) == key)
+    return rank
+
+
+@compiled
+def take_largest(orders, count, wanted):
+    """Bring the `wanted` largest to the front, largest first."""
+    last = select(orders, count, wanted, ZERO, ZERO)
+    taken = 0
+    for place in range(count):
+        order = orders[place]
+        if order >= last:
+            back = taken
+            while back > 0 and orders[back - 1] < order:
+                orders[back] = orders[back - 1]
+                back -= 1
+            orders[back] = order
+            taken += 1

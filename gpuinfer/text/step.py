@@ -1,0 +1,60 @@
+"""One forward step over tokens of many rows, and what a decoder promises about it.
+
+Each row has a slot of the cache. A step takes segments: a run of new tokens of one slot, prompt or answer alike, so
+that a long prompt goes through in chunks beside rows that are one token further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuinfer.text.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to compute next. Segment i brings `lengths[i]` tokens of slot `slots[i]`, at positions `starts[i]` onwards;
+    the positions before are in the cache. No slot comes twice. Arrays are int32 and contiguous.
+    """
+
+    tokens: NDArray[np.int32]  # [all tokens], segment after segment
+    slots: NDArray[np.int32]  # [segments]
+    starts: NDArray[np.int32]  # [segments]
+    lengths: NDArray[np.int32]  # [segments], each 1 or more
+    wanted: NDArray[np.int32]  # [outputs] indices into `tokens`, ascending: whose logits are asked for
+
+
+class Decoder(Protocol):
+    """A transformer with its cache of slots. All calls come from one thread."""
+
+    shape: Shape
+    slots: int
+    length: int  # positions in a slot
+    device: Any  # torch.device
+
+    def forward(self, step: Step) -> Tensor:
+        """Logits [len(step.wanted), vocabulary], float32, on the decoder's device; the cache is filled.
+
+        They may lie in the decoder's own memory: they are only read, and the next step overwrites them. Raises
+        `torch.OutOfMemoryError` (CUDA) when the device has no room, with nothing changed that the same step tried again
+        would not change alike.
+        """
+        ...
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Give the target slots the first `length` positions of the source slot."""
+        ...
+
+    def cache_bytes(self) -> int:
+        """What the cache takes, all slots."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and memory."""
+        ...
