@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.bench.generators import Drawn
 from gpuinfer.bench.interval import Interval, interval, ratio
-from gpuinfer.bench.prompts import Drawn
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host import machine

@@ -14,8 +14,7 @@ from gpuinfer.api import Setup
 from gpuinfer.bench import generators, grid, pages, plots, tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Generators, Work
-from gpuinfer.bench.prompts import Drawn, Given
+from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Drawn, Generators, Given, Work
 from gpuinfer.bench.series import Course, Outcome
 from gpuinfer.config import registry
 from gpuinfer.peers.child import Child, PeerFailed, Ran

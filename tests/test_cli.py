@@ -15,9 +15,9 @@ import pytest
 from packages import install, install_count
 
 from gpuinfer.cli.commands import first_sentence
+from gpuinfer.cli.flags import anew, spelled
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
-from gpuinfer.cli.spelling import anew, spelled
 from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import registry
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from packages import install
 
-from gpuinfer.cli import examination
+from gpuinfer.cli import doctor as examination
 from gpuinfer.config import registry
 
 WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}

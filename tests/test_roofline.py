@@ -11,8 +11,19 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.models.bare import Arrangement, Candidate, climb, cpu_arrangements, cpu_looks, measure, search
-from gpuinfer.models.looks import Mark, looks, marked, sustained
+from gpuinfer.models.bare import (
+    Arrangement,
+    Candidate,
+    Mark,
+    climb,
+    cpu_arrangements,
+    cpu_looks,
+    looks,
+    marked,
+    measure,
+    search,
+    sustained,
+)
 from gpuinfer.models.roofline import measure_in_child, outcome, unpacked
 from gpuinfer.runtime.measuring import AFTER_S, LONGER_S, reconciled
 

@@ -24,8 +24,8 @@ from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import registry
 from gpuinfer.config.change import Change
 from gpuinfer.errors import WorkError
+from gpuinfer.report.judging import Trial, after, to_try
 from gpuinfer.report.report import schema
-from gpuinfer.report.trying import Trial, after, to_try
 from gpuinfer.screen.display import Display
 from gpuinfer.screen.summary import rows, tried
 

@@ -12,7 +12,8 @@ from text.tiny import tiny_checkpoint
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
 from gpuinfer.verifying import asking as routes
-from gpuinfer.verifying import peer, positions, prompts, rounding
+from gpuinfer.verifying import peer, positions, rounding
+from gpuinfer.verifying import rig as prompts
 from gpuinfer.verifying.asking import asked
 from gpuinfer.verifying.judging import Judge
 from gpuinfer.verifying.peer import Peer

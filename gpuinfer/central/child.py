@@ -21,9 +21,8 @@ import msgpack
 from gpuinfer.api import ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
 from gpuinfer.central.desk import Desk
-from gpuinfer.central.memory import Form
-from gpuinfer.central.pulse import SIZE as PULSE_SIZE
-from gpuinfer.central.pulse import Heart
+from gpuinfer.central.memory import SIZE as PULSE_SIZE
+from gpuinfer.central.memory import Form, Heart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import error_to_wire
 from gpuinfer.engine.watchdog import Patience, Watchdog

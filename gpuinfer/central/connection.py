@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from gpuinfer.api import Limits, Priority
 from gpuinfer.central import memory
 from gpuinfer.central.address import Address
-from gpuinfer.central.memory import PER_CLIENT, Block, Form
-from gpuinfer.central.pulse import AWAY_S, LATE_S, Pulse
-from gpuinfer.central.pulse import SIZE as PULSE_SIZE
+from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, Form, Pulse
+from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError

@@ -26,7 +26,7 @@ from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import address, memory
 from gpuinfer.central.child import Order, Tuning, main
 from gpuinfer.central.client import Client
-from gpuinfer.central.pulse import LATE_S, SIZE, Pulse
+from gpuinfer.central.memory import LATE_S, SIZE, Pulse
 from gpuinfer.central.wire import error_from_wire
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError

@@ -16,8 +16,8 @@ from gpuinfer.central import memory
 from gpuinfer.central.address import Address
 from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
-from gpuinfer.central.pulse import SIZE as PULSE_SIZE
-from gpuinfer.central.pulse import Pulse
+from gpuinfer.central.memory import SIZE as PULSE_SIZE
+from gpuinfer.central.memory import Pulse
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     NOBODY,

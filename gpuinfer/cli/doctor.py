@@ -1,11 +1,194 @@
-"""The machine, the versions, the plugins: what would run here and what would not, and why."""
+"""The machine, the versions, the plugins: what would run here and what would not, and why.
+
+What `gpuinfer doctor` looks at. Whatever might crash or hang runs in a child process with a time limit.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import psutil
 import typer
 
-from gpuinfer.cli import examination
+from gpuinfer.cli.loading import inspect_all
 from gpuinfer.cli.problems import FAILED
+from gpuinfer.config import registry, settings
+from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
+from gpuinfer.units import number
+
+PROBE_S = 90.0  # torch's first import from a cold disk
+
+PROBE = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus, "cpu": torch.backends.cpu.get_cpu_capability()}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. One that is not ok and not serious is a fact of this machine, such as no GPU."""
+
+    name: str
+    value: str
+    remark: str = ""
+    ok: bool = True
+    serious: bool = True
+
+
+def examine() -> Iterator[tuple[str, list[Finding]]]:
+    """Title and findings, part by part, as they become known."""
+    yield "machine", [*_processor(), *_memory()]
+    torch = probe_torch()
+    yield "versions", list(_versions(torch))
+    yield "devices", list(_devices(torch))
+    yield "places", [_cache_folder()]
+    settings_found, plugins = _settings(), list(_plugins())
+    yield "plugins", [settings_found, *plugins]
+    yield "would run", list(_runs(torch, plugins))
+
+
+def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
+    """What torch sees, asked in a child: a broken driver may crash or hang it. `{"error": …}` when it fails."""
+    try:
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing it took over {limit_s:.0f} s. Try again, or reinstall torch."}
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"the process ended with {child.returncode}"])[-1]
+        return {"error": f"{last}. Reinstall torch (pip install --force-reinstall torch)."}
+    answer = (child.stdout.splitlines() or ["no answer"])[-1]
+    try:
+        found: dict[str, Any] = json.loads(answer)
+    except json.JSONDecodeError:
+        return {"error": f"it was asked for its devices and said: {answer}. Reinstall torch."}
+    return found
+
+
+def _processor() -> Iterator[Finding]:
+    usable, all_of_them = machine.cores(), os.cpu_count() or 1
+    limited = f"of {all_of_them}: affinity or the control group's quota" if usable < all_of_them else ""
+    yield Finding("processor", processor_name())
+    yield Finding("cores to use", str(usable), limited)
+
+
+def processor_name() -> str:
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", f"{number(memory.available)}B free of {number(memory.total)}B")
+
+
+def _versions(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    yield Finding("python", platform.python_version(), sys.executable)
+    for package in ("gpuinfer", "torch", "numba", "numpy"):
+        try:
+            yield Finding(package, version(package), *_torch_state(package, torch))
+        except PackageNotFoundError:
+            yield Finding(package, "not installed", f"pip install {package}", ok=False)
+
+
+def _torch_state(package: str, torch: Mapping[str, Any]) -> tuple[str, bool]:
+    if package != "torch":
+        return "", True
+    if "error" in torch:
+        return str(torch["error"]), False
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+    return f"{build}; {torch['cpu']} kernels", True
+
+
+def _devices(torch: Mapping[str, Any]) -> Iterator[Finding]:
+    works = "error" not in torch
+    yield Finding("cpu", "ready" if works else "torch does not work", ok=works)
+    for index, name in enumerate(torch.get("gpus", ())):
+        yield Finding(f"cuda:{index}", str(name))
+    if not torch.get("gpus"):
+        yield Finding("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
+
+
+def _why_no_cuda(torch: Mapping[str, Any]) -> str:
+    seen = nvidia_smi()
+    if not seen:
+        return "the NVIDIA driver reports no GPU"
+    if "error" in torch:
+        return f"the driver reports {seen}, and torch does not work"
+    if not torch["cuda"]:
+        return f"the driver reports {seen}, but this torch was built without CUDA: install a CUDA build of torch"
+    return f"the driver reports {seen}, but torch cannot use it: look at CUDA_VISIBLE_DEVICES and the driver's version"
+
+
+def nvidia_smi() -> str:
+    """The GPUs that the driver names; empty when there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        child = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ", ".join(child.stdout.split("\n")).strip(", ") if child.returncode == 0 else ""
+
+
+def _cache_folder() -> Finding:
+    """Where compiled kernels are kept."""
+    folder = Path(platformdirs.user_cache_dir("gpuinfer"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Finding("cache", str(folder), "writable")
+    except OSError as error:
+        cure = "Set XDG_CACHE_HOME to a folder of yours."
+        return Finding("cache", str(folder), f"{error.strerror}: compiled kernels will not last. {cure}", ok=False)
+
+
+def _settings() -> Finding:
+    try:
+        merged = settings.load()
+    except UsageError as error:
+        return Finding("settings", "cannot be used", str(error), ok=False)
+    absent = registry.unknown_of(merged.common.disabled_plugins)
+    remark = f"disabled_plugins names {', '.join(absent)}, which is not installed" if absent else ""
+    return Finding("settings", str(merged.file or "no gpuinfer.toml here"), remark)
+
+
+def _plugins() -> Iterator[Finding]:
+    for record in inspect_all(registry.listing()):
+        off = record.reason.startswith("switched off")
+        name = f"{registry.KINDS[record.kind]} {record.name}"
+        yield Finding(name, record.package, record.reason, ok=bool(record.ok), serious=not off)
+
+
+def _runs(torch: Mapping[str, Any], plugins: list[Finding]) -> Iterator[Finding]:
+    broken = {finding.name for finding in plugins if not finding.ok}
+    for name in sorted({record.name for record in registry.listing("workloads")}):
+        loads = f"workload {name}" not in broken
+        cpu = loads and "error" not in torch
+        why = "torch does not work" if loads else "the plugin cannot be used"
+        yield Finding(f"{name} --device cpu", "yes" if cpu else "no", "" if cpu else why, ok=cpu)
+        cuda = cpu and bool(torch.get("gpus"))
+        reason = "" if cuda else _why_no_cuda(torch) if loads else why
+        yield Finding(f"{name} --device cuda", "yes" if cuda else "no", reason, ok=cuda, serious=False)
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -19,12 +202,12 @@ def doctor() -> None:
     from gpuinfer.screen.display import facts
 
     healthy = True
-    for title, findings in examination.examine():
+    for title, findings in examine():
         facts(title, [(f"  {_mark(finding)} {finding.name}", finding.value, finding.remark) for finding in findings])
         healthy = healthy and all(finding.ok or not finding.serious for finding in findings)
     if not healthy:
         raise typer.Exit(FAILED)
 
 
-def _mark(finding: examination.Finding) -> str:
+def _mark(finding: Finding) -> str:
     return "✓" if finding.ok else "✗" if finding.serious else "–"

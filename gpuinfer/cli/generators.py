@@ -148,7 +148,7 @@ def _sizes(text: str | None) -> list[int]:
 
 def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
     """Those of the file, or drawn ones."""
-    from gpuinfer.bench.prompts import Drawn, from_file
+    from gpuinfer.bench.generators import Drawn, from_file
     from gpuinfer.text.language import open_language
 
     if path is None:

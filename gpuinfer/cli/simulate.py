@@ -61,8 +61,9 @@ app = _app()
 
 def execute(values: Mapping[str, Any]) -> int:
     """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, 3 when stopped, else 0."""
-    from gpuinfer.cli import simulation, sweeps
-    from gpuinfer.cli.spelling import spelled
+    from gpuinfer.cli import simulation
+    from gpuinfer.cli import simulation as sweeps
+    from gpuinfer.cli.flags import spelled
     from gpuinfer.cli.workload import log_to_people
 
     values = dict(values)

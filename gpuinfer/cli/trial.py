@@ -95,7 +95,7 @@ def ahead(report: dict[str, Any], workload: Workload, merged: Settings, start_s:
     """The trial of this run's advice; None where there is none, and the report then says why."""
     from gpuinfer.bench.measure import reason
     from gpuinfer.bench.trial import course_for
-    from gpuinfer.report.trying import to_try
+    from gpuinfer.report.judging import to_try
 
     change = to_try(report)
     if change is None or not wanted(merged.common):
@@ -150,7 +150,7 @@ def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, A
     """The report once its advice was tried. Nothing that happens meanwhile harms it."""
     from gpuinfer.bench.measure import reason
     from gpuinfer.bench.trial import Turns
-    from gpuinfer.report.trying import Trial, after
+    from gpuinfer.report.judging import Trial, after
 
     course, bottleneck = trial.course, report["bottleneck"]
     try:

@@ -73,7 +73,7 @@ def execute(values: Mapping[str, Any]) -> int:
 
 def _show(document: dict[str, Any], on_stderr: bool) -> None:
     from gpuinfer.screen.display import comparison
-    from gpuinfer.verifying import words
+    from gpuinfer.verifying import verification as words
 
     title, notes = words.heading(document), list(words.notes(document))
     comparison(title, words.COLUMNS, words.rows(document), notes, on_stderr=on_stderr)

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
+from gpuinfer.cli.flags import anew
 from gpuinfer.cli.problems import FAILED, PARTIAL
-from gpuinfer.cli.spelling import anew
 from gpuinfer.cli.trial import Ending
 from gpuinfer.config import blame, registry, settings
 from gpuinfer.config.options import Given, Several

@@ -15,10 +15,10 @@ from torch import nn
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import cores
+from gpuinfer.models.device import Gauge
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
-from gpuinfer.models.gauge import Gauge
 from gpuinfer.models.layouts import BITS, AnswerLayout, row_dtype
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.memory import first_line, keep_freed_memory

@@ -1,4 +1,7 @@
-"""A service model from what a run has left: its report, or its trace, which also tells how much batches differ."""
+"""A service model from what a run has left: its report, or its trace, which also tells how much batches differ.
+
+A recorded load: the arrivals of a trace, at the times at which they came.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 from gpuinfer.api import Limits
 from gpuinfer.errors import UsageError
+from gpuinfer.load.arrivals import Ask, Recorded
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.trace import reading
 from gpuinfer.trace.reading import Arrival, Cut, Trace
@@ -107,3 +111,18 @@ def _document(path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict):
         raise UsageError(f"{path} is neither a report nor a trace. Give one that a run has written.")
     return document if "batches" in document or "runs" in document else None
+
+
+def replayed(path: str | Path) -> Recorded:
+    """The load of a trace, all its engines as one. Raises `UsageError` for a file that is none."""
+    return Recorded(
+        Ask(
+            one.at,
+            one.rows,
+            one.priority,
+            math.inf if one.left_s is None else one.left_s,
+            one.client,
+            one.group,
+        )
+        for one in reading.read(path, arrivals_only=True).arrivals
+    )

@@ -214,7 +214,7 @@ class _Answers:
 
 def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
     """The model at work, and what reads its device."""
-    from gpuinfer.models.gauge import Gauge
+    from gpuinfer.models.device import Gauge
     from gpuinfer.text.generator import Driver, open_generator
 
     driver = Driver(open_generator(spec, setup, options))

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.verifying.prompts import Item
-from gpuinfer.verifying.rig import Rig
+from gpuinfer.verifying.rig import Item, Rig
 from gpuinfer.verifying.witness import History, Sight, Witness
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt
 from gpuinfer.verifying.judging import Divergence, Finding
 from gpuinfer.verifying.peer import Peer
-from gpuinfer.verifying.prompts import TEXTS, shown
-from gpuinfer.verifying.rig import Rig
+from gpuinfer.verifying.rig import TEXTS, Rig, shown
 
 PROBES = (" The sea", "  two spaces, and a line\n", "▁marked", "x  y")
 MOST_SPECIAL = 4  # special tokens that texts are made of

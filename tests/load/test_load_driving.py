@@ -9,8 +9,7 @@ from gpuinfer.api import ModelSpec, Priority, Progress, Setup
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UsageError
 from gpuinfer.models.layouts import BITS
 from gpuinfer.testing import FakeInfer, assert_ok, check_workload, run_virtual
-from gpuinfer.workloads.load.asking import Tally
-from gpuinfer.workloads.load.payloads import Payloads
+from gpuinfer.workloads.load.asking import Payloads, Tally
 from gpuinfer.workloads.load.workload import Load
 
 

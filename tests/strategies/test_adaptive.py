@@ -14,7 +14,7 @@ from gpuinfer.simulate import Ask, Closed, Poisson, Recorded, simulate
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.testing.queues import waiting
+from gpuinfer.testing.strategies import waiting
 
 LINE = ServiceModel(alpha=0.0005, beta=0.005, jitter=0.1)
 STEPS = ServiceModel(alpha=0.00005, beta=0.004, step_rows=64, step_s=0.006, jitter=0.05)

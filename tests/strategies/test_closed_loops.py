@@ -12,7 +12,7 @@ from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.timing import recent_gap
-from gpuinfer.testing.queues import waiting
+from gpuinfer.testing.strategies import waiting
 
 CARD = ServiceModel(alpha=50e-6, beta=2e-3, jitter=0.05)
 BETAS = (0.0, 0.25, 0.5, 1.0, 2.0)  # waits that are tried by hand, in fixed costs

@@ -19,9 +19,8 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host.following import followed
 from gpuinfer.load.arrivals import Arrivals, Ask, Closed, Mix
 from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unheeded, rows_of, schedule_of
-from gpuinfer.workloads.load.asking import Asker, Tally
+from gpuinfer.workloads.load.asking import Asker, Payloads, Tally
 from gpuinfer.workloads.load.driving import Clients, Driver, Open
-from gpuinfer.workloads.load.payloads import Payloads
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class Load(Workload):
     def _arrivals(self) -> Arrivals:
         own = self.options
         if own.replay is not None:
-            from gpuinfer.simulate.replay import replayed
+            from gpuinfer.simulate.fitting import replayed
 
             return replayed(own.replay)
         if own.schedule is not None:
