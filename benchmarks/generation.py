@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.bench.generators import Drawn
+from gpuinfer.bench.generators import DrawnPrompts
 from gpuinfer.bench.interval import Interval, interval, ratio
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
@@ -89,7 +89,7 @@ def beside(
     given: argparse.Namespace, checkpoint: Any, folder: Path, dtype: str, sizes: Sequence[int], logs: Path, rates: Rates
 ) -> None:
     """One number format: all children, and the products, in turn."""
-    drawn = Drawn(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed=1)
+    drawn = DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed=1)
     with ExitStack() as ends:
         children = {}
         for name in NAMES:

@@ -14,7 +14,7 @@ from gpuinfer.api import Setup
 from gpuinfer.bench import generators, grid, pages, plots, tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Drawn, Generators, Given, Work
+from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Contest, DrawnPrompts, Generators, Given
 from gpuinfer.bench.series import Course, Outcome
 from gpuinfer.config import registry
 from gpuinfer.peers.child import Child, PeerFailed, Ran
@@ -118,20 +118,20 @@ def test_a_package_that_is_missing_is_named(tmp_path):
 # The comparison
 
 
-def work(**more) -> Work:
+def work(**more) -> Contest:
     values = {
         "model": "m",
         "names": ["sequential", "batched", "vllm"],
         "batch_sizes": [1, 4],
         "new_tokens": 10,
-        "prompts": Drawn(100, (0,), seed=1),
+        "prompts": DrawnPrompts(100, (0,), seed=1),
         "setup": Setup(),
         "folder": Path("m"),
     }
-    return Work(**{**values, **more})
+    return Contest(**{**values, **more})
 
 
-def outcome_of(rates, given: Work) -> Outcome:
+def outcome_of(rates, given: Contest) -> Outcome:
     """As if every cell had run at these rates, repeat by repeat."""
     made = Outcome([generators.variant(cell, given) for cell in given.cells()])
     for cell in given.cells():
@@ -201,7 +201,7 @@ def test_a_generator_that_was_left_out_fails_a_check(document):
 
 
 def test_drawn_prompts_are_the_same_for_all_and_new_in_each_run():
-    drawn = Drawn(100, (0, 5), seed=1)
+    drawn = DrawnPrompts(100, (0, 5), seed=1)
     assert drawn.of(0, 4) == drawn.of(0, 4)
     assert not {tuple(one) for one in drawn.of(0, 4)} & {tuple(one) for one in drawn.of(1, 4)}
     assert not {0, 5} & {token for prompt in drawn.of(0, 50) for token in prompt}

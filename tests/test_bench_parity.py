@@ -14,7 +14,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.bench.parity import BLOCKS, arrays, check, cut, difference, sample
-from gpuinfer.runtime.run import Plan
+from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 
 SPEC = ModelSpec("blobnet-small", inputs=40, input_dtype="uint8", arguments={"actions": 8, "seats": 2})
@@ -29,7 +29,7 @@ class Asks(Counting):
 
 def plan(backend, dtype="float32"):
     setup = Setup(model=SPEC, device="cpu", dtype=dtype, seed=3)
-    return Plan(Asks(), backend(setup, threads=1), AtOnce(), {})
+    return RunPlan(Asks(), backend(setup, threads=1), AtOnce(), {})
 
 
 def found(backend, **setup):
@@ -68,7 +68,7 @@ def test_no_answers_at_all_do_not_hold():
 
 
 def test_without_a_model_nothing_is_compared():
-    assert check(Plan(Counting(), Doubler(), AtOnce(), {}), lambda update: None) is None
+    assert check(RunPlan(Counting(), Doubler(), AtOnce(), {}), lambda update: None) is None
 
 
 @pytest.mark.thorough
@@ -80,7 +80,7 @@ def test_rows_of_every_dtype_are_checked(dtype):
         def model(self):
             return spec
 
-    made = Plan(Asked(), InProcess(Setup(model=spec, device="cpu", seed=3), threads=1), AtOnce(), {})
+    made = RunPlan(Asked(), InProcess(Setup(model=spec, device="cpu", seed=3), threads=1), AtOnce(), {})
     assert check(made, lambda update: None).holds
 
 
@@ -95,7 +95,7 @@ def test_what_lies_in_the_backends_own_memory_is_checked_too():
 
     for backend in (Central, CrookedBlocks):
         setup = Setup(model=spec, device="cpu", seed=3)
-        answers[backend] = check(Plan(Asked(), backend(setup, forwards=1), Dynamic(), {}), lambda update: None)
+        answers[backend] = check(RunPlan(Asked(), backend(setup, forwards=1), Dynamic(), {}), lambda update: None)
     assert answers[Central].holds
     assert not answers[CrookedBlocks].holds
 

@@ -16,11 +16,11 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.bench import measure as rooflines
 from gpuinfer.bench import series, tuning
 from gpuinfer.bench.compare import compare
-from gpuinfer.bench.measure import Run, Variant
-from gpuinfer.bench.series import Course, Kind, Series
+from gpuinfer.bench.measure import MeasuredRun, Variant
+from gpuinfer.bench.series import Course, RunKind, Series
 from gpuinfer.bench.tuning import Space, Tuner, ladder
 from gpuinfer.errors import UsageError
-from gpuinfer.runtime.run import Plan
+from gpuinfer.runtime.run import RunPlan
 
 BRIEF = Course(repeats=2, seconds=0.3, warmup_s=0.0)
 
@@ -29,7 +29,7 @@ def variant(name, backend=Doubler, seeds=None, settings=None, **options):
     def build(seed):
         if seeds is not None:
             seeds.append(seed)
-        return Plan(Counting(**{"total": 10**9, **options}), backend(Setup(seed=seed)), AtOnce(), {})
+        return RunPlan(Counting(**{"total": 10**9, **options}), backend(Setup(seed=seed)), AtOnce(), {})
 
     return Variant(name, build, settings or {}, f"gpuinfer counting {name}")
 
@@ -48,10 +48,10 @@ def watched(*variants, course=BRIEF, **more):
 
 def test_repeats_run_in_turn_after_everyone_has_warmed_up():
     outcome, steps = watched(variant("a"), variant("b"))
-    repeats = [(name, repeat) for name, kind, repeat in steps if kind is Kind.REPEAT]
+    repeats = [(name, repeat) for name, kind, repeat in steps if kind is RunKind.REPEAT]
     assert repeats == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert [(one.variant, one.repeat) for one in outcome.runs] == repeats
-    assert steps.index(("b", Kind.WARM_UP, 0)) < steps.index(("a", Kind.REPEAT, 0))
+    assert steps.index(("b", RunKind.WARM_UP, 0)) < steps.index(("a", RunKind.REPEAT, 0))
     assert all(one.rate > 0 and one.report["status"] == "done" for one in outcome.runs)
 
 
@@ -79,7 +79,7 @@ def test_a_variant_that_cannot_run_is_skipped_with_its_reason(broken, said):
     assert said in outcome.skipped["bad"]
     assert [one.variant for one in outcome.runs] == ["good", "good"]
     assert compare(outcome).winner.name == "good"
-    assert ("bad", Kind.REPEAT, 0) not in steps
+    assert ("bad", RunKind.REPEAT, 0) not in steps
 
 
 def test_a_variant_that_fails_later_is_left_out_and_the_rest_goes_on():
@@ -89,7 +89,7 @@ def test_a_variant_that_fails_later_is_left_out_and_the_rest_goes_on():
         seeds.append(seed)
         if seed == 1:
             raise UsageError("out of luck. Try another seed.")
-        return Plan(Counting(total=10**9), Doubler(Setup()), AtOnce(), {})
+        return RunPlan(Counting(total=10**9), Doubler(Setup()), AtOnce(), {})
 
     outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), course=Course(3, 0.2, 0.0))
     assert outcome.failed == {"bad": "repeat 2 of 3: out of luck. Try another seed."}
@@ -101,7 +101,7 @@ def test_a_signal_keeps_the_runs_so_far():
     outcome, steps = watched(variant("a"), variant("b", stop_after=5), course=Course(3, 0.3, None))
     assert outcome.stopped
     assert [one.variant for one in outcome.runs] == ["a"]
-    assert steps[-1] == ("b", Kind.REPEAT, 0)
+    assert steps[-1] == ("b", RunKind.REPEAT, 0)
 
 
 def test_an_interrupt_between_two_runs_keeps_them_too():
@@ -161,7 +161,7 @@ class Idle(Counting):
 def running(name, workload, backend=InProcess, dtype="float32"):
     def build(seed):
         setup = Setup(model=workload().model(), device="cpu", dtype=dtype, seed=seed)
-        return Plan(workload(), backend(setup), AtOnce(), {})
+        return RunPlan(workload(), backend(setup), AtOnce(), {})
 
     return Variant(name, build, {}, f"gpuinfer {name}")
 
@@ -170,8 +170,8 @@ def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monke
     monkeypatch.setattr(rooflines, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
     both = running("a", Model), running("b", Model, dtype="bfloat16")
     _, steps = watched(*both, course=Course(1, 0.2, 0.2, parity=False))
-    assert [kind for _, kind, _ in steps[:2]] == [Kind.ROOFLINE] * 2
-    assert Kind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
+    assert [kind for _, kind, _ in steps[:2]] == [RunKind.ROOFLINE] * 2
+    assert RunKind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
 
 
 @pytest.mark.thorough
@@ -214,7 +214,7 @@ def tuner(monkeypatch, budget_s, backends, ladders, show=None):
     def build(point):
         def plan(seed):
             backend = backends[point["backend"]]
-            return Plan(
+            return RunPlan(
                 Counting(total=10**9), backend(Setup(seed=seed), max_rows=int(point.get("max_rows", 16))), AtOnce(), {}
             )
 
@@ -301,13 +301,13 @@ def test_a_winner_whose_answers_are_not_the_models_wins_no_longer(monkeypatch, l
 
         def plan(seed):
             setup = Setup(model=Model().model(), device="cpu", seed=seed)
-            return Plan(Model(), backend(setup), AtOnce(), {})
+            return RunPlan(Model(), backend(setup), AtOnce(), {})
 
         return Variant(point["backend"], plan, dict(point), "gpuinfer model")
 
     def measured(variant, seed, seconds, rooflines, watch=None):
         report = a_report(backends[variant.name][1])
-        return Run(report, ("evaluations_per_s", backends[variant.name][1]))
+        return MeasuredRun(report, ("evaluations_per_s", backends[variant.name][1]))
 
     for module in (tuning, series):  # speeds are given: the answers are what is tried
         monkeypatch.setattr(module, "measure", measured)

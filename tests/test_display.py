@@ -147,7 +147,7 @@ def test_stations_are_shares_of_all_lanes_largest_first_and_trifles_are_left_out
 
 
 def test_plain_lines_come_every_few_seconds_and_at_each_new_phase():
-    lines = view.Lines()
+    lines = view.ViewLines()
     setup = Progress(0, 200, "games", note="compiling", setup=True)
     moments = [EMPTY, *[update(0.0, progress=setup, phase="compiling the search kernels (first run)")] * 3]
     moments += [update(second / 2) for second in range(1, 20)]
@@ -315,7 +315,7 @@ def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
     assert pace.rates()["output_tokens"] == pytest.approx(300.0)
     chart = view.batch_chart(last.snapshot, 5)
     assert (chart.title, chart.remark) == ("rows in a step", "mean 60 of 64 slots")
-    assert "60 of 64 slots in use" in view.Lines().due(last, {})
+    assert "60 of 64 slots in use" in view.ViewLines().due(last, {})
 
 
 @pytest.mark.parametrize(

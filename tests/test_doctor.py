@@ -22,7 +22,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def examined(monkeypatch, torch=WORKS) -> dict[str, examination.Finding]:
+def examined(monkeypatch, torch=WORKS) -> dict[str, examination.Fact]:
     monkeypatch.setattr(examination, "probe_torch", lambda: torch)
     return {finding.name: finding for _, findings in examination.examine() for finding in findings}
 

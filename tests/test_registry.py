@@ -32,7 +32,7 @@ def site(tmp_path, monkeypatch):
             del sys.modules[module]
 
 
-def record_of(name: str, kind: str = "backends") -> registry.Record:
+def record_of(name: str, kind: str = "backends") -> registry.PluginRecord:
     return next(record for record in registry.listing(kind) if record.name == name)
 
 

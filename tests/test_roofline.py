@@ -13,8 +13,8 @@ from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import (
     Arrangement,
-    Candidate,
-    Mark,
+    LookMark,
+    Timed,
     climb,
     cpu_arrangements,
     cpu_looks,
@@ -98,7 +98,7 @@ def test_a_batch_that_does_not_fit_ends_the_climb_and_is_not_chosen():
     def look(arrangement, rows, seconds):
         return [float(rows) if rows <= 128 else 0.0]
 
-    assert search(look, [ONE], SIZES, 1.0) == Candidate(ONE, 128, 128.0)
+    assert search(look, [ONE], SIZES, 1.0) == Timed(ONE, 128, 128.0)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def steady(passes_per_s, seconds, *stalls, waits=False):
     marks, passes, waited = [], 0.0, 0.0
     for step in range(round(seconds / 0.01) + 1):
         at = step * 0.01
-        marks.append(Mark(at, waited, passes))
+        marks.append(LookMark(at, waited, passes))
         if any(start <= at + 1e-9 < stop for start, stop in stalls):
             waited += 0.01 if waits else 0.0
         else:
@@ -191,7 +191,7 @@ def test_a_single_look_that_is_higher_than_all_others_does_not_count():
 
 
 def test_threads_that_took_turns_are_told_by_what_each_did():
-    late = [Mark(mark.at + 5.0, mark.waited, mark.passes) for mark in steady(50, 1.0)]
+    late = [LookMark(mark.at + 5.0, mark.waited, mark.passes) for mark in steady(50, 1.0)]
     assert looks([steady(100, 1.0), late]) == pytest.approx([150])
 
 

@@ -11,7 +11,7 @@ from gpuinfer.bench import parity
 from gpuinfer.bench.measure import Rooflines
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, UsageError
-from gpuinfer.runtime.run import Plan
+from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend, run_virtual
 from gpuinfer.workloads.load.workload import Load
@@ -119,7 +119,7 @@ def test_it_serves_behind_an_engine():
 
 def test_a_model_is_neither_loaded_nor_measured_nor_compared():
     backend = StandIn(Setup(model=ModelSpec("blobnet", inputs=8)))
-    plan = Plan(Load(rate=10), backend, Dynamic(), {})
+    plan = RunPlan(Load(rate=10), backend, Dynamic(), {})
     assert backend.setup.model is None
     assert not parity.applies(plan)
     assert not Rooflines().missing(plan)

@@ -16,7 +16,7 @@ import pytest
 
 from gpuinfer.api import Setup
 from gpuinfer.bench import trial as turns
-from gpuinfer.bench.trial import Course, Turns, course_for
+from gpuinfer.bench.trial import TrialCourse, Turns, course_for
 from gpuinfer.cli import flags, trial
 from gpuinfer.cli.app import run as gpuinfer
 from gpuinfer.cli.targets import parameters
@@ -24,14 +24,14 @@ from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import registry
 from gpuinfer.config.change import Change
 from gpuinfer.errors import WorkError
-from gpuinfer.report.judging import Trial, after, to_try
+from gpuinfer.report.judging import TriedAdvice, after, to_try
 from gpuinfer.report.report import schema
 from gpuinfer.screen.display import Display
 from gpuinfer.screen.summary import rows, tried
 
 LOAD = ["load", "--backend", "standin", "--clients", "16"]
 STANDIN = ("alpha=0", "beta=4ms", "max_rows=1")  # one row each 4 ms, and more would cost nothing
-COURSE = Course(pairs=2, seconds=0.15, most_s=60.0)
+COURSE = TrialCourse(pairs=2, seconds=0.15, most_s=60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_turns_alternate_so_that_a_drift_hits_both_alike(monkeypatch):
     order = []
     rates = {"present": 100.0, "changed": 150.0}
     monkeypatch.setattr(Turns, "_turn", lambda self, build: order.append(build) or rates[build])
-    found = Turns("present", "changed", Course(4, 1.0, 60.0)).run()
+    found = Turns("present", "changed", TrialCourse(4, 1.0, 60.0)).run()
     assert order == ["present", "changed", "changed", "present"] * 2
     assert found == pytest.approx((1.5, 1.5, 1.5))
 
@@ -112,7 +112,7 @@ def test_when_time_runs_out_the_pairs_that_are_there_must_do(monkeypatch):
         return rate
 
     monkeypatch.setattr(Turns, "_turn", turn)
-    series = Turns(None, None, Course(4, 1.0, 60.0))
+    series = Turns(None, None, TrialCourse(4, 1.0, 60.0))
     assert series.run()[0] == pytest.approx(1.5)
     assert series.pairs == 2
 
@@ -122,7 +122,7 @@ def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
     worker.start()
     found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
     with pytest.raises(WorkError, match="took too long"):
-        Turns(found.present, found.changed, Course(2, 1000.0, 0.2)).run()
+        Turns(found.present, found.changed, TrialCourse(2, 1000.0, 0.2)).run()
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL
 
@@ -215,7 +215,7 @@ def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
     ],
 )  # fmt: skip
 def test_after_a_trial_the_verdict_advises_what_has_helped(ends, advice, given):
-    found = after(a_report()["bottleneck"], Trial(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
+    found = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
     assert found["advice"] == advice
     assert (found["command"] is not None, found["change"] is not None) == (given, given)
     assert (found["class"], found["trial"]["command"]) == ("batch cap too small", "gpuinfer load -B max_rows=16")
@@ -254,7 +254,7 @@ def test_before_the_trial_the_panel_says_how_long_it_takes_and_how_to_skip_it():
     ],
 )
 def test_what_was_measured_is_said(ends, words):
-    told = after(a_report()["bottleneck"], Trial(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
+    told = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
     assert words in text_of(tried(told))
     if ends[1] > 1:
         told_at_once = text_of(rows({**a_report(), "bottleneck": told}))
@@ -298,7 +298,7 @@ def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        Turns(found.present, found.changed, Course(2, 1000.0, 1000.0), watch=interrupt).run()
+        Turns(found.present, found.changed, TrialCourse(2, 1000.0, 1000.0), watch=interrupt).run()
     assert set(looks) == {0}
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL

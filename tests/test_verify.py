@@ -15,7 +15,7 @@ import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.text.generator import opening
+from gpuinfer.text.generator import open_generator as opening
 from gpuinfer.text.language import subwords
 from gpuinfer.text.language.chat import ChatTemplate
 from gpuinfer.verifying import asking, peer, peer_child, rounding, verification

@@ -12,7 +12,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, Connector, Event, Limits, Request, Result, Setup
 from gpuinfer.central.address import Address
-from gpuinfer.central.child import Tuning
+from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.connection import Connection
 from gpuinfer.central.link import Link
 from gpuinfer.central.server import CentralServer
@@ -157,7 +157,7 @@ class Central(Remote):
         given = self.options
         self._server = CentralServer.of(
             self.setup,
-            Tuning(
+            ServerTuning(
                 max_rows=given.max_rows,
                 in_flight=given.forwards,
                 threads=given.threads,

@@ -18,7 +18,7 @@ from gpuinfer.models.layouts import misfit
 from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
-    from gpuinfer.models.opening import Opened
+    from gpuinfer.models.open_model import Opened
 
 CPU_MAX_ROWS = 4096
 
@@ -68,7 +68,7 @@ class InProcess(Backend):
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
     def _open(self, spec: ModelSpec) -> Opened:
-        from gpuinfer.models.opening import open_model
+        from gpuinfer.models.open_model import open_model
 
         return open_model(spec, self.setup, self.options, self.roofline)
 

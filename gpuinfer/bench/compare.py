@@ -13,7 +13,7 @@ from gpuinfer.bench.series import Measured, Outcome
 
 
 @dataclass(frozen=True)
-class Row:
+class Standing:
     """One variant among the others. Ratios are of goodness, pair by pair: over 1 is faster, whatever the metric."""
 
     variant: Variant
@@ -53,9 +53,9 @@ class Row:
 class Comparison:
     """The rows in the order in which the variants were named, and the one to use."""
 
-    rows: list[Row]
-    winner: Row | None
-    ties: list[Row]  # those that may be as fast as the winner
+    rows: list[Standing]
+    winner: Standing | None
+    ties: list[Standing]  # those that may be as fast as the winner
     why: str
     odd: Mapping[str, str] = field(default_factory=dict)  # variants that count something else, with what
 
@@ -75,7 +75,7 @@ def compare(outcome: Outcome) -> Comparison:
     return Comparison(rows, winner, ties, _why(winner, able), odd)
 
 
-def against(row: Row, other: Row) -> Interval:
+def against(row: Standing, other: Standing) -> Interval:
     """How many times as good the row is as the other, in the repeats that both have."""
     return _ratio(row.metric, row.rates, other.rates)
 
@@ -85,13 +85,13 @@ def _ratio(metric: str, ours: Mapping[int, float], theirs: Mapping[int, float]) 
     return ratio([goodness(metric, ours[one]) for one in both], [goodness(metric, theirs[one]) for one in both])
 
 
-def _judged(rows: Sequence[Row]) -> list[Row]:
+def _judged(rows: Sequence[Standing]) -> list[Standing]:
     """The rows, each knowing whether it keeps up with the load, where that is what they share."""
     best = max((row for row in rows if row.right), key=lambda row: row.served, default=None)
     return [replace(row, keeps_up=best is None or not is_latency(row.metric) or _keeps_up(row, best)) for row in rows]
 
 
-def _keeps_up(row: Row, best: Row) -> bool:
+def _keeps_up(row: Standing, best: Standing) -> bool:
     """Whether it may answer as much as the best, pair by pair: of a short run whoever waits longer misses the last."""
     both = sorted(row.served_by.keys() & best.served_by.keys())
     found = ratio([row.served_by[one] for one in both], [best.served_by[one] for one in both])
@@ -108,7 +108,7 @@ def in_one_metric(runs: Sequence[Measured]) -> list[Measured]:
     return [replace(one, metric=metric, rate=mean) for one, mean in means if mean]
 
 
-def _row(variant: Variant, outcome: Outcome, measured: Sequence[Measured]) -> Row | None:
+def _row(variant: Variant, outcome: Outcome, measured: Sequence[Measured]) -> Standing | None:
     runs = runs_of(variant, measured)
     if not runs:
         return None
@@ -119,7 +119,7 @@ def _row(variant: Variant, outcome: Outcome, measured: Sequence[Measured]) -> Ro
     found = outcome.parity.get(variant.name)
     report = next(one.report for one in runs if one.rate == median_low(rates.values()))
     right, served = found is None or found.holds, {one.repeat: one.served for one in runs}
-    return Row(variant, runs[0].metric, speed, to_first, rates, report, right, median(served.values()), served)
+    return Standing(variant, runs[0].metric, speed, to_first, rates, report, right, median(served.values()), served)
 
 
 def _first(outcome: Outcome, measured: Sequence[Measured]) -> dict[int, float]:
@@ -134,12 +134,12 @@ def runs_of(variant: Variant, runs: Sequence[Measured]) -> list[Measured]:
     return [one for one in runs if one.variant == variant.name]
 
 
-def _why(winner: Row, able: Sequence[Row]) -> str:
+def _why(winner: Standing, able: Sequence[Standing]) -> str:
     """What held the winner back, and what the best of the rest, in the words of their own reports."""
     others = sorted((row for row in able if row is not winner), key=lambda row: row.score, reverse=True)
     return " ".join(_held_back(row) for row in [winner, *others[:1]])
 
 
-def _held_back(row: Row) -> str:
+def _held_back(row: Standing) -> str:
     found = row.report["bottleneck"]
     return f"{row.name}: {found['class']}. {found['why']}"

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from gpuinfer.bench import grid, words
-from gpuinfer.bench.compare import Comparison, Row, against
+from gpuinfer.bench.compare import Comparison, Standing, against
 from gpuinfer.bench.interval import Interval
 from gpuinfer.bench.parity import Parity
 from gpuinfer.bench.series import Course, Outcome
@@ -56,7 +56,7 @@ def _odd(metric: str) -> str:
     return f"it counts {words.unit(metric)}, which the others have none of. Compare it with its like."
 
 
-def _row(row: Row, comparison: Comparison, parity: Parity | None) -> dict[str, Any]:
+def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[str, Any]:
     batches, roofline = row.report["batches"], row.report["roofline"]
     return {
         "name": row.name,

@@ -23,7 +23,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.peers.child import Child, Ran
 from gpuinfer.peers.programs import PROGRAMS, python_of
 from gpuinfer.report import report
-from gpuinfer.runtime.run import Plan
+from gpuinfer.runtime.run import RunPlan
 from gpuinfer.stats import Snapshot
 
 SHORTEST, LONGEST = 8, 24  # tokens of a prompt that is drawn
@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPrompts:
     """Random tokens, fresh in every run: nobody gains from having seen them before."""
 
     vocabulary: int
@@ -64,7 +64,7 @@ class Given:
         return [list(self.tokens[(start + number) % len(self.tokens)]) for number in range(count)]
 
 
-Prompts = Drawn | Given
+Prompts = DrawnPrompts | Given
 
 
 def from_file(path: Path, language: Any, most: int) -> Given:
@@ -125,7 +125,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Work:
+class Contest:
     """What all of them do."""
 
     model: str  # for our own
@@ -172,7 +172,9 @@ class Work:
 class Generators:
     """Runs every cell as often as the course says. A generator that cannot be had is left out and harms no other."""
 
-    def __init__(self, work: Work, course: Course, logs: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, work: Contest, course: Course, logs: Path, say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.outcome = Outcome([])
         self.versions: dict[str, str] = {}
         self._work, self._course, self._logs, self._say = work, course, logs, say
@@ -253,17 +255,17 @@ def cure(name: str) -> str:
     return f"Install it (pip install {PROGRAMS[name].package}), or name a Python that has it: --python {name}=PATH."
 
 
-def variant(cell: Cell, work: Work) -> Variant:
+def variant(cell: Cell, work: Contest) -> Variant:
     """The cell as something to compare. It is no run of ours, so nothing builds it."""
 
-    def build(seed: int) -> Plan:
+    def build(seed: int) -> RunPlan:
         raise NotImplementedError(cell.name)
 
     settings = {"generator": cell.generator, "batch_size": str(cell.batch_size)}
     return Variant(cell.name, build, settings, command(cell, work))
 
 
-def command(cell: Cell, work: Work) -> str:
+def command(cell: Cell, work: Contest) -> str:
     """What runs this cell by itself."""
     if not PROGRAMS[cell.generator].ours:
         return f"gpuinfer bench generate{work.command} --compare {cell.generator} --batch-sizes {cell.batch_size}"
@@ -273,7 +275,7 @@ def command(cell: Cell, work: Work) -> str:
     )
 
 
-def measured(cell: Cell, repeat: int, prompts: Sequence[Sequence[int]], ran: Ran, work: Work) -> Measured:
+def measured(cell: Cell, repeat: int, prompts: Sequence[Sequence[int]], ran: Ran, work: Contest) -> Measured:
     """One run, with a report of as much as is known of it."""
     counts = {"input_tokens": float(sum(map(len, prompts))), "output_tokens": float(ran.tokens)}
     made = report.build(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.bench.generators import SEQUENTIAL, Cell, Generators, Work
+from gpuinfer.bench.generators import SEQUENTIAL, Cell, Contest, Generators
 from gpuinfer.bench.interval import ratio
 from gpuinfer.bench.series import Outcome
 from gpuinfer.bench.words import between
@@ -18,7 +18,7 @@ OURS = "batched"
 MISSING = "–"
 
 
-def completed(document: dict[str, Any], work: Work, generators: Generators) -> dict[str, Any]:
+def completed(document: dict[str, Any], work: Contest, generators: Generators) -> dict[str, Any]:
     """The document of the cells, with what they are together."""
     known = [name for name in work.names if name in generators.versions]
     document["grid"] = {

@@ -24,7 +24,7 @@ from gpuinfer.api import Roofline
 from gpuinfer.bench.interval import LATENCY
 from gpuinfer.errors import WorkError
 from gpuinfer.runtime.measuring import has_roofline, roofline_of
-from gpuinfer.runtime.run import Plan, Update, run
+from gpuinfer.runtime.run import RunPlan, Update, run
 from gpuinfer.stats import Snapshot, since, summarise, tokens_of
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ class Rooflines:
         self._wanted = wanted
         self._known: dict[str, Roofline | None] = {}
 
-    def missing(self, plan: Plan) -> bool:
+    def missing(self, plan: RunPlan) -> bool:
         """Whether asking for this plan's would have to measure."""
         return self._wanted and has_roofline(plan.backend) and _key(plan) not in self._known
 
-    def of(self, plan: Plan) -> Roofline | bool:
+    def of(self, plan: RunPlan) -> Roofline | bool:
         """What `run` takes: the roofline, or False where there is none. Raises `UsageError` for an impossible model."""
         if self.missing(plan):
             try:
@@ -141,7 +141,7 @@ class Rooflines:
         return self._known.get(_key(plan)) or False
 
 
-def _key(plan: Plan) -> str:
+def _key(plan: RunPlan) -> str:
     """Models hold mappings, which cannot be keys; what they print can. The seed only draws the weights."""
     setup, compute = plan.backend.setup, getattr(plan.backend.options, "compute", "auto")
     return repr((setup.model, setup.device, setup.dtype, setup.deterministic, compute))
@@ -152,7 +152,7 @@ class Variant:
     """A way to do the work: its name among the others, and how it is built anew for each run."""
 
     name: str
-    build: Callable[[int], Plan]  # from a seed
+    build: Callable[[int], RunPlan]  # from a seed
     settings: Mapping[str, Any]  # those that tell it from the others, such as {"backend": "central", "workers": "2"}
     command: str  # runs it by itself
     flags: Mapping[str, Any] = field(default_factory=dict)  # that command's
@@ -162,7 +162,7 @@ Watch = Callable[[Update], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """A run that has ended, and what it is compared by: metric and value."""
 
     report: dict[str, Any]
@@ -187,7 +187,7 @@ def measure(
     seconds: float | None,
     rooflines: Rooflines,
     watch: Watch = lambda update: None,
-) -> Run:
+) -> MeasuredRun:
     """Run a variant once, for `seconds` or to its end. Raises whatever keeps it from running."""
     plan, meter = variant.build(seed), Meter(seconds)
     report = run(
@@ -202,7 +202,9 @@ def measure(
         command=variant.command,
     )
     limits = getattr(plan.backend, "limits", None)  # a backend that names none before it starts may not have started
-    return Run(report, meter.rate(report), meter.served(report), meter.of_load, limits.max_rows if limits else None)
+    return MeasuredRun(
+        report, meter.rate(report), meter.served(report), meter.of_load, limits.max_rows if limits else None
+    )
 
 
 def reason(error: Exception) -> str:

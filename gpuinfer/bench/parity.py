@@ -13,7 +13,7 @@ import numpy as np
 from gpuinfer.api import Channel, Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import WorkerDied
 from gpuinfer.models.layouts import BITS, row_dtype
-from gpuinfer.runtime.run import Plan, Update, run
+from gpuinfer.runtime.run import RunPlan, Update, run
 
 BLOCKS = (1, 2, 7, 30, 64, 128, 168)  # rows: 400 in all, asked for at once
 TOLERANCES = {
@@ -36,7 +36,7 @@ class Parity:
         return self.difference <= self.tolerance
 
 
-class Comparison(Workload):
+class ParityCheck(Workload):
     """Asks for the blocks in a worker process, which compares the answers with the bare model's."""
 
     def __init__(self, setup: Setup, spec: ModelSpec) -> None:
@@ -58,7 +58,7 @@ class Comparison(Workload):
         yield Progress(1, 1, "checks")
 
 
-def applies(plan: Plan) -> bool:
+def applies(plan: RunPlan) -> bool:
     """Whether a model of rows is asked: not every workload has one, and a stand-in leaves it alone. What a model of
     text answers is for `gpuinfer verify` to check.
     """
@@ -66,13 +66,13 @@ def applies(plan: Plan) -> bool:
     return plan.workload.asks and spec is not None and spec.kind == "rows"
 
 
-def check(plan: Plan, on_update: Callable[[Update], None]) -> Parity | None:
+def check(plan: RunPlan, on_update: Callable[[Update], None]) -> Parity | None:
     """Compare; None when no model is asked. Raises what hinders the variant, `KeyboardInterrupt` if stopped."""
     setup = plan.backend.setup
     spec = setup.model
     if spec is None or not applies(plan):
         return None
-    comparison = Comparison(setup, spec)
+    comparison = ParityCheck(setup, spec)
     report = run(comparison, plan.backend, plan.strategy, roofline=False, on_update=on_update)
     if report["status"] != "done":
         raise KeyboardInterrupt

@@ -17,13 +17,13 @@ from statistics import fmean
 from typing import Any
 
 from gpuinfer.bench import parity
-from gpuinfer.bench.measure import Rooflines, Run, Variant, Watch, measure, reason
+from gpuinfer.bench.measure import MeasuredRun, Rooflines, Variant, Watch, measure, reason
 from gpuinfer.bench.parity import Parity
 
 FIRST_GUESS_S = 4.0  # what a step takes beyond its measuring, before any has been seen
 
 
-class Kind(StrEnum):
+class RunKind(StrEnum):
     """What a step does."""
 
     ROOFLINE = "measuring the bare model"
@@ -34,18 +34,18 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SeriesStep:
     """What is about to be done, for those who watch."""
 
     variant: Variant
-    kind: Kind
+    kind: RunKind
     repeat: int = 0
     repeats: int = 0
     left_s: float = 0.0  # until all is done, about
 
     @property
     def doing(self) -> str:
-        return f"repeat {self.repeat + 1} of {self.repeats}" if self.kind is Kind.REPEAT else self.kind.value
+        return f"repeat {self.repeat + 1} of {self.repeats}" if self.kind is RunKind.REPEAT else self.kind.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Measured:
     of_load: bool = False  # whether requests came for their own sake
 
     @classmethod
-    def of(cls, variant: Variant, repeat: int, seed: int, run: Run) -> Measured:
+    def of(cls, variant: Variant, repeat: int, seed: int, run: MeasuredRun) -> Measured:
         """Raises `WorkError` when the run brought nothing to count."""
         return cls(variant.name, repeat, seed, *run.counted(), run.report, run.served, run.of_load)
 
@@ -94,12 +94,12 @@ class Course:
     parity: bool = True  # check the answers before the first repeat
 
 
-Show = Callable[[Step], AbstractContextManager[Watch]]
+Show = Callable[[SeriesStep], AbstractContextManager[Watch]]
 """Called before each step; what it yields is told how the step goes."""
 
 
 @contextlib.contextmanager
-def unseen(step: Step) -> Iterator[Watch]:
+def unseen(step: SeriesStep) -> Iterator[Watch]:
     yield lambda update: None
 
 
@@ -123,7 +123,7 @@ class Series:
         self._known = {(one.variant, one.repeat) for one in known}
         self.course, self._show, self._deadline = course, show, deadline
         self._rooflines = rooflines or Rooflines(course.roofline)
-        self._took: dict[Kind, list[float]] = {}
+        self._took: dict[RunKind, list[float]] = {}
 
     def run(self) -> Outcome:
         """All steps, or those until the user stops it: Ctrl-C, SIGTERM."""
@@ -138,60 +138,62 @@ class Series:
             self.outcome.stopped = True
         return self.outcome
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[SeriesStep]:
         """The bare models before anything else has warmed the machine up."""
-        wanted = {Kind.WARM_UP: self._warms_up, Kind.PARITY: self.course.parity}
+        wanted = {RunKind.WARM_UP: self._warms_up, RunKind.PARITY: self.course.parity}
         first = [kind for kind, yes in wanted.items() if yes]
-        yield from (Step(variant, Kind.ROOFLINE) for variant in self.outcome.variants)
+        yield from (SeriesStep(variant, RunKind.ROOFLINE) for variant in self.outcome.variants)
         for variant in self.outcome.variants:
-            yield from (Step(variant, kind) for kind in first)
+            yield from (SeriesStep(variant, kind) for kind in first)
         for repeat in range(self.course.repeats):
             for variant in self.outcome.variants:
                 if (variant.name, repeat) not in self._known:
-                    yield Step(variant, Kind.REPEAT, repeat, self.course.repeats)
+                    yield SeriesStep(variant, RunKind.REPEAT, repeat, self.course.repeats)
 
     @property
     def _warms_up(self) -> bool:
         return self.course.warmup_s is not None
 
-    def _late(self, step: Step) -> bool:
+    def _late(self, step: SeriesStep) -> bool:
         """Whether no time is left for a round of repeats, when one is about to begin. The very first is always run."""
-        begins = step.kind is Kind.REPEAT and step.repeat > 0 and step.variant is self.outcome.variants[0]
-        round_s = len(self.outcome.left()) * self._expected_s(Kind.REPEAT)
+        begins = step.kind is RunKind.REPEAT and step.repeat > 0 and step.variant is self.outcome.variants[0]
+        round_s = len(self.outcome.left()) * self._expected_s(RunKind.REPEAT)
         return begins and time.monotonic() + round_s > self._deadline
 
-    def _take(self, step: Step, left_s: float) -> None:
+    def _take(self, step: SeriesStep, left_s: float) -> None:
         if not self._due(step):
             return
         began = time.monotonic()
         try:
             with self._show(replace(step, left_s=left_s)) as watch:
-                {Kind.ROOFLINE: self._roofline, Kind.PARITY: self._check}.get(step.kind, self._measure)(step, watch)
+                {RunKind.ROOFLINE: self._roofline, RunKind.PARITY: self._check}.get(step.kind, self._measure)(
+                    step, watch
+                )
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others are compared)
             self._note(step, error)
         self._took.setdefault(step.kind, []).append(time.monotonic() - began)
 
-    def _due(self, step: Step) -> bool:
+    def _due(self, step: SeriesStep) -> bool:
         """Whether there is anything to do: one roofline serves many variants, and not every workload asks a model."""
-        if step.kind not in (Kind.ROOFLINE, Kind.PARITY):
+        if step.kind not in (RunKind.ROOFLINE, RunKind.PARITY):
             return True
         try:
             plan = step.variant.build(self.course.seed)
         except Exception as error:  # noqa: BLE001 (an unknown name, an option that the plugin refuses)
             self.outcome.skipped[step.variant.name] = reason(error)
             return False
-        return self._rooflines.missing(plan) if step.kind is Kind.ROOFLINE else parity.applies(plan)
+        return self._rooflines.missing(plan) if step.kind is RunKind.ROOFLINE else parity.applies(plan)
 
-    def _roofline(self, step: Step, watch: Watch) -> None:
+    def _roofline(self, step: SeriesStep, watch: Watch) -> None:
         self._rooflines.of(step.variant.build(self.course.seed))
 
-    def _check(self, step: Step, watch: Watch) -> None:
+    def _check(self, step: SeriesStep, watch: Watch) -> None:
         found = parity.check(step.variant.build(self.course.seed), watch)
         if found is not None:
             self.outcome.parity[step.variant.name] = found
 
-    def _measure(self, step: Step, watch: Watch) -> None:
-        warming, seed = step.kind is Kind.WARM_UP, self.course.seed + step.repeat
+    def _measure(self, step: SeriesStep, watch: Watch) -> None:
+        warming, seed = step.kind is RunKind.WARM_UP, self.course.seed + step.repeat
         found = measure(
             step.variant, seed, self.course.warmup_s if warming else self.course.seconds, self._rooflines, watch
         )
@@ -200,21 +202,21 @@ class Series:
         elif not warming:
             self.outcome.runs.append(Measured.of(step.variant, step.repeat, seed, found))
 
-    def _note(self, step: Step, error: Exception) -> None:
+    def _note(self, step: SeriesStep, error: Exception) -> None:
         """Whoever has come through a run could begin here."""
-        if step.kind is Kind.REPEAT or (step.kind is Kind.PARITY and self._warms_up):
+        if step.kind is RunKind.REPEAT or (step.kind is RunKind.PARITY and self._warms_up):
             self.outcome.failed[step.variant.name] = f"{step.doing}: {reason(error)}"
         else:
             self.outcome.skipped[step.variant.name] = reason(error)
 
-    def _left_s(self, steps: Sequence[Step]) -> float:
+    def _left_s(self, steps: Sequence[SeriesStep]) -> float:
         left = self.outcome.left()
         expected_s = sum(self._expected_s(step.kind) for step in steps if step.variant in left)
         return min(expected_s, max(0.0, self._deadline - time.monotonic()))
 
-    def _expected_s(self, kind: Kind) -> float:
-        if kind is Kind.ROOFLINE:
+    def _expected_s(self, kind: RunKind) -> float:
+        if kind is RunKind.ROOFLINE:
             return 0.0  # over before anyone asks
-        measuring = (self.course.warmup_s if kind is Kind.WARM_UP else self.course.seconds) or 0.0
-        guess = FIRST_GUESS_S + (measuring if kind is not Kind.PARITY else 0.0)
+        measuring = (self.course.warmup_s if kind is RunKind.WARM_UP else self.course.seconds) or 0.0
+        guess = FIRST_GUESS_S + (measuring if kind is not RunKind.PARITY else 0.0)
         return fmean(self._took[kind]) if kind in self._took else guess

@@ -19,7 +19,7 @@ from gpuinfer.bench.interval import ratio_of_turns
 from gpuinfer.bench.measure import Meter, in_metric
 from gpuinfer.errors import WorkError
 from gpuinfer.host import loop as precise_loop
-from gpuinfer.runtime.run import Plan, Update, execute
+from gpuinfer.runtime.run import RunPlan, Update, execute
 
 SHARE = 0.15  # of the run, which a trial of its advice may last at most
 LEAST_S = 1.5  # of a turn: worker processes tell how they go four times a second
@@ -35,7 +35,7 @@ LOOK_S = (0.01, 0.1)  # between them, at least and at most
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrialCourse:
     """How many pairs of turns, and how long each of them is measured."""
 
     pairs: int
@@ -45,7 +45,7 @@ class Course:
     starting: float = 0.2  # of a turn, left out
 
 
-def course_for(report: Mapping[str, Any], start_s: float) -> Course | None:
+def course_for(report: Mapping[str, Any], start_s: float) -> TrialCourse | None:
     """For a trial beside this run, whose start took so long; None where the run was too short for one."""
     answer_s = report["latency_s"].get("mean", 0.0) - report["queue_wait_s"].get("mean", 0.0)
     text = bool(report["batches"]["slots"])
@@ -55,7 +55,7 @@ def course_for(report: Mapping[str, Any], start_s: float) -> Course | None:
         seconds = PLANNED * most_s / (2 * pairs) - start_s - END_S
         if seconds >= least_s:
             seconds = min(seconds, max(least_s, LONGEST_S))
-            return Course(pairs, seconds, most_s, 2 * pairs * (start_s + seconds + END_S), 0.5 if text else 0.2)
+            return TrialCourse(pairs, seconds, most_s, 2 * pairs * (start_s + seconds + END_S), 0.5 if text else 0.2)
     return None
 
 
@@ -64,9 +64,9 @@ class Turns:
 
     def __init__(
         self,
-        present: Callable[[], Plan],
-        changed: Callable[[], Plan],
-        course: Course,
+        present: Callable[[], RunPlan],
+        changed: Callable[[], RunPlan],
+        course: TrialCourse,
         roofline: Roofline | None = None,
         watch: Callable[[int], None] = lambda done: None,
     ) -> None:
@@ -109,7 +109,7 @@ class Turns:
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
             self._rates[which].append(self._turn(self._builds[which]))
 
-    def _turn(self, build: Callable[[], Plan]) -> float:
+    def _turn(self, build: Callable[[], RunPlan]) -> float:
         """Its rate. Raises `TimeoutError` when no time was left for it."""
         plan, meter = build(), Meter(self._course.seconds, self._course.starting)
         try:
@@ -127,7 +127,7 @@ class Turns:
             raise WorkError(f"{failed} requests failed")
         return self._rate(meter, report)
 
-    async def _execute(self, plan: Plan, meter: Meter) -> dict[str, Any]:
+    async def _execute(self, plan: RunPlan, meter: Meter) -> dict[str, Any]:
         least, most = LOOK_S
         late = asyncio.get_running_loop().call_later(self._left_s(), _end_processes)
         try:

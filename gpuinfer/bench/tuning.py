@@ -23,9 +23,9 @@ from typing import Any
 from gpuinfer.bench import parity
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.interval import goodness
-from gpuinfer.bench.measure import Rooflines, Run, Variant, Watch, in_metric, measure, reason
-from gpuinfer.bench.series import Course, Kind, Measured, Outcome, Series, Show, Step, unseen
-from gpuinfer.runtime.run import Plan, Update
+from gpuinfer.bench.measure import MeasuredRun, Rooflines, Variant, Watch, in_metric, measure, reason
+from gpuinfer.bench.series import Course, Measured, Outcome, RunKind, Series, SeriesStep, Show, unseen
+from gpuinfer.runtime.run import RunPlan, Update
 
 WORTH = 1.03  # a gain below this is noise, and the smaller or the default setting stays
 
@@ -93,7 +93,7 @@ class Trial:
     """One point, run once."""
 
     variant: Variant
-    run: Run | None  # None: it cannot run
+    run: MeasuredRun | None  # None: it cannot run
     reason: str | None = None
     facts: Mapping[str, float] = field(default_factory=dict)  # what the workload said of itself, and `max_rows`
 
@@ -167,12 +167,12 @@ class Tuner:
         except KeyboardInterrupt:
             outcome.stopped = True
 
-    def _check(self, variant: Variant, plan: Plan, outcome: Outcome) -> None:
+    def _check(self, variant: Variant, plan: RunPlan, outcome: Outcome) -> None:
         try:
-            with self._show(Step(variant, Kind.PARITY, left_s=CHECK_S)) as watch:
+            with self._show(SeriesStep(variant, RunKind.PARITY, left_s=CHECK_S)) as watch:
                 found = parity.check(plan, watch)
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others may still be right)
-            outcome.failed[variant.name] = f"{Kind.PARITY}: {reason(error)}"
+            outcome.failed[variant.name] = f"{RunKind.PARITY}: {reason(error)}"
         else:
             if found is not None:
                 outcome.parity[variant.name] = found
@@ -220,14 +220,14 @@ class Tuner:
         facts: dict[str, float] = {}
         try:
             if self._rooflines.missing(variant.build(self.course.seed)):
-                with self._show(Step(variant, Kind.ROOFLINE, left_s=left_s)):
+                with self._show(SeriesStep(variant, RunKind.ROOFLINE, left_s=left_s)):
                     self._rooflines.of(variant.build(self.course.seed))
             run = self._measure(variant, left_s, facts)
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others are tried)
             return Trial(variant, None, reason(error))
         return Trial(variant, run, None, facts)
 
-    def _measure(self, variant: Variant, left_s: float, facts: dict[str, float]) -> Run:
+    def _measure(self, variant: Variant, left_s: float, facts: dict[str, float]) -> MeasuredRun:
         """One run, its rate in the metric of the first trial's. Raises `KeyboardInterrupt` when it was stopped."""
 
         def keep(update: Update, watch: Watch) -> None:
@@ -235,7 +235,7 @@ class Tuner:
             watch(update)
 
         began, course = time.monotonic(), self.course
-        with self._show(Step(variant, Kind.TRIAL, left_s=left_s)) as watch:
+        with self._show(SeriesStep(variant, RunKind.TRIAL, left_s=left_s)) as watch:
             run = measure(variant, course.seed, course.seconds, self._rooflines, lambda update: keep(update, watch))
         self._took.append(time.monotonic() - began)
         if run.report["status"] == "partial":

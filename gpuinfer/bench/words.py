@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpuinfer.bench.compare import Comparison, Row, against
+from gpuinfer.bench.compare import Comparison, Standing, against
 from gpuinfer.bench.interval import LATENCIES, Interval, is_latency
 from gpuinfer.report.report import LOST
 from gpuinfer.units import number, short
@@ -21,7 +21,7 @@ def verdict(comparison: Comparison) -> str:
     return " ".join([_verdict(comparison, comparison.winner), *_unanswered(comparison, comparison.winner)])
 
 
-def _unanswered(comparison: Comparison, winner: Row) -> Iterator[str]:
+def _unanswered(comparison: Comparison, winner: Standing) -> Iterator[str]:
     """A load that is more than anybody answers, and requests that were lost."""
     if not keeps_up_with_all(winner):
         yield f"None keeps up: {offered(winner):,.0f} rows/s arrive, and {winner.served:,.0f} are answered."
@@ -33,18 +33,18 @@ def _unanswered(comparison: Comparison, winner: Row) -> Iterator[str]:
             yield f"{row.name}: {lost:,} of {lost + answered:,} requests have no answer."
 
 
-def offered(row: Row) -> float:
+def offered(row: Standing) -> float:
     """Rows per second that arrived in its median run, of a load from outside; else 0."""
     bounds = (row.report.get("bottleneck") or {}).get("bounds") or {}
     return float(bounds.get("arrival") or 0.0)
 
 
-def keeps_up_with_all(row: Row) -> bool:
+def keeps_up_with_all(row: Standing) -> bool:
     """Whether about all that arrives is answered, where the load comes from outside."""
     return not is_latency(row.metric) or row.served >= ABOUT_ALL * offered(row)
 
 
-def _verdict(comparison: Comparison, winner: Row) -> str:
+def _verdict(comparison: Comparison, winner: Standing) -> str:
     if len(comparison.rows) == 1:
         return f"Only {winner.name} was measured: there is nothing to compare it with."
     if sum(row.able for row in comparison.rows) == 1:
@@ -55,23 +55,23 @@ def _verdict(comparison: Comparison, winner: Row) -> str:
     return _against_slower(comparison, winner) if not comparison.ties else _level(comparison, winner)
 
 
-def _fastest(comparison: Comparison) -> Row:
+def _fastest(comparison: Comparison) -> Standing:
     return max((row for row in comparison.rows if row.able), key=lambda row: row.score)
 
 
-def _alone(comparison: Comparison, winner: Row) -> str:
+def _alone(comparison: Comparison, winner: Standing) -> str:
     if any(not row.keeps_up for row in comparison.rows):
         more = "it alone keeps up with the load" if keeps_up_with_all(winner) else "it answers most of the load"
         return f"{winner.name} wins: {more}."
     return f"{winner.name} is the only one that answered, and as the model does."
 
 
-def _against_slower(comparison: Comparison, winner: Row) -> str:
+def _against_slower(comparison: Comparison, winner: Standing) -> str:
     others = sorted((row for row in comparison.rows if row is not winner), key=lambda row: -row.score)
     return f"{winner.name} wins: {_apart(winner, next(row for row in others if row.able))}."
 
 
-def _level(comparison: Comparison, winner: Row) -> str:
+def _level(comparison: Comparison, winner: Standing) -> str:
     """Not told apart: that is not the same as equal, so the interval is said."""
     names = ", ".join(row.name for row in comparison.ties)
     nearest = max(comparison.ties, key=lambda row: row.score)
@@ -84,7 +84,7 @@ def _level(comparison: Comparison, winner: Row) -> str:
     )
 
 
-def _apart(row: Row, other: Row, named: bool = False) -> str:
+def _apart(row: Standing, other: Standing, named: bool = False) -> str:
     """By how much the row is better than the other, as the ratio of their metric reads."""
     found = ratio(against(row, other))
     if is_latency(row.metric):

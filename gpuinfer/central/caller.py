@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from gpuinfer.central import memory
-from gpuinfer.central.memory import PER_CLIENT, Block, Form
+from gpuinfer.central.memory import PER_CLIENT, Block, BlockForm
 from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, error_to_wire, pack
 from gpuinfer.errors import GpuinferError, UsageError
 
@@ -98,7 +98,7 @@ class Caller:
             raise UsageError("client and server run different versions of gpuinfer. Let both run the same.")
         self.welcome = True
 
-    def attach(self, record: Record, form: Form, max_rows: int) -> None:
+    def attach(self, record: Record, form: BlockForm, max_rows: int) -> None:
         """Take a block of its memory in, in the place of any idle one of the same number.
 
         Raises `Garbled` for one that is not what it says.

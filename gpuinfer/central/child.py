@@ -22,7 +22,7 @@ from gpuinfer.api import ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
 from gpuinfer.central.desk import Desk
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
-from gpuinfer.central.memory import Form, Heart
+from gpuinfer.central.memory import BlockForm, SharedHeart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import error_to_wire
 from gpuinfer.engine.watchdog import Patience, Watchdog
@@ -39,7 +39,7 @@ DRAIN_S = 5.0  # for batches to end when the owner closes
 
 
 @dataclass(frozen=True)
-class Tuning:
+class ServerTuning:
     """How the model is run (`models.opening.Tuning`); None leaves it to us."""
 
     max_rows: int | None = None
@@ -55,11 +55,11 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Order:
+class ServerOrder:
     """All that a server process is told at its start."""
 
     setup: Setup
-    tuning: Tuning
+    tuning: ServerTuning
     roofline: Roofline | None
     strategy: type[Strategy]
     strategy_setup: Setup
@@ -70,12 +70,12 @@ class Order:
     owner: int  # the process that starts it
 
 
-def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: Order) -> None:
+def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: ServerOrder) -> None:
     """The life of the process, which beats in the memory of `pulse`."""
     children.settle_in()
     _allow_descriptors()
     descriptor = pulse.number
-    Heart(memory.attach(os.dup(descriptor), PULSE_SIZE))
+    SharedHeart(memory.attach(os.dup(descriptor), PULSE_SIZE))
     with contextlib.suppress(OSError, EOFError):  # the owner has gone
         try:
             desk, opened, recorder = _open(order, listener, descriptor)
@@ -104,14 +104,14 @@ def _leave(code: int) -> None:
     os._exit(code)  # taking torch apart first would cost up to a second
 
 
-def _open(order: Order, listener: socket.socket, pulse: int) -> _Opened:
+def _open(order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
     spec = order.setup.model
     if spec is None:
         raise UsageError("the central server serves a model, and none was named. Name one.")
     return _open_text(spec, order, listener, pulse) if spec.kind == "text" else _open_rows(spec, order, listener, pulse)
 
 
-def _open_text(spec: ModelSpec, order: Order, listener: socket.socket, pulse: int) -> _Opened:
+def _open_text(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
     from gpuinfer.central.text_desk import TextDesk, Texts
 
     backend, strategy = Texts(spec, order.setup, order.tuning), _strategy(order)
@@ -120,13 +120,13 @@ def _open_text(spec: ModelSpec, order: Order, listener: socket.socket, pulse: in
     return desk, backend, recorder
 
 
-def _open_rows(spec: ModelSpec, order: Order, listener: socket.socket, pulse: int) -> _Opened:
-    from gpuinfer.models.opening import open_model
+def _open_rows(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
+    from gpuinfer.models.open_model import open_model
 
     opened = open_model(spec, order.setup, order.tuning, order.roofline)
     answerer = Answerer(opened)
     strategy = _strategy(order)
-    form = Form(spec, opened.answer)
+    form = BlockForm(spec, opened.answer)
     recorder = Recorder.of(order.setup, opened.limits, type(strategy).__name__.lower())
     desk = Desk(
         answerer,
@@ -142,7 +142,7 @@ def _open_rows(spec: ModelSpec, order: Order, listener: socket.socket, pulse: in
     return desk, opened, recorder
 
 
-def _strategy(order: Order) -> Strategy:
+def _strategy(order: ServerOrder) -> Strategy:
     return order.strategy(order.strategy_setup, **order.strategy_options)
 
 

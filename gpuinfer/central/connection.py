@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuinfer.api import Limits, Priority
 from gpuinfer.central import memory
 from gpuinfer.central.address import Address
-from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, Form, Pulse
+from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, BlockForm, SharedPulse
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
 from gpuinfer.engine.admission import class_of
@@ -59,10 +59,10 @@ class Connection:
     def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
         """`restarts_within_s`: how long a server that died may take to come back; 0 when it will not."""
         self.limits: Limits
-        self.form: Form
+        self.form: BlockForm
         self._address, self._patience_s = address, restarts_within_s
         self._socket: socket.socket | None = None
-        self._pulse: Pulse
+        self._pulse: SharedPulse
         self._unpacker = Unpacker(self.largest_body)
         self._blocks: list[Block] = []
         self._descriptors: list[memory.Descriptor] = []  # of the blocks: a server that comes back needs them again
@@ -127,8 +127,8 @@ class Connection:
     def _learn(self, told: Any, pulse: int) -> None:
         """What the server says of itself in its greeting."""
         self.limits = Limits(told["max_rows"], PER_CLIENT)
-        self.form = Form.from_wire(told["form"])
-        self._pulse = Pulse(memory.attach(pulse, PULSE_SIZE))
+        self.form = BlockForm.from_wire(told["form"])
+        self._pulse = SharedPulse(memory.attach(pulse, PULSE_SIZE))
 
     def come_back(self, cause: BackendDied) -> None:
         """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.

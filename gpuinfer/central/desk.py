@@ -17,8 +17,8 @@ from typing import Any
 
 from gpuinfer.api import BatchRecord, Limits, Priority, Request, Strategy, forward_lane
 from gpuinfer.central.caller import Caller
-from gpuinfer.central.lines import Lines, Ready
-from gpuinfer.central.memory import Block, Form
+from gpuinfer.central.lines import ClientLines, Ready
+from gpuinfer.central.memory import Block, BlockForm
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
 from gpuinfer.config import blame
@@ -73,7 +73,7 @@ class Desk:
     def __init__(
         self,
         answerer: Answerer,
-        form: Form,
+        form: BlockForm,
         limits: Limits,
         strategy: Strategy,
         listener: socket.socket,
@@ -96,7 +96,7 @@ class Desk:
         self._recorder = recorder
         self._clock = clock
         welcome = pack(Record(Kind.WELCOME, body={"form": form.to_wire(), "max_rows": limits.max_rows}))
-        self._lines = Lines(listener, token, most_clients, (welcome, pulse), answerer.pin)
+        self._lines = ClientLines(listener, token, most_clients, (welcome, pulse), answerer.pin)
         self._lead = threading.Lock()  # whoever watches the lines
         self._state = threading.Lock()  # queue, tally, strategy, callers; held for moments
         self._queue, self._tally = Queue(), Tally()
@@ -179,7 +179,7 @@ class Desk:
         while not self._closing:
             if ready or self._lines.overdue:
                 with self._state:
-                    self._lines.take_in(ready, self._heed, self._forget)
+                    self._lines.take_in(ready, self._on_record, self._forget)
             due = self._due()
             if isinstance(due, Cut):
                 return due
@@ -226,7 +226,7 @@ class Desk:
 
     # Taking requests in; all of this with `_state` held
 
-    def _heed(self, caller: Caller, record: Record) -> None:
+    def _on_record(self, caller: Caller, record: Record) -> None:
         if record.kind == Kind.ASK:
             self._ask(caller, record)
         elif record.kind == Kind.BLOCK:

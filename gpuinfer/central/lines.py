@@ -28,11 +28,11 @@ MOST_STRANGERS = 256  # that have not yet
 FINE_S = 2e-3  # below it a wait needs a finer clock than the selector's milliseconds
 
 Ready = Sequence[tuple[selectors.SelectorKey, int]]
-Heed = Callable[[Caller, Record], None]
+OnRecord = Callable[[Caller, Record], None]
 Forget = Callable[[Caller], None]
 
 
-class Lines:
+class ClientLines:
     """One thread at a time waits and takes in; any thread may send."""
 
     def __init__(
@@ -83,15 +83,15 @@ class Lines:
 
     # Taking in
 
-    def take_in(self, ready: Ready, heed: Heed, forget: Forget) -> None:
-        """Hand each record to `heed`, and to `forget` each client that has gone, or is sent away for what it said.
+    def take_in(self, ready: Ready, on_record: OnRecord, forget: Forget) -> None:
+        """Hand each record to `on_record`, and to `forget` each client that has gone, or is sent away for what it said.
 
-        `heed` raises `Garbled`, or a `GpuinferError` that the client is told, for a record that makes no sense.
+        `on_record` raises `Garbled`, or a `GpuinferError` that the client is told, for a record that makes no sense.
         """
         for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept(forget)
-            elif key.data is not None and not key.data.gone and not self._hear(key.data, events, heed):
+            elif key.data is not None and not key.data.gone and not self._hear(key.data, events, on_record):
                 self._drop(key.data, forget)
         for caller in self.overdue:
             self._drop(caller, forget)
@@ -130,7 +130,7 @@ class Lines:
         again.daemon = True
         again.start()
 
-    def _hear(self, caller: Caller, events: int, heed: Heed) -> bool:
+    def _hear(self, caller: Caller, events: int, on_record: OnRecord) -> bool:
         """Take in what one client has sent; whether it may stay."""
         if events & selectors.EVENT_WRITE:
             self.send(caller, b"")
@@ -139,7 +139,7 @@ class Lines:
         try:
             for record in caller.receive():
                 if caller.welcome:
-                    heed(caller, record)
+                    on_record(caller, record)
                 else:
                     self._admit(caller, record)
         except EOFError:

@@ -144,7 +144,7 @@ PER_CLIENT = 256  # blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BlockForm:
     """What the rows and answers of one model look like in memory."""
 
     spec: ModelSpec
@@ -166,7 +166,7 @@ class Form:
         return {"row": row, "answer": self.answer.to_wire()}
 
     @classmethod
-    def from_wire(cls, wire: Any) -> Form:
+    def from_wire(cls, wire: Any) -> BlockForm:
         return cls(ModelSpec(**wire["row"]), AnswerLayout.from_wire(wire["answer"]))
 
 
@@ -175,7 +175,7 @@ class Block:
 
     __slots__ = ("_form", "answers", "number", "pin", "room", "rows")
 
-    def __init__(self, number: int, room: int, memory: mmap.mmap, form: Form) -> None:
+    def __init__(self, number: int, room: int, memory: mmap.mmap, form: BlockForm) -> None:
         self.number, self.room = number, room
         self.pin: Any = None  # the server's registration of this memory with a device
         self._form = form
@@ -208,7 +208,7 @@ COUNT = struct.Struct("<Q")
 SIZE = mmap.PAGESIZE
 
 
-class Heart:
+class SharedHeart:
     """Beats from a thread that does nothing else, so that it goes on whatever the model does."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -222,7 +222,7 @@ class Heart:
             time.sleep(BEAT_S)
 
 
-class Pulse:
+class SharedPulse:
     """Somebody else's heart. Look at least every `AWAY_S` seconds while you wait for it."""
 
     def __init__(self, memory: mmap.mmap) -> None:

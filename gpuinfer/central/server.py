@@ -24,9 +24,9 @@ import msgpack
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import address, memory
-from gpuinfer.central.child import Order, Tuning, main
+from gpuinfer.central.child import ServerOrder, ServerTuning, main
 from gpuinfer.central.client import Client
-from gpuinfer.central.memory import LATE_S, SIZE, Pulse
+from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
 from gpuinfer.central.wire import error_from_wire
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
@@ -83,7 +83,7 @@ class CentralServer:
             raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
         spec = _spec(model, inputs, input_dtype, weights, arguments or {})
         setup = Setup(spec, device, dtype, seed, deterministic=deterministic)
-        tuning = Tuning(max_rows, forwards, threads)
+        tuning = ServerTuning(max_rows, forwards, threads)
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
 
@@ -91,7 +91,7 @@ class CentralServer:
     def of(
         cls,
         setup: Setup,
-        tuning: Tuning,
+        tuning: ServerTuning,
         strategy: Strategy,
         *,
         roofline: Roofline | None = None,
@@ -107,7 +107,7 @@ class CentralServer:
     def _prepare(
         self,
         setup: Setup,
-        tuning: Tuning,
+        tuning: ServerTuning,
         strategy: Strategy,
         roofline: Roofline | None,
         max_clients: int,
@@ -149,7 +149,7 @@ class CentralServer:
             raise UsageError("this server came here by fork. Start it where it was made, or make another here.")
         self._listener, self._address = address.listen()
         descriptor, mapping = memory.create(SIZE)
-        self._heart, self._pulse = memory.Descriptor(descriptor), Pulse(mapping)
+        self._heart, self._pulse = memory.Descriptor(descriptor), SharedPulse(mapping)
         self._at_exit = Finalize(None, self.close, kwargs={"quiet": True}, exitpriority=0)  # else it would be joined
         try:
             self._spawn()
@@ -168,7 +168,7 @@ class CentralServer:
         process = context.Process(target=main, args=(theirs, self._listener, self._heart, self._order()))
         process.name = "gpuinfer server"
         try:
-            with children.deaf(), children.threads_each(1):
+            with children.ignoring_interrupts(), children.threads_each(1):
                 process.start()
         except Exception as error:
             raise UsageError(
@@ -208,10 +208,10 @@ class CentralServer:
         if self._closing.is_set():
             raise Closed(_CLOSED_EARLY)
 
-    def _order(self) -> Order:
+    def _order(self) -> ServerOrder:
         assert self._address is not None
         strategy = self._strategy
-        return Order(
+        return ServerOrder(
             setup=replace(self._setup, processes=1),
             tuning=self._shares(),
             roofline=self._roofline,
@@ -224,7 +224,7 @@ class CentralServer:
             owner=self._owner,
         )
 
-    def _shares(self) -> Tuning:
+    def _shares(self) -> ServerTuning:
         """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
         tuning = self._tuning
         if (
@@ -310,7 +310,7 @@ class CentralServer:
             if not gone and not self._pulse.stopped:
                 continue
             deaths = deaths + 1 if time.monotonic() - self._started_at < BACK_S else 1
-            error = self._mourn(stopped=not gone)
+            error = self._cause_of_end(stopped=not gone)
             again = self._restart and deaths < TRIES
             after = f" {deaths} deaths in a row are enough: it is not started again." if self._restart else ""
             log.warning("%s%s", error, " It is started again." if again else after)
@@ -318,7 +318,7 @@ class CentralServer:
                 self._lose(self._error or error)
                 return
 
-    def _mourn(self, *, stopped: bool) -> GpuinferError:
+    def _cause_of_end(self, *, stopped: bool) -> GpuinferError:
         """Why it died: in its own last words, or as it looks from here."""
         with self._line_lock, contextlib.suppress(OSError, EOFError):
             while self._error is None and self._line.poll(0):

@@ -16,7 +16,7 @@ from gpuinfer.errors import BackendError, BadResult, GpuinferError
 from gpuinfer.models.layouts import AnswerLayout
 
 if TYPE_CHECKING:
-    from gpuinfer.models.opening import Opened
+    from gpuinfer.models.open_model import Opened
 
 
 class Rows(Protocol):

@@ -17,7 +17,7 @@ from gpuinfer.central.address import Address
 from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
-from gpuinfer.central.memory import Pulse
+from gpuinfer.central.memory import SharedPulse
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     NOBODY,
@@ -61,7 +61,7 @@ class TextConnection(Connection):
     def _learn(self, told: Any, pulse: int) -> None:
         slots = told["slots"]
         self.limits = Limits(slots, in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
-        self._pulse = Pulse(memory.attach(pulse, PULSE_SIZE))
+        self._pulse = SharedPulse(memory.attach(pulse, PULSE_SIZE))
 
     def ask(
         self,

@@ -16,15 +16,15 @@ from typing import Any
 
 from gpuinfer.api import Backend, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
 from gpuinfer.central.caller import Bounds, Caller
-from gpuinfer.central.lines import Lines
+from gpuinfer.central.lines import ClientLines
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     LARGEST_PROMPT,
     NOBODY,
-    Asked,
     Garbled,
     Kind,
     Record,
+    TextRequest,
     asked_from_wire,
     error_to_wire,
     generation_to_wire,
@@ -107,7 +107,7 @@ class TextDesk:
         threading.Thread(target=self._loop.run_forever, name="gpuinfer-desk", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
         welcome = pack(Record(Kind.WELCOME, body={"slots": self.limits.max_rows}))
-        self._lines = Lines(listener, token, most_clients, (welcome, pulse), lambda rows: None, BOUNDS)
+        self._lines = ClientLines(listener, token, most_clients, (welcome, pulse), lambda rows: None, BOUNDS)
 
     @property
     def limits(self) -> Limits:
@@ -165,12 +165,12 @@ class TextDesk:
 
     def _turn(self) -> None:
         try:
-            self._lines.take_in(self._lines.look(), self._heed, self._forget)
+            self._lines.take_in(self._lines.look(), self._on_record, self._forget)
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
             self._loop.remove_reader(self._lines.fileno())
             self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
 
-    def _heed(self, caller: Caller, record: Record) -> None:
+    def _on_record(self, caller: Caller, record: Record) -> None:
         if record.kind == Kind.PROMPT:
             self._ask(caller, record)
         elif record.kind == Kind.CANCEL:
@@ -196,7 +196,7 @@ class TextDesk:
                 self._engine.join(who)
         self._under_way[key] = self._loop.create_task(self._serve(caller, record, asked, group, who))
 
-    async def _serve(self, caller: Caller, record: Record, asked: Asked, group: Hashable, who: Hashable) -> None:
+    async def _serve(self, caller: Caller, record: Record, asked: TextRequest, group: Hashable, who: Hashable) -> None:
         """One request from the queue to its answer. One that meets the model's death is told with all the others."""
         try:
             generation = await self._engine.submit(

@@ -142,7 +142,7 @@ LARGEST_PROMPT = 16 << 20  # bytes, encoded
 LARGEST_ANSWER = 256 << 20
 
 
-class Asked(Struct, frozen=True, array_like=True):
+class TextRequest(Struct, frozen=True, array_like=True):
     """What a client sends with a request."""
 
     prompt: Prompt
@@ -150,7 +150,7 @@ class Asked(Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_asked, _generation = msgspec.msgpack.Decoder(Asked), msgspec.msgpack.Decoder(Generation)
+_asked, _generation = msgspec.msgpack.Decoder(TextRequest), msgspec.msgpack.Decoder(Generation)
 UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -162,7 +162,7 @@ def asked_to_wire(prompt: Any, group: Any) -> bytes:
             "Submit gpuinfer.generation.Prompt."
         )
     try:
-        data = _encoder.encode(Asked(prompt, group))
+        data = _encoder.encode(TextRequest(prompt, group))
     except UNFIT as error:
         raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
     if len(data) > LARGEST_PROMPT:
@@ -172,7 +172,7 @@ def asked_to_wire(prompt: Any, group: Any) -> bytes:
     return data
 
 
-def asked_from_wire(data: bytes) -> Asked:
+def asked_from_wire(data: bytes) -> TextRequest:
     """Raises `BadPrompt` for what is none."""
     try:
         return _asked.decode(data)

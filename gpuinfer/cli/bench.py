@@ -14,7 +14,7 @@ import typer
 
 from gpuinfer.cli import flags, generators, output, targets
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
-from gpuinfer.cli.progress import Progress, interruptible
+from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def compared(
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    progress = Progress(f"bench {targets.called(target)}", common)
+    progress = ComparisonProgress(f"bench {targets.called(target)}", common)
     with interruptible():
         series = Series(variants, course, progress.step)
         progress.watch(series)

@@ -39,7 +39,7 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus, "cpu": torch.backend
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Fact:
     """One thing looked at. One that is not ok and not serious is a fact of this machine, such as no GPU."""
 
     name: str
@@ -49,7 +49,7 @@ class Finding:
     serious: bool = True
 
 
-def examine() -> Iterator[tuple[str, list[Finding]]]:
+def examine() -> Iterator[tuple[str, list[Fact]]]:
     """Title and findings, part by part, as they become known."""
     yield "machine", [*_processor(), *_memory()]
     torch = probe_torch()
@@ -78,11 +78,11 @@ def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
     return found
 
 
-def _processor() -> Iterator[Finding]:
+def _processor() -> Iterator[Fact]:
     usable, all_of_them = machine.cores(), os.cpu_count() or 1
     limited = f"of {all_of_them}: affinity or the control group's quota" if usable < all_of_them else ""
-    yield Finding("processor", processor_name())
-    yield Finding("cores to use", str(usable), limited)
+    yield Fact("processor", processor_name())
+    yield Fact("cores to use", str(usable), limited)
 
 
 def processor_name() -> str:
@@ -93,18 +93,18 @@ def processor_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Fact]:
     memory = psutil.virtual_memory()
-    yield Finding("memory", f"{number(memory.available)}B free of {number(memory.total)}B")
+    yield Fact("memory", f"{number(memory.available)}B free of {number(memory.total)}B")
 
 
-def _versions(torch: Mapping[str, Any]) -> Iterator[Finding]:
-    yield Finding("python", platform.python_version(), sys.executable)
+def _versions(torch: Mapping[str, Any]) -> Iterator[Fact]:
+    yield Fact("python", platform.python_version(), sys.executable)
     for package in ("gpuinfer", "torch", "numba", "numpy"):
         try:
-            yield Finding(package, version(package), *_torch_state(package, torch))
+            yield Fact(package, version(package), *_torch_state(package, torch))
         except PackageNotFoundError:
-            yield Finding(package, "not installed", f"pip install {package}", ok=False)
+            yield Fact(package, "not installed", f"pip install {package}", ok=False)
 
 
 def _torch_state(package: str, torch: Mapping[str, Any]) -> tuple[str, bool]:
@@ -116,13 +116,13 @@ def _torch_state(package: str, torch: Mapping[str, Any]) -> tuple[str, bool]:
     return f"{build}; {torch['cpu']} kernels", True
 
 
-def _devices(torch: Mapping[str, Any]) -> Iterator[Finding]:
+def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
     works = "error" not in torch
-    yield Finding("cpu", "ready" if works else "torch does not work", ok=works)
+    yield Fact("cpu", "ready" if works else "torch does not work", ok=works)
     for index, name in enumerate(torch.get("gpus", ())):
-        yield Finding(f"cuda:{index}", str(name))
+        yield Fact(f"cuda:{index}", str(name))
     if not torch.get("gpus"):
-        yield Finding("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
+        yield Fact("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
 
 
 def _why_no_cuda(torch: Mapping[str, Any]) -> str:
@@ -149,45 +149,45 @@ def nvidia_smi() -> str:
     return ", ".join(child.stdout.split("\n")).strip(", ") if child.returncode == 0 else ""
 
 
-def _cache_folder() -> Finding:
+def _cache_folder() -> Fact:
     """Where compiled kernels are kept."""
     folder = Path(platformdirs.user_cache_dir("gpuinfer"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return Finding("cache", str(folder), "writable")
+            return Fact("cache", str(folder), "writable")
     except OSError as error:
         cure = "Set XDG_CACHE_HOME to a folder of yours."
-        return Finding("cache", str(folder), f"{error.strerror}: compiled kernels will not last. {cure}", ok=False)
+        return Fact("cache", str(folder), f"{error.strerror}: compiled kernels will not last. {cure}", ok=False)
 
 
-def _settings() -> Finding:
+def _settings() -> Fact:
     try:
         merged = settings.load()
     except UsageError as error:
-        return Finding("settings", "cannot be used", str(error), ok=False)
+        return Fact("settings", "cannot be used", str(error), ok=False)
     absent = registry.unknown_of(merged.common.disabled_plugins)
     remark = f"disabled_plugins names {', '.join(absent)}, which is not installed" if absent else ""
-    return Finding("settings", str(merged.file or "no gpuinfer.toml here"), remark)
+    return Fact("settings", str(merged.file or "no gpuinfer.toml here"), remark)
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins() -> Iterator[Fact]:
     for record in inspect_all(registry.listing()):
         off = record.reason.startswith("switched off")
         name = f"{registry.KINDS[record.kind]} {record.name}"
-        yield Finding(name, record.package, record.reason, ok=bool(record.ok), serious=not off)
+        yield Fact(name, record.package, record.reason, ok=bool(record.ok), serious=not off)
 
 
-def _runs(torch: Mapping[str, Any], plugins: list[Finding]) -> Iterator[Finding]:
+def _runs(torch: Mapping[str, Any], plugins: list[Fact]) -> Iterator[Fact]:
     broken = {finding.name for finding in plugins if not finding.ok}
     for name in sorted({record.name for record in registry.listing("workloads")}):
         loads = f"workload {name}" not in broken
         cpu = loads and "error" not in torch
         why = "torch does not work" if loads else "the plugin cannot be used"
-        yield Finding(f"{name} --device cpu", "yes" if cpu else "no", "" if cpu else why, ok=cpu)
+        yield Fact(f"{name} --device cpu", "yes" if cpu else "no", "" if cpu else why, ok=cpu)
         cuda = cpu and bool(torch.get("gpus"))
         reason = "" if cuda else _why_no_cuda(torch) if loads else why
-        yield Finding(f"{name} --device cuda", "yes" if cuda else "no", reason, ok=cuda, serious=False)
+        yield Fact(f"{name} --device cuda", "yes" if cuda else "no", reason, ok=cuda, serious=False)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -209,5 +209,5 @@ def doctor() -> None:
         raise typer.Exit(FAILED)
 
 
-def _mark(finding: Finding) -> str:
+def _mark(finding: Fact) -> str:
     return "✓" if finding.ok else "✗" if finding.serious else "–"

@@ -21,7 +21,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.peers.programs import PEERS, PROGRAMS, pythons
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.generators import Work
+    from gpuinfer.bench.generators import Contest
     from gpuinfer.bench.series import Course
     from gpuinfer.config.settings import Settings
 
@@ -90,10 +90,12 @@ def _refuse_others(values: Values, own: Values) -> None:
             )
 
 
-def _work(names: Sequence[str], merged: Settings, values: Values, own: Values, course: Course, scratch: Path) -> Work:
+def _work(
+    names: Sequence[str], merged: Settings, values: Values, own: Values, course: Course, scratch: Path
+) -> Contest:
     """Everything checked: the model, the prompts, and that they fit."""
     from gpuinfer.api import ModelSpec, Setup
-    from gpuinfer.bench.generators import Work
+    from gpuinfer.bench.generators import Contest
     from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
@@ -105,7 +107,7 @@ def _work(names: Sequence[str], merged: Settings, values: Values, own: Values, c
     arguments = {"meta": str(meta)} if meta else {}
     checkpoint = open_checkpoint(ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text"))
     common = merged.common
-    work = Work(
+    work = Contest(
         model=str(chosen),
         names=names,
         batch_sizes=sizes,
@@ -148,11 +150,11 @@ def _sizes(text: str | None) -> list[int]:
 
 def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
     """Those of the file, or drawn ones."""
-    from gpuinfer.bench.generators import Drawn, from_file
+    from gpuinfer.bench.generators import DrawnPrompts, from_file
     from gpuinfer.text.language import open_language
 
     if path is None:
-        return Drawn(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
+        return DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
     return from_file(Path(path), open_language(checkpoint.language_files(), checkpoint.shape), most)
 
 

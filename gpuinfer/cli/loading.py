@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from gpuinfer.config import registry
-from gpuinfer.config.registry import Record
+from gpuinfer.config.registry import PluginRecord
 
 LIMIT_S = 90.0  # for all of them: torch's first import from a cold disk
 
 
-def inspect_all(records: Sequence[Record]) -> list[Record]:
+def inspect_all(records: Sequence[PluginRecord]) -> list[PluginRecord]:
     """The records with `ok` known, in their order. One that takes the process with it harms no other."""
     left = [record for record in records if record.ok is None]
-    known: dict[Record, Record] = {}
+    known: dict[PluginRecord, PluginRecord] = {}
     while left:
         said, why = _ask(left)
         known |= {
@@ -31,7 +31,7 @@ def inspect_all(records: Sequence[Record]) -> list[Record]:
     return [known.get(record, record) for record in records]
 
 
-def _ask(records: Sequence[Record]) -> tuple[list[tuple[bool, str]], str]:
+def _ask(records: Sequence[PluginRecord]) -> tuple[list[tuple[bool, str]], str]:
     """What was said of the first of them, and why not of all."""
     path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
     try:
@@ -52,7 +52,7 @@ def main() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a plugin prints
     for fields in json.loads(sys.stdin.read()):
-        record = registry.inspect(Record(**fields))
+        record = registry.inspect(PluginRecord(**fields))
         said.write(json.dumps([record.ok, record.reason]) + "\n")
         said.flush()
     os._exit(0)  # threads that an import has left behind may hang

@@ -58,7 +58,7 @@ def show_list(
             facts(kind, rows)
 
 
-def _row(record: registry.Record) -> tuple[str, str, str]:
+def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
     mark = {True: "✓", False: "✗", None: "·"}[record.ok]
     return f"  {mark} {record.name}", record.package, record.reason or first_sentence(record.module)
 
@@ -84,7 +84,7 @@ def _about(plugin: Any) -> str:
     return " ".join((plugin.__doc__ or "no description").split())
 
 
-def _options(record: registry.Record, plugin: Any) -> list[tuple[str, str, str]]:
+def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str, str]]:
     from gpuinfer.config import options
 
     if not hasattr(plugin, "Options"):

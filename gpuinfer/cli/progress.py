@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.series import Series, Step
+    from gpuinfer.bench.series import Series, SeriesStep
     from gpuinfer.bench.tuning import Tuner
 
 
-class Progress:
+class ComparisonProgress:
     """What people see while it goes on: a live view of the present run, or a line for each step."""
 
     def __init__(self, title: str, common: Any) -> None:
@@ -26,17 +26,17 @@ class Progress:
         self._work = work
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[Callable[[Any], None]]:
+    def step(self, step: SeriesStep) -> Iterator[Callable[[Any], None]]:
         """Show one step, and afterwards what it brought."""
-        from gpuinfer.bench.series import Kind
+        from gpuinfer.bench.series import RunKind
         from gpuinfer.units import duration
 
         left = f" · about {duration(step.left_s)} left" if step.left_s else ""
         said, known = f"{step.variant.name} · {step.doing}{left}", self._results()
-        if not self._live or step.kind is Kind.ROOFLINE:
-            self._say("measuring the bare model …" if step.kind is Kind.ROOFLINE else said)
+        if not self._live or step.kind is RunKind.ROOFLINE:
+            self._say("measuring the bare model …" if step.kind is RunKind.ROOFLINE else said)
         with self._view(said) as update:
-            yield lambda look: update(look if step.kind is Kind.PARITY else self._by_the_clock(look))
+            yield lambda look: update(look if step.kind is RunKind.PARITY else self._by_the_clock(look))
         for name, result in self._results().items() if self._live else ():
             if known.get(name) != result:
                 self._say(f"{name} · {step.doing}: {result}")

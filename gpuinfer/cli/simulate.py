@@ -17,7 +17,7 @@ from gpuinfer.cli.progress import interruptible
 from gpuinfer.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
-    from gpuinfer.cli.simulation import Case
+    from gpuinfer.cli.simulation import Scenario
     from gpuinfer.config.settings import Common
     from gpuinfer.simulate import Outcome
 
@@ -87,7 +87,7 @@ def execute(values: Mapping[str, Any]) -> int:
     return CHECK_FAILED if document["solve"] and document["solve"]["replicas"] is None else 0
 
 
-def _check_files(cases: Sequence[Case], common: Common) -> None:
+def _check_files(cases: Sequence[Scenario], common: Common) -> None:
     """Refuse, before anything is simulated, what could not be written after it."""
     from gpuinfer.cli.workload import check_trace
 
@@ -111,7 +111,7 @@ def _check_files(cases: Sequence[Case], common: Common) -> None:
         raise UsageError(f"--plot {plot} cannot be written. Give a file in a folder of yours.")
 
 
-def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
+def _simulated(cases: Sequence[Scenario], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
     """The document, and whether every setting came to be simulated before the user stopped it."""
     from gpuinfer.screen.display import comparison
     from gpuinfer.simulate import tables
@@ -140,7 +140,7 @@ def _simulated(cases: Sequence[Case], common: Common, command: str, on_stderr: b
     return document(command, common.seed, runs, None), len(runs) == len(cases)
 
 
-def _run(case: Case, trace: str | None) -> Outcome:
+def _run(case: Scenario, trace: str | None) -> Outcome:
     """Simulate, and record what happens when a trace was asked for."""
     if trace is None:
         return case.simulate()
@@ -165,7 +165,7 @@ def _run(case: Case, trace: str | None) -> Outcome:
                 one.close()
 
 
-def _solved(case: Case, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
+def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
     from gpuinfer.screen.display import comparison
     from gpuinfer.simulate import tables
     from gpuinfer.simulate.document import document, run
@@ -194,7 +194,7 @@ def _solved(case: Case, common: Common, command: str, on_stderr: bool) -> dict[s
     return document(command, common.seed, runs, solution)
 
 
-def _beyond(cases: Sequence[Case]) -> list[tuple[str, str]]:
+def _beyond(cases: Sequence[Scenario]) -> list[tuple[str, str]]:
     """A word of caution where a fitted service model says more than was measured."""
     largest = cases[0].fitted.largest
     most = max(case.limits.max_rows for case in cases)

@@ -27,7 +27,7 @@ from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted, replayed
 from gpuinfer.simulate.replica import Recorder
 from gpuinfer.simulate.service import ServiceModel
-from gpuinfer.workloads.load.arrivals import classes_of, drawn, refuse_unheeded, rows_of, schedule_of
+from gpuinfer.workloads.load.arrivals import classes_of, drawn, refuse_unread, rows_of, schedule_of
 
 NAME = "simulate"
 REQUESTS = 100_000  # of a load that would never end
@@ -89,7 +89,7 @@ class Options(api.Options):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Scenario:
     """One simulation, built and checked, not begun."""
 
     labels: Mapping[str, str]  # the settings in which it differs from the others
@@ -124,7 +124,7 @@ class Case:
         )
 
 
-def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Case:
+def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
     """The simulation that these flags describe (None: not given). Raises `UsageError` or `ValidationError`."""
     merged = merge(NAME, {**values, "strategy_options": None})
     name = merged.common.strategy
@@ -147,7 +147,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Case:
         raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")
     if options.solve and target is None:
         raise UsageError(f"--solve {options.solve} needs a target. Give --target 50ms, or -S latency_target=50ms.")
-    return Case(
+    return Scenario(
         labels,
         _title(options, load, name),
         name,
@@ -214,7 +214,7 @@ def arrivals(options: Options) -> Arrivals:
     if len(named) > 1:
         flags = " and ".join(f"--{name}" for name in named)
         raise UsageError(f"{flags} each say what the load is, here or in gpuinfer.toml. Give one of them.")
-    refuse_unheeded(options, named[0])
+    refuse_unread(options, named[0])
     if options.replay is not None:
         return read_once(replayed, options.replay)
     classes = classes_of(options.classes) if options.classes else {}

@@ -18,8 +18,8 @@ from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuinfer.api import Roofline, Workload
-    from gpuinfer.bench.trial import Course
-    from gpuinfer.runtime.run import Plan, Update
+    from gpuinfer.bench.trial import TrialCourse
+    from gpuinfer.runtime.run import RunPlan, Update
     from gpuinfer.screen.display import Display
 
 TOO_SHORT = "the run was too short"
@@ -28,7 +28,7 @@ SKIPPED = "it was skipped"
 TABLES = {"-B": "backends", "-S": "strategies"}
 
 
-class Ending:
+class EndOfRun:
     """How a run is shown to its end: its report as soon as there is one, and then what its advice brings."""
 
     def __init__(self, workload: Workload, merged: Settings, display: Display, destination: Destination) -> None:
@@ -77,9 +77,9 @@ class Ahead:
     """A trial that is about to be made: how the work is built for each turn, and for how long it is to run."""
 
     change: Change
-    present: Callable[[], Plan]
-    changed: Callable[[], Plan]
-    course: Course
+    present: Callable[[], RunPlan]
+    changed: Callable[[], RunPlan]
+    course: TrialCourse
 
 
 def wanted(common: Common) -> bool:
@@ -121,7 +121,7 @@ def _options(workload: Workload) -> Mapping[str, Any]:
     return type(workload).Options.model_fields
 
 
-def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[str, Any]) -> Plan:
+def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[str, Any]) -> RunPlan:
     from gpuinfer.cli.workload import around, setup_of
 
     copy = workload.trial(setup_of(settings.common), **changes)
@@ -150,7 +150,7 @@ def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, A
     """The report once its advice was tried. Nothing that happens meanwhile harms it."""
     from gpuinfer.bench.measure import reason
     from gpuinfer.bench.trial import Turns
-    from gpuinfer.report.judging import Trial, after
+    from gpuinfer.report.judging import TriedAdvice, after
 
     course, bottleneck = trial.course, report["bottleneck"]
     try:
@@ -161,7 +161,7 @@ def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, A
         return {**report, "bottleneck": {**bottleneck, "not_tried": SKIPPED}}
     except Exception as error:  # noqa: BLE001 (an advice that cannot be followed here: a prediction is all there is)
         return {**report, "bottleneck": {**bottleneck, "not_tried": reason(error).rstrip(".")}}
-    measured = Trial(*found, course.seconds, 2 * turns.pairs, str(bottleneck["command"]))
+    measured = TriedAdvice(*found, course.seconds, 2 * turns.pairs, str(bottleneck["command"]))
     return {**report, "bottleneck": after(bottleneck, measured)}
 
 

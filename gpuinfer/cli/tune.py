@@ -11,7 +11,7 @@ import typer
 from gpuinfer.cli import flags, output, targets
 from gpuinfer.cli.bench import apply_winner, concluded, own_flag, refuse_records, show, single
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
-from gpuinfer.cli.progress import Progress, interruptible
+from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
@@ -75,7 +75,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     course = Course(seed=common.seed, roofline=common.roofline)
-    progress = Progress(f"tune {target}", common)
+    progress = ComparisonProgress(f"tune {target}", common)
     with interruptible():
         tuner = Tuner(space(target, values), budget_s, course, progress.step)
         progress.watch(tuner)

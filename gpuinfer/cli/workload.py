@@ -18,13 +18,13 @@ from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.flags import anew
 from gpuinfer.cli.problems import FAILED, PARTIAL
-from gpuinfer.cli.trial import Ending
+from gpuinfer.cli.trial import EndOfRun
 from gpuinfer.config import blame, registry, settings
 from gpuinfer.config.options import Given, Several
 from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpuinfer.runtime.run import Plan
+    from gpuinfer.runtime.run import RunPlan
     from gpuinfer.trace.merge import Merged
 
 DEFAULT_BACKEND = "inprocess"
@@ -65,7 +65,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     stdout_taken = destination.stdout or writes_stdout
     display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
-    ending = Ending(plan.workload, merged, display, destination)
+    ending = EndOfRun(plan.workload, merged, display, destination)
     with display, _failed_report(destination):
         report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload.options))
     if report["status"] == "failed":
@@ -90,7 +90,7 @@ def _say_failures(failures: Mapping[str, Any]) -> None:
     print(f"gpuinfer: {why}", file=sys.stderr)
 
 
-def _run(plan: Plan, roofline: bool, ending: Ending, max_failures: float, command: str) -> dict[str, Any]:
+def _run(plan: RunPlan, roofline: bool, ending: EndOfRun, max_failures: float, command: str) -> dict[str, Any]:
     from gpuinfer.runtime.run import run
 
     return run(
@@ -165,7 +165,7 @@ def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str
     return pairs | flags.pairs(values.get("strategy_options") or [], "-S", strategy)
 
 
-def build(name: str, merged: settings.Settings) -> Plan:
+def build(name: str, merged: settings.Settings) -> RunPlan:
     """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
     return around(name, _made("workloads", name, merged, setup_of(merged.common)), merged)
 
@@ -183,9 +183,9 @@ def setup_of(common: settings.Common) -> Setup:
     )
 
 
-def around(name: str, workload: Workload, merged: settings.Settings) -> Plan:
+def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
     """This workload with the backend and the strategy that the settings name. Raises what `build` does."""
-    from gpuinfer.runtime.run import Plan
+    from gpuinfer.runtime.run import RunPlan
 
     common = merged.common
     if not workload.asks and common.backend != DEFAULT_BACKEND:
@@ -202,7 +202,7 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> Plan:
     _refuse_what_it_does_not_serve(name, common.backend, registry.load("backends", common.backend), setup)
     backend = _made("backends", common.backend, merged, setup)
     strategy = _made("strategies", common.strategy, merged, setup)
-    return Plan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+    return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
 
 
 def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:

@@ -35,13 +35,13 @@ def who(plugin: Any) -> str:
     return f"{_word(kind)} '{kind.__name__}' (module {kind.__module__})"
 
 
-def record_of(kind: type) -> registry.Record | None:
+def record_of(kind: type) -> registry.PluginRecord | None:
     """The offer that names this class. Imports nothing: what has been imported to make the class is there already."""
     return _record_of(kind, tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=64)
-def _record_of(kind: type, path: tuple[str, ...]) -> registry.Record | None:
+def _record_of(kind: type, path: tuple[str, ...]) -> registry.PluginRecord | None:
     return next((record for record in registry.listing() if _named_by(record.module) is kind), None)
 
 

@@ -40,7 +40,7 @@ DISABLED = "GPUINFER_DISABLED_PLUGINS"  # in the environment, so that worker pro
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PluginRecord:
     """One plugin as a package offers it. `ok` is None until somebody has tried to load it."""
 
     kind: str
@@ -71,12 +71,12 @@ def load(kind: str, name: str) -> Any:
     return _load(_only_offer(plural(kind), name))
 
 
-def find(kind: str, name: str) -> Record:
+def find(kind: str, name: str) -> PluginRecord:
     """The record of one plugin, which is not imported. Raises like `load`, as far as metadata can tell."""
     return _only_offer(plural(kind), name)
 
 
-def listing(kind: str | None = None) -> list[Record]:
+def listing(kind: str | None = None) -> list[PluginRecord]:
     """Every plugin that is offered, sorted by kind and name; imports nothing.
 
     `ok` is False, with the reason, for those that are switched off, for a name that two packages offer, and for a
@@ -87,7 +87,7 @@ def listing(kind: str | None = None) -> list[Record]:
     return [_judged(record) for sorted_offers in offers for record in sorted_offers]
 
 
-def inspect(record: Record) -> Record:
+def inspect(record: PluginRecord) -> PluginRecord:
     """The same record with `ok` known, by loading the plugin. One that fails harms no other."""
     record = _judged(record)
     if record.ok is False:
@@ -139,34 +139,34 @@ def plural(kind: str) -> str:
     raise UnknownName("kind of plugin", kind, KINDS, label="Kinds")
 
 
-def _offers(kind: str) -> list[Record]:
+def _offers(kind: str) -> list[PluginRecord]:
     return [record for record in _discover(tuple(sys.path)) if record.kind == kind]
 
 
 @lru_cache(maxsize=4)
-def _discover(path: tuple[str, ...]) -> tuple[Record, ...]:
+def _discover(path: tuple[str, ...]) -> tuple[PluginRecord, ...]:
     """All offers on this `sys.path`. Of a distribution that is found twice, importlib.metadata takes the first."""
     points = entry_points()
     found = (_record(kind, point) for kind in KINDS for point in points.select(group=f"gpuinfer.{kind}"))
     return tuple(dict.fromkeys(found))
 
 
-def _record(kind: str, point: EntryPoint) -> Record:
+def _record(kind: str, point: EntryPoint) -> PluginRecord:
     distribution = point.dist
     name = distribution.name if distribution else "unknown package"
-    return Record(kind, point.name, name, distribution.version if distribution else "", point.value)
+    return PluginRecord(kind, point.name, name, distribution.version if distribution else "", point.value)
 
 
-def _switched_off(record: Record) -> bool:
+def _switched_off(record: PluginRecord) -> bool:
     return any(entry in (f"{record.kind}.{record.name}", record.distribution) for entry in switched_off())
 
 
-def _taken(record: Record) -> bool:
+def _taken(record: PluginRecord) -> bool:
     """Whether it is a workload that would stand in the way of a command or a setting of everyone's."""
     return record.kind == "workloads" and record.name.replace("-", "_").lower() in (*COMMANDS, *SETTINGS)
 
 
-def _judged(record: Record) -> Record:
+def _judged(record: PluginRecord) -> PluginRecord:
     if _switched_off(record):
         return replace(record, ok=False, reason="switched off by disabled_plugins")
     if _taken(record):
@@ -178,7 +178,7 @@ def _judged(record: Record) -> Record:
     return record
 
 
-def _only_offer(kind: str, name: str) -> Record:
+def _only_offer(kind: str, name: str) -> PluginRecord:
     offers = [record for record in _offers(kind) if record.name == name]
     active = [record for record in offers if not _switched_off(record)]
     if not offers:
@@ -195,7 +195,7 @@ def _only_offer(kind: str, name: str) -> Record:
     return active[0]
 
 
-def _named_like_ours(record: Record) -> str:
+def _named_like_ours(record: PluginRecord) -> str:
     what = "command" if record.name in COMMANDS else "setting"
     return (
         f"workload '{record.name}' of {record.package} has the name of a {what} of gpuinfer and is not used. "
@@ -203,7 +203,7 @@ def _named_like_ours(record: Record) -> str:
     )
 
 
-def _clash(kind: str, name: str, offers: list[Record]) -> str:
+def _clash(kind: str, name: str, offers: list[PluginRecord]) -> str:
     offers = sorted(offers, key=lambda offer: (offer.distribution != "gpuinfer", offer.distribution))
     sources = " and ".join(f"{offer.package} ({offer.module})" for offer in offers)
     spare = offers[-1].distribution
@@ -213,7 +213,7 @@ def _clash(kind: str, name: str, offers: list[Record]) -> str:
     )
 
 
-def _load(record: Record) -> Any:
+def _load(record: PluginRecord) -> Any:
     try:
         plugin = _import(record.module)
     except KeyboardInterrupt:
@@ -236,7 +236,7 @@ def _import(target: str) -> Any:
     return found
 
 
-def _check_class(record: Record, plugin: Any) -> None:
+def _check_class(record: PluginRecord, plugin: Any) -> None:
     if record.kind not in BASES:
         return
     from gpuinfer import api  # pydantic: too slow for those who only list

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuinfer.api import Limits, QueueView, Reason, Request, Strategy
 from gpuinfer.config import blame
-from gpuinfer.engine.queue import Line, Queue
+from gpuinfer.engine.queue import GroupLine, Queue
 from gpuinfer.errors import StrategyError
 
 
@@ -64,7 +64,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
     return _cut(strategy, queue, *chosen, draining=draining)
 
 
-def _cut(strategy: Strategy, queue: Queue, line: Line, view: QueueView, *, draining: bool) -> Cut | Fault:
+def _cut(strategy: Strategy, queue: Queue, line: GroupLine, view: QueueView, *, draining: bool) -> Cut | Fault:
     try:
         cut = choose(strategy, view, line.members, draining=draining)
         _account(strategy, cut, view.now)

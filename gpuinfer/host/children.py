@@ -34,7 +34,7 @@ def _leave_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
+def ignoring_interrupts() -> Iterator[None]:
     """Let a child start with SIGINT and SIGTERM blocked: a terminal signals it too, and the parent decides.
 
     It inherits that from the thread that starts it, and ignores them for good as soon as it can (`settle_in`). A signal

@@ -26,7 +26,7 @@ OVER = 0  # no signal has this number
 
 
 @contextlib.contextmanager
-def heeded(
+def handled(
     asked: Callable[[int], None], insisted: Callable[[], None], force: Callable[[], None] | None
 ) -> Iterator[None]:
     """Hand the signals of this process to the loop: `asked` is called with the first (from the thread), `insisted` on

@@ -20,7 +20,7 @@ LEAST_IN_BURST = 0.01  # requests, on average: bursts that are nearly always emp
 MOST_ROWS = 10**9  # of a request
 
 
-class Ask(NamedTuple):
+class Offer(NamedTuple):
     """One request as it arrives, `at` seconds after the beginning."""
 
     at: float
@@ -58,19 +58,19 @@ class Mix:
     def mean_rows(self) -> float:
         return sum(self.rows) / 2
 
-    def draw(self, dice: random.Random) -> Callable[[float], Ask]:
+    def draw(self, dice: random.Random) -> Callable[[float], Offer]:
         """Makes the request that arrives at a given time; `dice` decide what it is like."""
         if self.rows[0] == self.rows[1] and not self.classes and not self.clients:
-            plain = Ask(0.0, self.rows[0], timeout=self.timeout)[1:]
-            return lambda at: Ask(at, *plain)
+            plain = Offer(0.0, self.rows[0], timeout=self.timeout)[1:]
+            return lambda at: Offer(at, *plain)
         classes, shares = list(self.classes), list(itertools.accumulate(self.classes.values()))
 
-        def one(at: float) -> Ask:
+        def one(at: float) -> Offer:
             least, most = self.rows
             rows = least if least == most else dice.randint(least, most)
             priority = dice.choices(classes, cum_weights=shares)[0] if classes else Priority.NORMAL
             client = dice.randrange(self.clients) if self.clients else None
-            return Ask(at, rows, priority, self.timeout, client)
+            return Offer(at, rows, priority, self.timeout, client)
 
         return one
 
@@ -93,7 +93,7 @@ class Arrivals(ABC):
         return self.mix.rows[1]
 
     @abstractmethod
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         """The requests, by time; of a closed load the first of each client."""
 
 
@@ -125,7 +125,7 @@ class Poisson(Arrivals):
             return self.schedule[0][0]
         return sum(rate * seconds for rate, seconds in self.schedule) / self.duration
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         """Gaps have no memory, so each piece of the schedule may begin with a new one."""
         draw, expovariate, start = self.mix.draw(dice), dice.expovariate, 0.0
         for rate, seconds in itertools.cycle(self.schedule):
@@ -159,7 +159,7 @@ class Bursty(Arrivals):
     def rows_per_s(self) -> float:
         return self.rate
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         draw, start = self.mix.draw(dice), 0.0
         per_s, silence = self.factor * self.rate / self.mix.mean_rows, (self.factor - 1) * self.length
         while True:
@@ -186,7 +186,7 @@ class Closed(Arrivals):
     def think_s(self, dice: random.Random) -> float:
         return self.think if self.constant or not self.think else dice.expovariate(1 / self.think)
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         draw = self.mix.draw(dice)
         first = (draw(self.think_s(dice))._replace(client=number) for number in range(self.clients))
         yield from sorted(first, key=lambda ask: ask.at)
@@ -195,7 +195,7 @@ class Closed(Arrivals):
 class Recorded(Arrivals):
     """Requests that once came, at the times at which they did."""
 
-    def __init__(self, asks: Iterable[Ask]) -> None:
+    def __init__(self, asks: Iterable[Offer]) -> None:
         self.recorded = list(asks)
         self.mix, self.count = Mix(), len(self.recorded)
         if not self.recorded:
@@ -211,7 +211,7 @@ class Recorded(Arrivals):
         seconds = self.recorded[-1].at - self.recorded[0].at
         return sum(ask.rows for ask in self.recorded) / seconds if seconds > 0 else None
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         return iter(self.recorded)
 
 

@@ -38,7 +38,7 @@ REPEATED = 3  # looks that have come as high, where there are enough of them
 SERVED = 0.5  # of a look that each thread must have had a core for: with less of it too little is left to go by
 
 
-class Mark(NamedTuple):
+class LookMark(NamedTuple):
     """How far a thread was at one moment."""
 
     at: float
@@ -46,20 +46,20 @@ class Mark(NamedTuple):
     passes: int  # done so far
 
 
-def marked(once: Callable[[], object], seconds: float) -> list[Mark]:
+def marked(once: Callable[[], object], seconds: float) -> list[LookMark]:
     """Do something again and again for so many seconds, once at least, and mark how far it has come."""
-    marks = [Mark(time.perf_counter(), machine.thread_waited_s(), 0)]
+    marks = [LookMark(time.perf_counter(), machine.thread_waited_s(), 0)]
     passes, ends = 0, marks[0].at + seconds
     while passes == 0 or marks[-1].at < ends:
         once()
         passes += 1
         now = time.perf_counter()
         if now >= marks[-1].at + MARK_S or now >= ends:
-            marks.append(Mark(now, machine.thread_waited_s(), passes))
+            marks.append(LookMark(now, machine.thread_waited_s(), passes))
     return marks
 
 
-def looks(threads: Sequence[Sequence[Mark]], look_s: float = LOOK_S) -> list[float]:
+def looks(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) -> list[float]:
     """Passes per second of all threads together, in one stretch after another of the time in which all of them ran.
 
     Threads are not looked at one by one: while one stands still the others may have its share of the machine.
@@ -82,12 +82,12 @@ def sustained(rates: Sequence[float]) -> float:
     return highest_first[min(REPEATED - 1, len(highest_first) // 4)]
 
 
-def _had(marks: Sequence[Mark]) -> float:
+def _had(marks: Sequence[LookMark]) -> float:
     """Seconds that a thread had a core, or wanted none."""
     return marks[-1].at - marks[0].at - (marks[-1].waited - marks[0].waited)
 
 
-def _rate(threads: Sequence[Sequence[Mark]], starts: Sequence[float], stops: Sequence[float]) -> float:
+def _rate(threads: Sequence[Sequence[LookMark]], starts: Sequence[float], stops: Sequence[float]) -> float:
     """Of all threads together, each between two moments of its own, had none of them waited for a core."""
     total = 0.0
     for marks, start, stop in zip(threads, starts, stops, strict=True):
@@ -96,12 +96,12 @@ def _rate(threads: Sequence[Sequence[Mark]], starts: Sequence[float], stops: Seq
     return total
 
 
-def _served(threads: Sequence[Sequence[Mark]], start: float, stop: float) -> float:
+def _served(threads: Sequence[Sequence[LookMark]], start: float, stop: float) -> float:
     """The share of this stretch in which the thread that waited most did not wait."""
     return 1 - max(_between(marks, start, stop)[1] for marks in threads) / (stop - start)
 
 
-def _between(marks: Sequence[Mark], start: float, stop: float) -> tuple[float, float]:
+def _between(marks: Sequence[LookMark], start: float, stop: float) -> tuple[float, float]:
     """A thread's passes, and its seconds of waiting, between two moments: steady from one mark to the next."""
     at = [mark.at for mark in marks]
     passes = np.interp([start, stop], at, [mark.passes for mark in marks])
@@ -187,7 +187,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Timed:
     arrangement: Arrangement
     rows: int
     rate: float  # rows per second
@@ -256,7 +256,7 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
     return arrangements
 
 
-def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Candidate:
+def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Timed:
     """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn.
 
     The rate is the best one sustained; the batch is the smallest that comes as near to it as noise lets one tell.
@@ -271,11 +271,11 @@ def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int]
     return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
 
 
-def climb(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Candidate]:
-    found: list[Candidate] = []
+def climb(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Timed]:
+    found: list[Timed] = []
     best, stale = 0.0, 0
     for rows in sizes:
-        found.append(Candidate(arrangement, rows, sustained(look(arrangement, rows, seconds))))
+        found.append(Timed(arrangement, rows, sustained(look(arrangement, rows, seconds))))
         stale = 0 if found[-1].rate > WORTH * best else stale + 1
         best = max(best, found[-1].rate)
         if stale == STALE:
@@ -283,12 +283,12 @@ def climb(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: f
     return found
 
 
-def smallest_of_the_best(candidates: Sequence[Candidate]) -> Candidate:
+def smallest_of_the_best(candidates: Sequence[Timed]) -> Timed:
     best = fastest(candidates).rate
     return min((c for c in candidates if c.rate * WORTH >= best), key=lambda candidate: candidate.rows)
 
 
-def fastest(candidates: Sequence[Candidate]) -> Candidate:
+def fastest(candidates: Sequence[Timed]) -> Timed:
     return max(candidates, key=lambda candidate: candidate.rate)
 
 
@@ -298,7 +298,7 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
     torch.set_num_threads(arrangement.threads)
     together = threading.Barrier(arrangement.forwards)
 
-    def forwards() -> list[Mark]:
+    def forwards() -> list[LookMark]:
         try:
             return repeat(module, inputs.clone(), together, seconds)
         except BaseException:
@@ -314,7 +314,7 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
     return [len(inputs) * rate for rate in looks([future.result() for future in futures])]
 
 
-def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> list[Mark]:
+def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> list[LookMark]:
     with torch.inference_mode():
         module(inputs)  # allocates, and lays weights out
         together.wait(THREADS_TOGETHER_S)

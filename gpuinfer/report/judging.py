@@ -122,7 +122,7 @@ UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval aro
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TriedAdvice:
     """How many times as fast the change was than the setting in force, both having run in turns."""
 
     measured: float
@@ -150,7 +150,7 @@ def to_try(report: Mapping[str, Any]) -> Change | None:
     return Change(**change)
 
 
-def after(bottleneck: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
+def after(bottleneck: Mapping[str, Any], trial: TriedAdvice) -> dict[str, Any]:
     """The report's `bottleneck` once its advice was tried: what has brought nothing is no advice any more."""
     told = {**bottleneck, "trial": asdict(trial), "not_tried": None}
     if trial.faster or trial.unclear:

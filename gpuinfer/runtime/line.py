@@ -27,14 +27,14 @@ class LineClosed(EOFError):
     """The other end is gone."""
 
 
-class Line:
+class WorkerLine:
     """One end of the line."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, end: socket.socket) -> Line:
+    async def open(cls, end: socket.socket) -> WorkerLine:
         return cls(*await asyncio.open_connection(sock=end))
 
     async def send(self, message: Any) -> None:

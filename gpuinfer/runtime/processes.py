@@ -23,7 +23,7 @@ from typing import Any
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, WorkerDied
 from gpuinfer.host import children
-from gpuinfer.runtime.line import Line, LineClosed, as_error, cannot_start, obituary
+from gpuinfer.runtime.line import LineClosed, WorkerLine, as_error, cannot_start, obituary
 from gpuinfer.runtime.pulse import LATE_LOOKS, LOOK_S, Pulse
 from gpuinfer.stats import Snapshot, since
 
@@ -65,7 +65,7 @@ class Workers:
         self._prepare = prepare
         self._jobs: Sequence[Job] = ()
         self._processes: list[BaseProcess] = []
-        self._lines: list[Line] = []
+        self._lines: list[WorkerLine] = []
         self._pulses: list[Pulse] = []
         self._watch: asyncio.Task[None] | None = None
         self._listeners: list[asyncio.Task[None]] = []
@@ -94,7 +94,7 @@ class Workers:
             target=_enter, args=(theirs, pulse.theirs, job), name=f"gpuinfer worker {job.index}"
         )
         try:
-            with children.deaf():
+            with children.ignoring_interrupts():
                 process.start()
         except Exception as error:
             ours.close()
@@ -105,12 +105,12 @@ class Workers:
             pulse.theirs.close()
         self._processes.append(process)
         self._pulses.append(pulse)
-        self._lines.append(await Line.open(ours))
+        self._lines.append(await WorkerLine.open(ours))
         self._listeners.append(asyncio.create_task(self._listen(job.index, self._lines[-1])))
         if self._stopped:
             await self._lines[-1].send({"stop": True})
 
-    async def _listen(self, worker: int, line: Line) -> None:
+    async def _listen(self, worker: int, line: WorkerLine) -> None:
         error: GpuinferError | None = None
         try:
             error = await self._hear(worker, line)
@@ -139,7 +139,7 @@ class Workers:
         if self._processes[worker].is_alive():  # not even that ends it, and its line would never close
             self._lines[worker].close()
 
-    async def _hear(self, worker: int, line: Line) -> GpuinferError | None:
+    async def _hear(self, worker: int, line: WorkerLine) -> GpuinferError | None:
         """Take in what a worker sends until it says that it ends. Raises `LineClosed` when it never does."""
         while True:
             frame = await line.receive()
@@ -207,13 +207,13 @@ class Workers:
         finally:
             self._kill()
             await _until_gone(self._processes, BURIAL_S)
-            await self._bury()
+            await self._cleanup()
 
-    async def _bury(self) -> None:
+    async def _cleanup(self) -> None:
         """Hear the last words of the dead, and let go of all that belonged to them."""
         if self._listeners:
-            _, deaf = await asyncio.wait(self._listeners, timeout=1.0)
-            for listener in deaf:
+            _, stuck = await asyncio.wait(self._listeners, timeout=1.0)
+            for listener in stuck:
                 listener.cancel()
         for pulse in self._pulses:
             pulse.close()

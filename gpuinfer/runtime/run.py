@@ -40,7 +40,7 @@ FAILED, PARTIAL = 1, 3  # exit codes of a process that has to be ended
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """All that a run needs, built and checked, nothing started."""
 
     workload: Workload
@@ -115,7 +115,7 @@ async def execute(
 
 async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str, Any]:
     status = "failed"
-    with signals.heeded(execution.asked, execution.insist, execution.force):
+    with signals.handled(execution.asked, execution.insist, execution.force):
         async with execution.session:
             try:
                 await execution.measure(roofline)

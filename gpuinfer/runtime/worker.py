@@ -21,7 +21,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children
 from gpuinfer.host import loop as precise_loop
 from gpuinfer.host.error_wire import nearest
-from gpuinfer.runtime.line import Line, LineClosed
+from gpuinfer.runtime.line import LineClosed, WorkerLine
 from gpuinfer.runtime.processes import Job
 from gpuinfer.runtime.pulse import Heart
 from gpuinfer.runtime.session import Session
@@ -35,7 +35,7 @@ Target = Callable[[Infer, "Channel", Mapping[str, Any]], Awaitable[None]]
 class Channel:
     """The worker's end of its line (`api.Channel`)."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WorkerLine) -> None:
         self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._line = line
 
@@ -64,7 +64,7 @@ class _ToPeople(logging.Handler):
 
 
 async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
-    line = await Line.open(end)
+    line = await WorkerLine.open(end)
     last: dict[str, Any] = {"end": True}
     try:
         await _work(line, heart, job)
@@ -79,7 +79,7 @@ async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
     line.close()
 
 
-async def _work(line: Line, heart: Heart, job: Job) -> None:
+async def _work(line: WorkerLine, heart: Heart, job: Job) -> None:
     target = find(job.target)
     strategy = job.strategy(job.setup, **job.options)
     work, faults = asyncio.current_task(), list[WorkError]()
@@ -109,7 +109,7 @@ async def _work(line: Line, heart: Heart, job: Job) -> None:
         raise
 
 
-async def _work_in(session: Session, target: Target, line: Line, heart: Heart, job: Job) -> None:
+async def _work_in(session: Session, target: Target, line: WorkerLine, heart: Heart, job: Job) -> None:
     async with session:
         channel, reporter = Channel(line), _Reporter(line, session)
         work = asyncio.current_task()
@@ -130,7 +130,7 @@ async def _work_in(session: Session, target: Target, line: Line, heart: Heart, j
 class _Reporter:
     """Sends the session's snapshot to the parent, stamped with how many marks it has seen."""
 
-    def __init__(self, line: Line, session: Session) -> None:
+    def __init__(self, line: WorkerLine, session: Session) -> None:
         self.session = session
         self._line, self._marks = line, 0
 
@@ -149,7 +149,7 @@ class _Reporter:
 
 
 async def _listen(
-    line: Line, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
+    line: WorkerLine, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
 ) -> None:
     with contextlib.suppress(LineClosed):
         while True:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuinfer.screen import view
-from gpuinfer.screen.summary import Row
+from gpuinfer.screen.summary import PanelRow
 from gpuinfer.screen.summary import rows as summary_rows
 from gpuinfer.screen.summary import tried as tried_rows
 from gpuinfer.units import bar, duration, short
@@ -61,7 +61,7 @@ class Display:
         screen = Live(console=self._progress, refresh_per_second=8, transient=True, redirect_stdout=False)
         self._live = screen if wanted and not quiet else None
         self._pace = view.Pace()
-        self._lines = view.Lines()
+        self._lines = view.ViewLines()
 
     def __enter__(self) -> Display:
         if self._live:
@@ -152,7 +152,7 @@ def result_panel(report: Mapping[str, Any], trying_s: float | None = None) -> Re
     return _panel(summary_rows(report, trying_s), title)
 
 
-def _panel(rows: Iterable[Row], title: Text) -> Panel:
+def _panel(rows: Iterable[PanelRow], title: Text) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_column(style=FAINT, no_wrap=True)
     table.add_column(overflow="fold")

@@ -18,7 +18,7 @@ FIRST_RATES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
     """A line of the panel. The tone says how it should look."""
 
     name: str
@@ -26,17 +26,17 @@ class Row:
     tone: Literal["plain", "strong", "command", "bad", "warning"] = "plain"
 
 
-def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[Row]:
+def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[PanelRow]:
     """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out.
 
     `trying_s` is how long the trial of its advice takes, when that follows.
     """
     if progress := report.get("progress"):
         total = "" if progress["total"] is None else f" of {whole(progress['total'])}"
-        yield Row("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
+        yield PanelRow("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
     rates = list(_throughput(report.get("throughput") or {}))
     nothing = "nothing was left to do" if _was_complete(report) else "nothing was finished"
-    yield Row("throughput", "\n".join(rates) or nothing, "strong")
+    yield PanelRow("throughput", "\n".join(rates) or nothing, "strong")
     if _was_complete(report):
         yield from _records(report)
         return
@@ -45,11 +45,11 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[R
     yield from _roofline(report.get("roofline") or {})
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
     for notice in report.get("notices") or ():
-        yield Row("strategy", str(notice), "warning")
+        yield PanelRow("strategy", str(notice), "warning")
     if errors := errors_of(report.get("errors")):
-        yield Row("errors", errors, "bad")
+        yield PanelRow("errors", errors, "bad")
     if first := (report.get("failures") or {}).get("first"):
-        yield Row("the first", str(first), "bad")
+        yield PanelRow("the first", str(first), "bad")
     yield from _machine(report)
     yield from _records(report)
 
@@ -70,44 +70,46 @@ def _throughput(rates: Mapping[str, float | None]) -> Iterator[str]:
             yield f"{number(rate)} {what.replace('_', ' ')}/{per}"
 
 
-def _batches(batches: Mapping[str, Any]) -> Iterator[Row]:
+def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
     if not batches.get("count"):
         return
     named = (("mean", "rows_mean"), ("median", "rows_p50"), ("most", "rows_max"))
     sizes = ", ".join(f"{name} {whole(batches[key])}" for name, key in named if batches.get(key) is not None)
     if slots := batches.get("slots"):
         used = f"{batches['occupancy']:.0%} of {whole(slots)} slots in use" if batches.get("occupancy") else ""
-        yield Row("steps", ", ".join(filter(None, [f"{whole(batches['count'])}, rows: {sizes}", used])))
+        yield PanelRow("steps", ", ".join(filter(None, [f"{whole(batches['count'])}, rows: {sizes}", used])))
         return  # what was admitted, and why, says little here
-    yield Row("batches", f"{whole(batches['count'])}, rows: {sizes}")
+    yield PanelRow("batches", f"{whole(batches['count'])}, rows: {sizes}")
     if reasons := _shares(batches.get("reasons") or {}):
-        yield Row("cut because", reasons)
+        yield PanelRow("cut because", reasons)
 
 
-def _times(report: Mapping[str, Any]) -> Iterator[Row]:
+def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     for key, name in (("latency_s", "latency"), ("queue_wait_s", "queue wait")):
         values = report.get(key) or {}
         if any(values.values()):
-            yield Row(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
+            yield PanelRow(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
     classes = report.get("classes") or {}
     for name, found in classes.items() if len(classes) > 1 else ():
-        yield Row(name, _class(found))
+        yield PanelRow(name, _class(found))
     yield from _time(report)
 
 
-def _time(report: Mapping[str, Any]) -> Iterator[Row]:
+def _time(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     """Where it went: of the cores where the model computes on them, of the lanes where it does so elsewhere."""
     cores, device = report.get("cores"), report.get("device") or {}
     if not cores or not cores["stations"] or device.get("reserved_mb"):
         if stations := _shares(report.get("time_s") or {}):
-            yield Row("time", stations)
+            yield PanelRow("time", stations)
         return
     count = cores["count"]
     of = f"of {count} cores" if count > 1 else "of one core"
-    yield Row("time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores)))
+    yield PanelRow(
+        "time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores))
+    )
     if cores["waiting_s"] > WAITED * cores["busy_s"]:
         waited = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
-        yield Row("", f"threads that were ready to run waited for a core {waited:.0%} of their time")
+        yield PanelRow("", f"threads that were ready to run waited for a core {waited:.0%} of their time")
 
 
 def _class(found: Mapping[str, Any]) -> str:
@@ -117,7 +119,7 @@ def _class(found: Mapping[str, Any]) -> str:
     return ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])])
 
 
-def _roofline(roofline: Mapping[str, Any]) -> Iterator[Row]:
+def _roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
     if not roofline:
         return
     best = f"{number(roofline['rows_per_s'])} rows/s at {whole(roofline['at_rows'])} rows, {roofline['arrangement']}"
@@ -125,22 +127,24 @@ def _roofline(roofline: Mapping[str, Any]) -> Iterator[Row]:
     if roofline.get("raised"):
         most = max(roofline.get("measured") or (0.0,))
         said = f" where the bare model was measured to do {number(most)}" if most else ""
-        yield Row("roofline", f"this run: {number(roofline['rows_per_s'])} rows/s{said}", "strong")
+        yield PanelRow("roofline", f"this run: {number(roofline['rows_per_s'])} rows/s{said}", "strong")
         return
-    yield Row("roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong")
+    yield PanelRow(
+        "roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong"
+    )
 
 
-def _bottleneck(bottleneck: Mapping[str, Any], trying_s: float | None) -> Iterator[Row]:
+def _bottleneck(bottleneck: Mapping[str, Any], trying_s: float | None) -> Iterator[PanelRow]:
     if not bottleneck.get("class"):
         return
     why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
-    yield Row("bottleneck", f"{bottleneck['class']}{why}", "strong")
+    yield PanelRow("bottleneck", f"{bottleneck['class']}{why}", "strong")
     if bottleneck.get("advice"):
-        yield Row("advice", _advice(bottleneck, trying_s))
+        yield PanelRow("advice", _advice(bottleneck, trying_s))
     if bottleneck.get("command"):
-        yield Row("", str(bottleneck["command"]), "command")
+        yield PanelRow("", str(bottleneck["command"]), "command")
     if trying_s is not None:
-        yield Row("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
+        yield PanelRow("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
 
 
 def _advice(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
@@ -160,17 +164,17 @@ def _predicted(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
     return f"Predicted, not tried ({why})" if (why := bottleneck.get("not_tried")) else "Predicted, not tried"
 
 
-def tried(bottleneck: Mapping[str, Any]) -> Iterator[Row]:
+def tried(bottleneck: Mapping[str, Any]) -> Iterator[PanelRow]:
     """What the trial of an advice brought, in lines that stand below those of the run."""
     trial = bottleneck.get("trial")
     if trial is None:
-        yield Row("not tried", f"{bottleneck['not_tried']}. What the advice brings stays a prediction.", "warning")
+        yield PanelRow("not tried", f"{bottleneck['not_tried']}. What the advice brings stays a prediction.", "warning")
     elif not bottleneck.get("command"):
-        yield Row("tried", str(bottleneck["advice"]).removeprefix("Tried "), "strong")
+        yield PanelRow("tried", str(bottleneck["advice"]).removeprefix("Tried "), "strong")
     else:
         unclear = "" if trial["low"] > 1 else " No clear answer: what the advice brings stays a prediction."
-        yield Row("tried", f"{_measured(trial)}.{unclear}", "strong")
-        yield Row("", str(bottleneck["command"]), "command")
+        yield PanelRow("tried", f"{_measured(trial)}.{unclear}", "strong")
+        yield PanelRow("", str(bottleneck["command"]), "command")
 
 
 def _measured(trial: Mapping[str, Any]) -> str:
@@ -188,16 +192,16 @@ def _gain(gain: Mapping[str, float | None]) -> str:
     return f"at most {high:.1f} times as fast"
 
 
-def _machine(report: Mapping[str, Any]) -> Iterator[Row]:
+def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     memory = report.get("memory") or {}
     sizes = (("", memory.get("rss_peak_mb")), (" on the device", memory.get("device_peak_mb")))
     model = report.get("model") or {}
     if named := ", ".join(_model(model)):
-        yield Row("model", named)
+        yield PanelRow("model", named)
     if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
-        yield Row("memory", f"{held} at most{_estimate(model)}")
+        yield PanelRow("memory", f"{held} at most{_estimate(model)}")
     if named := ", ".join(device_of(report.get("device") or {})):
-        yield Row("device", named)
+        yield PanelRow("device", named)
 
 
 def _model(model: Mapping[str, Any]) -> Iterator[str]:
@@ -223,16 +227,16 @@ def _bytes(count: float) -> str:
     return f"{number(count)}B"
 
 
-def _records(report: Mapping[str, Any]) -> Iterator[Row]:
+def _records(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     options = (report.get("settings") or {}).get(report.get("workload"))
     names = options if isinstance(options, Mapping) else {}
     out, answers = names.get("out"), names.get("output") if names.get("output") != "-" else None
     for name, place in (("records", out), ("answers", answers)):
         if place:
-            yield Row(name, str(place), "command")
+            yield PanelRow(name, str(place), "command")
     if report.get("status") == "partial":
         cure = " The same command with --resume goes on." if "resume" in names and (out or answers) else ""
-        yield Row("", f"Stopped with work left.{cure}", "warning")
+        yield PanelRow("", f"Stopped with work left.{cure}", "warning")
 
 
 def _shares(parts: Mapping[str, float]) -> str:

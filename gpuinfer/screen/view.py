@@ -50,7 +50,7 @@ class Pace:
         return {name: max(0.0, now[name] - before.get(name, 0.0)) / (end - start) for name in names}
 
 
-class Lines:
+class ViewLines:
     """Plain progress: a line every few seconds, and one for each new phase."""
 
     def __init__(self) -> None:

@@ -6,9 +6,9 @@
 Strategy, queue, admission and counters are the very objects that the engine uses; only clock and backend are made up.
 """
 
-from gpuinfer.load.arrivals import Arrivals, Ask, Bursty, Closed, Mix, Poisson, Recorded
+from gpuinfer.load.arrivals import Arrivals, Bursty, Closed, Mix, Offer, Poisson, Recorded
 from gpuinfer.simulate.events import simulate
 from gpuinfer.simulate.outcome import Outcome
 from gpuinfer.simulate.watch import Watch
 
-__all__ = ["Arrivals", "Ask", "Bursty", "Closed", "Mix", "Outcome", "Poisson", "Recorded", "Watch", "simulate"]
+__all__ = ["Arrivals", "Bursty", "Closed", "Mix", "Offer", "Outcome", "Poisson", "Recorded", "Watch", "simulate"]

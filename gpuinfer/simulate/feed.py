@@ -9,7 +9,7 @@ import random
 from collections.abc import Hashable
 from typing import Protocol
 
-from gpuinfer.load.arrivals import Arrivals, Ask, Closed
+from gpuinfer.load.arrivals import Arrivals, Closed, Offer
 
 
 class Feed(Protocol):
@@ -18,7 +18,7 @@ class Feed(Protocol):
     next_at: float
     taken: int
 
-    def take(self) -> Ask:
+    def take(self) -> Offer:
         """The next request. Only when there is one."""
         ...
 
@@ -30,11 +30,11 @@ class OpenFeed:
 
     def __init__(self, arrivals: Arrivals, dice: random.Random, most: float, until: float) -> None:
         self._asks, self._most, self._until = arrivals.asks(dice), most, until
-        self._next: Ask | None = None
+        self._next: Offer | None = None
         self.taken, self.next_at = 0, math.inf
         self._look()
 
-    def take(self) -> Ask:
+    def take(self) -> Offer:
         ask = self._next
         assert ask is not None
         self.taken += 1
@@ -59,12 +59,12 @@ class ClosedFeed:
         self.taken, self.next_at = 0, math.inf
         self.clients = [ask.client for ask in load.asks(dice) if self._plan(ask.client, ask.at)]
 
-    def take(self) -> Ask:
+    def take(self) -> Offer:
         at, _, client = heapq.heappop(self._due)
         self.taken += 1
         self.next_at = self._due[0][0] if self._due else math.inf
         ask = self._draw(at)
-        return Ask(at, ask.rows, ask.priority, ask.timeout, client)
+        return Offer(at, ask.rows, ask.priority, ask.timeout, client)
 
     def answered(self, client: Hashable, now: float, least_s: float = 0.0) -> bool:
         """The client has its answer, and asks again unless enough has been asked: then False, and it leaves.

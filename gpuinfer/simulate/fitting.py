@@ -14,10 +14,10 @@ from typing import Any
 
 from gpuinfer.api import Limits
 from gpuinfer.errors import UsageError
-from gpuinfer.load.arrivals import Ask, Recorded
+from gpuinfer.load.arrivals import Offer, Recorded
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.trace import reading
-from gpuinfer.trace.reading import Arrival, Cut, Trace
+from gpuinfer.trace.reading import Arrival, CutRecord, Trace
 
 WAITED = ("gain", "waited", "deadline", "drain")  # reasons of cuts that something else held up
 FEW = 20  # batches say nothing of the engine
@@ -67,7 +67,7 @@ def _turns(trace: Trace) -> tuple[float, float]:
     arrived = {(one.engine, one.id): one for one in trace.arrivals}
     ended = {(one.engine, one.batch): one for one in trace.batches}
     found: list[tuple[float, int]] = []
-    engines: dict[int, Cut] = {}
+    engines: dict[int, CutRecord] = {}
     for cut in trace.cuts:
         before = engines.get(cut.engine)
         engines[cut.engine] = cut
@@ -87,7 +87,7 @@ def _turns(trace: Trace) -> tuple[float, float]:
     return fmean(seconds) - slope * fmean(sizes), slope
 
 
-def _awaited(late: Arrival, cut: Cut) -> bool:
+def _awaited(late: Arrival, cut: CutRecord) -> bool:
     """Whether a batch may have waited for a request that came while the lane was free."""
     return late.client is not None or cut.reason != "free"
 
@@ -116,7 +116,7 @@ def _document(path: Path) -> dict[str, Any] | None:
 def replayed(path: str | Path) -> Recorded:
     """The load of a trace, all its engines as one. Raises `UsageError` for a file that is none."""
     return Recorded(
-        Ask(
+        Offer(
             one.at,
             one.rows,
             one.priority,

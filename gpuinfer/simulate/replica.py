@@ -18,7 +18,7 @@ from gpuinfer.engine.cutting import Cut, Fault, blamed, next_cut, notices_of
 from gpuinfer.engine.queue import Queue
 from gpuinfer.engine.tally import Tally
 from gpuinfer.errors import Expired, QueueFull, RequestError, StrategyError
-from gpuinfer.load.arrivals import Ask
+from gpuinfer.load.arrivals import Offer
 from gpuinfer.stats import Lane, Snapshot, since
 
 
@@ -86,7 +86,7 @@ class Replica:
 
     # What happens to it
 
-    def arrive(self, ask: Ask, now: float) -> None:
+    def arrive(self, ask: Offer, now: float) -> None:
         request = Request(None, ask.rows, now, ask.priority, now + ask.timeout, ask.group, ask.client)
         if self._recorder is not None:
             self._recorder.arrived(request)

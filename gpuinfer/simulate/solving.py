@@ -15,7 +15,7 @@ GAIN = 0.99  # twice the replicas that leave more than this share of latency and
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ReplicaTrial:
     """One number of replicas, and what came of it."""
 
     replicas: int
@@ -33,7 +33,7 @@ class Solution:
 
     target_s: float
     replicas: int | None
-    tried: Sequence[Trial]  # by replicas
+    tried: Sequence[ReplicaTrial]  # by replicas
     answer: str
 
 
@@ -48,12 +48,12 @@ def solve(
     if alone_s > target_s:
         why = f"one request alone takes {short(alone_s)}, more than the target of {short(target_s)}"
         return Solution(target_s, None, [], f"No number of replicas can: {why}. Raise the target, or use a faster one.")
-    tried: dict[int, Trial] = {}
+    tried: dict[int, ReplicaTrial] = {}
 
     def meets(replicas: int) -> bool:
         outcome = run(replicas)
         p95 = outcome.latency_s.get("p95", math.inf)
-        tried[replicas] = Trial(replicas, outcome, p95 <= target_s and outcome.served_share >= LEAST_SERVED)
+        tried[replicas] = ReplicaTrial(replicas, outcome, p95 <= target_s and outcome.served_share >= LEAST_SERVED)
         return tried[replicas].met
 
     below = 0 if offered is None else max(0, math.ceil(offered * LEAST_SERVED / capacity) - 1)
@@ -74,7 +74,7 @@ def solve(
     return Solution(target_s, enough, _sorted(tried), _victory(tried, enough, target_s, offered, capacity))
 
 
-def _in_vain(tried: dict[int, Trial], before: int, now: int, target_s: float) -> bool:
+def _in_vain(tried: dict[int, ReplicaTrial], before: int, now: int, target_s: float) -> bool:
     """Whether twice the replicas have brought next to nothing of what is lacking: quicker answers, or more of them."""
     if before not in tried:
         return False
@@ -83,11 +83,11 @@ def _in_vain(tried: dict[int, Trial], before: int, now: int, target_s: float) ->
     return not quicker and GAIN * many.outcome.served_share <= few.outcome.served_share
 
 
-def _sorted(tried: dict[int, Trial]) -> list[Trial]:
+def _sorted(tried: dict[int, ReplicaTrial]) -> list[ReplicaTrial]:
     return [tried[replicas] for replicas in sorted(tried)]
 
 
-def _defeat(last: Trial, target_s: float) -> str:
+def _defeat(last: ReplicaTrial, target_s: float) -> str:
     p95 = f"p95 is {short(last.p95)}" if last.p95 < math.inf else "nothing is answered"
     if last.outcome.served_share < LEAST_SERVED:
         p95 += f" and {last.outcome.served_share:.1%} is served"
@@ -97,7 +97,9 @@ def _defeat(last: Trial, target_s: float) -> str:
     return f"No number of replicas was found: with {last.replicas} {p95}, where {short(target_s)} is the target. {cure}"
 
 
-def _victory(tried: dict[int, Trial], enough: int, target_s: float, offered: float | None, capacity: float) -> str:
+def _victory(
+    tried: dict[int, ReplicaTrial], enough: int, target_s: float, offered: float | None, capacity: float
+) -> str:
     trial = tried[enough]
     rate = whole(trial.outcome.served_rows_per_s)
     word = f"{enough} replica serves" if enough == 1 else f"{enough} replicas serve"

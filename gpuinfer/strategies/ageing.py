@@ -8,20 +8,20 @@ from operator import attrgetter
 
 from gpuinfer.api import Priority, QueueView, Request
 from gpuinfer.strategies.shares import FairClients
-from gpuinfer.strategies.timing import Line
+from gpuinfer.strategies.timing import ClassLine
 
 CLASSES = len(Priority)
 by_arrival = attrgetter("arrived")
 
 
-def class_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[Line]:
+def class_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[ClassLine]:
     """A line for each class. In it those that have waited for `ageing` seconds go first, the oldest before all."""
     aged, fresh = (_by_class(zone) for zone in _zones(queue, ageing, 1))
     dated = queue.deadline < float("inf")
-    return [Line(*each, dated) for each in zip(aged, fresh, clients, strict=True)]
+    return [ClassLine(*each, dated) for each in zip(aged, fresh, clients, strict=True)]
 
 
-def strict_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[Line]:
+def strict_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[ClassLine]:
     """A line for each class, and before them all one of the overdue, the oldest first.
 
     For each `ageing` seconds of waiting a request counts as one class higher: above the highest it is overdue. So none
@@ -36,8 +36,8 @@ def strict_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]
     for level in levels:
         level.sort(key=by_arrival)
     overdue, *others = levels
-    lines = [Line((), level, each, dated) for level, each in zip(others, clients, strict=True)]
-    return [Line(overdue, (), clients[0], dated), *lines]
+    lines = [ClassLine((), level, each, dated) for level, each in zip(others, clients, strict=True)]
+    return [ClassLine(overdue, (), clients[0], dated), *lines]
 
 
 def by_level(batch: Sequence[Request], now: float, ageing: float | None) -> list[list[Request]]:

@@ -31,7 +31,7 @@ from gpuinfer import api
 from gpuinfer.api import BatchRecord, Priority, QueueView, Reason, Request, Strategy
 from gpuinfer.strategies.ageing import by_level, class_lines, strict_lines
 from gpuinfer.strategies.shares import Credits, FairClients, give_up, read_shares
-from gpuinfer.strategies.timing import Company, Filling, Line, Timing
+from gpuinfer.strategies.timing import ClassLine, Company, Filling, Timing
 
 CLASSES = len(Priority)
 BURST = 2.0  # full batches that the highest class may borrow beyond its share: a burst of it need not wait for batches
@@ -65,7 +65,7 @@ class ByPriority(Strategy):
         self._company = Company()
         self._credits = Credits(self._shares)
         self._clients = [FairClients() for _ in range(CLASSES)]
-        self._plan: Plan | None = None
+        self._plan: BatchPlan | None = None
 
     def cut_at(self, queue: QueueView) -> float:
         return self._timing.due(queue)
@@ -110,7 +110,7 @@ class ByPriority(Strategy):
         at_once = queue.limits.slots or full * queue.limits.in_flight
         return rows / share * service.seconds(full) / at_once
 
-    def _planned(self, queue: QueueView) -> Plan:
+    def _planned(self, queue: QueueView) -> BatchPlan:
         """The next batch. `reason` and `select` ask for the same one, and `account` must know who else waited."""
         if self._plan is None or self._plan.queue is not queue:
             batch = Filling(self._timing.room(queue), self._timing.share(queue))
@@ -120,7 +120,7 @@ class ByPriority(Strategy):
                 limit = self._fill_strictly(batch, queue) if self._strict else self._fill_by_shares(batch, queue)
             chosen = batch.chosen or [queue.waiting[0]]  # it fits always, though perhaps in no batch of a usual size
             capped = limit < min(batch.room, queue.rows)
-            self._plan = Plan(queue, chosen, capped, list(queue.class_rows), _full(queue, batch))
+            self._plan = BatchPlan(queue, chosen, capped, list(queue.class_rows), _full(queue, batch))
         return self._plan
 
     def _fill_by_shares(self, batch: Filling, queue: QueueView) -> int:
@@ -165,7 +165,7 @@ class ByPriority(Strategy):
                 break
         return limit
 
-    def _bearable(self, queue: QueueView, batch: Filling, line: Line, own: int, needed: int) -> int:
+    def _bearable(self, queue: QueueView, batch: Filling, line: ClassLine, own: int, needed: int) -> int:
         """Up to how many rows the batch may have for the sake of the highest class in it: at least `needed`."""
         most = min(batch.room, queue.rows)
         if own >= most or queue.limits.slots is not None:
@@ -175,7 +175,7 @@ class ByPriority(Strategy):
         return min(most, max(needed, rows))
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """A batch that was chosen, and what it was chosen from."""
 
     queue: QueueView

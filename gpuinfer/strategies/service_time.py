@@ -240,7 +240,7 @@ FORGOTTEN = 1024  # batches after which a size that was not seen again may take 
 Point = tuple[float, float]
 
 
-class Curve:
+class SizeCurve:
     """The service time by straight lines between the sizes that were seen.
 
     Below the smallest of them a row is taken to cost what it costs there: the most that a smaller batch could save, so

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from gpuinfer.api import BatchRecord, Priority, QueueView, Reason, Request
-from gpuinfer.strategies.service_time import Curve, ServiceTime
+from gpuinfer.strategies.service_time import ServiceTime, SizeCurve
 from gpuinfer.strategies.shares import FairClients
 
 PATIENCE = 8.0  # average times: of those that come, all but a few in ten thousand have come by then (e^-8)
@@ -137,7 +137,7 @@ def recent_gap(waiting: Sequence[Request]) -> float:
 SLIGHTLY = 1e-6  # rows: no more than what rounding does to a share
 
 
-class Line:
+class ClassLine:
     """The requests of one class in the order in which they are served: the aged ones, oldest first, then the others."""
 
     __slots__ = ("_aged", "_fresh", "head", "order", "taken")
@@ -174,13 +174,13 @@ class Filling:
         self.chosen: list[Request] = []
         self.left = most
 
-    def take_width(self, lines: Sequence[Line], most: int) -> None:
+    def take_width(self, lines: Sequence[ClassLine], most: int) -> None:
         """Have room for the next request of each line, up to `most` rows. A block may well be wider than the batches
         that are large enough: those behind it would wait until nobody else comes.
         """
         self.room = max(self.room, min(most, max(line.head_rows for line in lines)))
 
-    def fill(self, line: Line, rows: float, limit: int) -> None:
+    def fill(self, line: ClassLine, rows: float, limit: int) -> None:
         """Take from a line, up to `rows` of it in all, while the batch stays within `limit`."""
         room, taken = min(limit - self.rows, rows + SLIGHTLY - line.taken), 0
         head, order, left = line.head, line.order, self.left
@@ -193,7 +193,7 @@ class Filling:
         line.taken += taken
         self.rows += taken
 
-    def top_up(self, lines: Sequence[Line], due: Sequence[float], limit: int, *, stop: bool) -> None:
+    def top_up(self, lines: Sequence[ClassLine], due: Sequence[float], limit: int, *, stop: bool) -> None:
         """Use what is left, though no class is due all of a block: whoever is due most takes its next one.
 
         With `stop` whoever is due most and does not fit ends it: what comes free is for that one.
@@ -223,7 +223,7 @@ class Company:
     __slots__ = ("_asked", "_curve", "_rates", "_seen")
 
     def __init__(self) -> None:
-        self._curve = Curve()
+        self._curve = SizeCurve()
         self._rates = [0.0] * len(Priority)  # rows per second that were cut; older batches count exponentially less
         self._asked = [0.0] * len(Priority)  # requests per second, likewise
         self._seen: float | None = None

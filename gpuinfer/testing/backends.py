@@ -22,7 +22,7 @@ from gpuinfer.models.layouts import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
-from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
 UNITS = {"utilisation": "0 to 1", "allocated_mb": "MB", "reserved_mb": "MB"}
@@ -73,7 +73,7 @@ def check_backend(
     make_payload: MakePayload | None = None,
     timeout_s: float = 30.0,
     *,
-    examiner: Examiner | None = None,
+    examiner: Examination | None = None,
 ) -> list[Finding]:
     """Every promise of `api.Backend`; each check may take `timeout_s`, or what `examiner` allows.
 
@@ -82,12 +82,12 @@ def check_backend(
     short answers.
     """
 
-    def check(examiner: Examiner) -> None:
+    def check(examiner: Examination) -> None:
         backends: list[Backend] = []
         if examiner.check("builds", lambda: _fault_of_build(backend_factory, backends)):
             asyncio.run(_Examination(backends[0], make_payload, examiner).run())
 
-    return run_bounded(check, examiner or Examiner(timeout_s))
+    return run_bounded(check, examiner or Examination(timeout_s))
 
 
 def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]) -> str | None:
@@ -99,7 +99,7 @@ def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]
 class _Examination:
     """One backend, from start to close."""
 
-    def __init__(self, backend: Backend, make_payload: MakePayload | None, examiner: Examiner) -> None:
+    def __init__(self, backend: Backend, make_payload: MakePayload | None, examiner: Examination) -> None:
         self.backend = backend
         self.examiner = examiner
         self._make_payload = make_payload or self._payload

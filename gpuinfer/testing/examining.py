@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from gpuinfer.config import registry
-from gpuinfer.testing.findings import Examiner
-from gpuinfer.testing.plugins import Order, check_plugin
+from gpuinfer.testing.findings import Examination
+from gpuinfer.testing.plugins import CheckOrder, check_plugin
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def _examine(order: Mapping[str, Any], said: TextIO) -> None:
             said.write(json.dumps(event) + "\n")
             said.flush()
 
-    def examiner(suffix: str) -> Examiner:
-        return Examiner(
+    def examiner(suffix: str) -> Examination:
+        return Examination(
             order["each_s"],
             lambda name, limit_s: say(begin=f"{name}{suffix}", limit_s=limit_s),
             lambda finding: say(finding={**asdict(finding), "name": f"{finding.name}{suffix}"}),
@@ -50,7 +50,7 @@ def _examine(order: Mapping[str, Any], said: TextIO) -> None:
     for kind, name in order["plugins"]:
         say(plugin=[kind, name])
         record = next(one for one in registry.listing(kind) if one.name == name)
-        used = check_plugin(record, Order(order["given"], order["model"], examiner))
+        used = check_plugin(record, CheckOrder(order["given"], order["model"], examiner))
         say(used=sorted(used))
 
 

@@ -38,7 +38,7 @@ class Finding:
         return replace(self, name=f"{plugin}: {self.name}")
 
 
-class Examiner:
+class Examination:
     """Makes one check after the other, each within `limit_s` seconds, and collects what it finds.
 
     `begin` is told the name and the limit of each check before it is made, `found` each finding as soon as it is there.
@@ -116,7 +116,7 @@ def assert_ok(findings: Iterable[Finding]) -> None:
         raise AssertionError("\n".join(broken))
 
 
-def run_bounded(examine: Callable[[Examiner], None], examiner: Examiner) -> list[Finding]:
+def run_bounded(examine: Callable[[Examination], None], examiner: Examination) -> list[Finding]:
     """What `examine` finds, on a thread that is left behind when a check blocks: no timeout ends such code."""
     thread = threading.Thread(target=examine, args=(examiner,), daemon=True, name="gpuinfer.testing")
     thread.start()
@@ -128,7 +128,7 @@ def run_bounded(examine: Callable[[Examiner], None], examiner: Examiner) -> list
     return examiner.findings
 
 
-def check_options(plugin: Plugin, examiner: Examiner) -> None:
+def check_options(plugin: Plugin, examiner: Examination) -> None:
     """Whether a wrong `-B key=value` is refused instead of dropped in silence, and no option hides a setting."""
     examiner.check("refuses unknown options", lambda: _fault_of_options(plugin))
     examiner.check("has options of its own names", lambda: _fault_of_names(plugin))

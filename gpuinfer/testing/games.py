@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
 from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
 from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
@@ -29,7 +29,7 @@ def check_game(
     options: Mapping[str, Any] | None = None,
     timeout_s: float = 30.0,
     *,
-    examiner: Examiner | None = None,
+    examiner: Examination | None = None,
 ) -> list[Finding]:
     """Every promise of `workloads.selfplay.game`, with these options. The class must be importable by its name.
 
@@ -37,7 +37,7 @@ def check_game(
     """
     name = f"{game.__module__}:{game.__qualname__}"
 
-    def check(examiner: Examiner) -> None:
+    def check(examiner: Examination) -> None:
         built: list[Game] = []
         rehearsed: list[rehearsal.Rehearsal] = []
         long_s = COMPILING * examiner.limit_s
@@ -51,14 +51,14 @@ def check_game(
         examiner.check(COMPILED, lambda: _fault_of_compiling(built[0], rehearsed[0]), long_s)
         examiner.check(SEARCH, lambda: _fault_of_search(built[0]), long_s)
 
-    return run_bounded(check, examiner or Examiner(timeout_s))
+    return run_bounded(check, examiner or Examination(timeout_s))
 
 
 def _fault_of_build(name: str, options: Mapping[str, Any], built: list[Game]) -> str | None:
     built.append(games.build(name, options))
     try:
         bounded.check_sizes(built[0])
-    except bounded.Fault as fault:
+    except bounded.OutOfBounds as fault:
         return str(fault)
     kernels.rules_of(built[0].rules)
     return None

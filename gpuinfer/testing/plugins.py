@@ -14,7 +14,7 @@ from gpuinfer.config import options, registry
 from gpuinfer.config.options import Given
 from gpuinfer.testing.backends import check_backend
 from gpuinfer.testing.fakes import tiny_folder
-from gpuinfer.testing.findings import Examiner, run_bounded, wanting
+from gpuinfer.testing.findings import Examination, run_bounded, wanting
 from gpuinfer.testing.strategies import check_strategy
 from gpuinfer.testing.workloads import check_workload
 
@@ -24,19 +24,19 @@ SETUP = Setup(model=ROWS, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CheckOrder:
     """How to check: `examiner` makes one whose findings carry this suffix; `model` is a checkpoint of text to use."""
 
     given: Mapping[str, str]  # options as text: `key`, or `name.key` for one plugin alone
     model: str | None
-    examiner: Callable[[str], Examiner]
+    examiner: Callable[[str], Examination]
 
 
-def check_plugin(record: registry.Record, order: Order) -> set[str]:
+def check_plugin(record: registry.PluginRecord, order: CheckOrder) -> set[str]:
     """All checks of its kind. Returns the keys of the options that it took."""
     loaded: list[Any] = []
 
-    def load(examiner: Examiner) -> None:
+    def load(examiner: Examination) -> None:
         examiner.check("loads", lambda: loaded.append(registry.load(record.kind, record.name)))
 
     run_bounded(load, order.examiner(""))
@@ -58,7 +58,7 @@ def check_plugin(record: registry.Record, order: Order) -> set[str]:
     return {full for full in named if full in order.given}
 
 
-def _check_backend(plugin: Any, values: Mapping[str, Any], order: Order) -> None:
+def _check_backend(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
     kinds = plugin.serves if isinstance(plugin.serves, tuple | list) else ("rows",)
     for kind in kinds:
         with tempfile.TemporaryDirectory(prefix="gpuinfer-check-") as folder:
@@ -71,21 +71,21 @@ def _text(model: str | None, folder: Path) -> ModelSpec:
     return ModelSpec(model or str(tiny_folder(folder / "model")), kind="text")
 
 
-def _check_strategy(plugin: Any, values: Mapping[str, Any], order: Order) -> None:
+def _check_strategy(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
     check_strategy(lambda: plugin(SETUP, **values), examiner=order.examiner(""))
 
 
-def _check_workload(plugin: Any, values: Mapping[str, Any], order: Order) -> None:
+def _check_workload(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
     check_workload(lambda: plugin(replace(SETUP, model=None), **values), examiner=order.examiner(""))
 
 
-def _check_game(plugin: Any, values: Mapping[str, Any], order: Order) -> None:
+def _check_game(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
     from gpuinfer.testing.games import check_game  # Numba: of no use to the other kinds
 
     check_game(plugin, values, examiner=order.examiner(""))
 
 
-CHECKS: dict[str, Callable[[Any, Mapping[str, Any], Order], None]] = {
+CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], None]] = {
     "backends": _check_backend,
     "strategies": _check_strategy,
     "workloads": _check_workload,

@@ -16,7 +16,7 @@ from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reas
 from gpuinfer.engine.cutting import choose, due_at
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import StrategyError
-from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
 from gpuinfer.testing.virtual import run_virtual
 
 
@@ -75,15 +75,15 @@ LOAD_REQUESTS = 200
 
 
 def check_strategy(
-    strategy_factory: Callable[[], Strategy], timeout_s: float = 30.0, *, examiner: Examiner | None = None
+    strategy_factory: Callable[[], Strategy], timeout_s: float = 30.0, *, examiner: Examination | None = None
 ) -> list[Finding]:
     """Every promise of `api.Strategy`; `strategy_factory` is called for a new one as often as needed. Each check may
     take `timeout_s`, or what `examiner` allows.
     """
-    return run_bounded(functools.partial(_check, strategy_factory), examiner or Examiner(timeout_s))
+    return run_bounded(functools.partial(_check, strategy_factory), examiner or Examination(timeout_s))
 
 
-def _check(strategy_factory: Callable[[], Strategy], examiner: Examiner) -> None:
+def _check(strategy_factory: Callable[[], Strategy], examiner: Examination) -> None:
     if not examiner.check("builds", lambda: _fault_of_build(strategy_factory)):
         return
     check_options(strategy_factory(), examiner)

@@ -18,7 +18,7 @@ from gpuinfer.errors import GpuinferError
 from gpuinfer.runtime import run
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.fakes import Answerer, FakeInfer
-from gpuinfer.testing.findings import Examiner, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
 
 RUN_S = 2.0  # of work before it is asked to stop
 LOOK_S = 0.05  # between two looks at how far it is
@@ -40,7 +40,7 @@ class FaultyProgress:
         return None
 
 
-class Trial:
+class WorkloadTrial:
     """Runs a workload as `gpuinfer NAME` would, without a screen and a roofline."""
 
     def __init__(self, workload_factory: Callable[[], Workload], limit_s: float) -> None:
@@ -116,7 +116,7 @@ def check_workload(
     answer: Callable[[Request], Result] | None = None,
     timeout_s: float = 30.0,
     *,
-    examiner: Examiner | None = None,
+    examiner: Examination | None = None,
 ) -> list[Finding]:
     """Every promise of `api.Workload`; each check may take `timeout_s`, a run three times that, or what `examiner`
     allows.
@@ -126,21 +126,21 @@ def check_workload(
     two seconds.
     """
 
-    def check(examiner: Examiner) -> None:
+    def check(examiner: Examination) -> None:
         workloads: list[Workload] = []
         if not examiner.check("builds", lambda: _fault_of_build(workload_factory, workloads)):
             return
         check_options(workloads[0], examiner)
         if examiner.check("names its model and processes", lambda: _fault_of_needs(workloads[0])):
-            run: Run = Trial(workload_factory, examiner.limit_s)
+            run: Run = WorkloadTrial(workload_factory, examiner.limit_s)
             if answer is not None:
                 run = functools.partial(_run_on_fakes, workload_factory, answer)
             asyncio.run(_check_runs(run, examiner, once=answer is None))
 
-    return run_bounded(check, examiner or Examiner(timeout_s))
+    return run_bounded(check, examiner or Examination(timeout_s))
 
 
-async def _check_runs(run: Run, examiner: Examiner, once: bool) -> None:
+async def _check_runs(run: Run, examiner: Examination, once: bool) -> None:
     """`once`: a run that did not end need not be tried again, since it was asked to stop."""
     limit_s = RUNS * examiner.limit_s
     await examiner.check_async("runs and tells how far it is", lambda: run(False), limit_s)

@@ -18,7 +18,7 @@ from gpuinfer.generation import Generation, Prompt
 
 if TYPE_CHECKING:
     from gpuinfer.text.generator import Driver, Prepared
-    from gpuinfer.text.generator.opening import Options
+    from gpuinfer.text.generator.open_generator import Options
 
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive: another thread costs more

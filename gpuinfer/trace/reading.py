@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
     id: int = 0  # among those of its engine
 
 
-class Cut(NamedTuple):
+class CutRecord(NamedTuple):
     """A batch was cut."""
 
     at: float
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
     engine: int = 0
 
 
-class Ran(NamedTuple):
+class RanRecord(NamedTuple):
     """The backend has answered a batch."""
 
     at: float
@@ -93,8 +93,8 @@ class Trace:
 
     header: Header
     arrivals: list[Arrival] = field(default_factory=list)
-    cuts: list[Cut] = field(default_factory=list)
-    batches: list[Ran] = field(default_factory=list)
+    cuts: list[CutRecord] = field(default_factory=list)
+    batches: list[RanRecord] = field(default_factory=list)
     settles: list[Settle] = field(default_factory=list)
 
 
@@ -215,17 +215,17 @@ class _Reader:
         who, which = self._name(client), self._name(group)
         return Arrival(at, rows, PRIORITIES[priority], who, left_s, which, engine, number)
 
-    def _cut(self, at: float, engine: int, batch: int, rows: int, reason: str, ids: Any) -> Cut:
+    def _cut(self, at: float, engine: int, batch: int, rows: int, reason: str, ids: Any) -> CutRecord:
         if not (_is_count(batch) and _is_count(rows) and rows <= MOST_ROWS and set(map(type, ids)) == {int}):
             raise ValueError
         if type(ids) is not list or not self._open[engine].issuperset(ids):
             raise ValueError
-        return Cut(at, batch, rows, REASONS[reason], ids, engine)
+        return CutRecord(at, batch, rows, REASONS[reason], ids, engine)
 
-    def _ran(self, at: float, engine: int, batch: int, seconds: float) -> Ran:
+    def _ran(self, at: float, engine: int, batch: int, seconds: float) -> RanRecord:
         if not (_is_count(batch) and _is_number(seconds)):
             raise ValueError
-        return Ran(at, batch, seconds, engine)
+        return RanRecord(at, batch, seconds, engine)
 
     def _settle(self, at: float, engine: int, number: int, outcome: str) -> Settle:
         if not _is_count(number) or outcome not in OUTCOMES:

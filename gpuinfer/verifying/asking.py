@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IDLE_STEPS = 1000  # that bring nothing, one after another: it will never end
 
 
-class Ask(NamedTuple):
+class Question(NamedTuple):
     """One prompt, and which of its answers are wanted."""
 
     item: Item
@@ -39,7 +39,7 @@ class Route:
     """One way to ask. `alone`: each prompt has a generator of its own, so that nothing is shared or left over."""
 
     name: str
-    asks: Sequence[Ask]
+    asks: Sequence[Question]
     sampling: Sampling
     batch: int = 1
     alone: bool = False
@@ -72,7 +72,7 @@ def asked(rig: Rig, route: Route, watched: Collection[History] = ()) -> Answers:
     return answers
 
 
-def redrawn(rig: Rig, sampling: Sampling, ask: Ask, sample: int, position: int, row: NDArray[np.float32]) -> int:
+def redrawn(rig: Rig, sampling: Sampling, ask: Question, sample: int, position: int, row: NDArray[np.float32]) -> int:
     """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
     import torch
 
@@ -107,7 +107,9 @@ def _generator(rig: Rig, witness: Witness, step_tokens: int) -> Generator:
     )
 
 
-def _through(generator: Generator, asks: Sequence[Ask], route: Route, answers: Answers) -> list[list[tuple[int, ...]]]:
+def _through(
+    generator: Generator, asks: Sequence[Question], route: Route, answers: Answers
+) -> list[list[tuple[int, ...]]]:
     prepared = generator.prepare([_prompt(ask, route.sampling) for ask in asks])
     for one in prepared:
         if isinstance(one, Exception):
@@ -137,7 +139,7 @@ def _tokens(route: Route, outcome: Generation | Exception) -> list[tuple[int, ..
     return [completion.tokens for completion in outcome.completions]
 
 
-def _prompt(ask: Ask, sampling: Sampling) -> Prompt:
+def _prompt(ask: Question, sampling: Sampling) -> Prompt:
     return Prompt(
         tokens=tuple(ask.item.tokens.tolist()),
         sampling=sampling,
@@ -147,7 +149,7 @@ def _prompt(ask: Ask, sampling: Sampling) -> Prompt:
     )
 
 
-def _key(ask: Ask) -> str:
+def _key(ask: Question) -> str:
     return f"verify-{ask.number}"
 
 
@@ -159,14 +161,14 @@ ODD_CHUNK = 7
 
 
 @dataclass(frozen=True)
-class Plan:
+class Way:
     """The reference of several routes, and what each route shows."""
 
     reference: Route
     routes: list[tuple[str, Route]]
 
 
-def likeliest(rig: Rig) -> Plan:
+def likeliest(rig: Rig) -> Way:
     """All the ways to ask for the likeliest tokens."""
     sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.0, ignore_eos=True)
     items, shared = rig.items, shared_beginnings(rig.items)
@@ -175,7 +177,7 @@ def likeliest(rig: Rig) -> Plan:
     mixed = [items[i] for i in draw.permutation(len(items))]
     places = np.arange(rig.decoder.slots, dtype=np.int32)[::-1]
     alone = Route("alone", asks(items) + asks(shared, first=len(items)), sampling, alone=True)
-    return Plan(
+    return Way(
         alone,
         [
             *((f"{size} at once = alone", filled(rig, sampling, size)) for size in rig.options.batch_sizes),
@@ -187,7 +189,7 @@ def likeliest(rig: Rig) -> Plan:
     )
 
 
-def drawn(rig: Rig) -> Iterator[Plan]:
+def drawn(rig: Rig) -> Iterator[Way]:
     """The same for tokens that are drawn, and for several answers to one prompt."""
     sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
     samples = min(SAMPLES, rig.decoder.slots)
@@ -197,7 +199,7 @@ def drawn(rig: Rig) -> Iterator[Plan]:
     routes = [("drawn, at once = alone", Route("drawn at once", singly, sampling, some))]
     if samples > 1:
         routes.append((f"{samples} samples = one by one", Route("several samples", several, sampling, some)))
-    yield Plan(Route("drawn alone", singly, sampling, alone=True), routes)
+    yield Way(Route("drawn alone", singly, sampling, alone=True), routes)
 
 
 def filled(rig: Rig, sampling: Sampling, size: int) -> Route:
@@ -206,13 +208,13 @@ def filled(rig: Rig, sampling: Sampling, size: int) -> Route:
     return Route(f"{size} at once", [known[i % len(known)] for i in range(max(size, len(known)))], sampling, size)
 
 
-def asks(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[Ask]:
+def asks(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[Question]:
     """One for each item; its number is its place in `numbered`."""
     places = {id(item): number for number, item in enumerate(numbered or items, first)}
-    return [Ask(item, places[id(item)]) for item in items]
+    return [Question(item, places[id(item)]) for item in items]
 
 
-def replace_sample(ask: Ask, sample: int) -> Ask:
+def replace_sample(ask: Question, sample: int) -> Question:
     return ask._replace(first_sample=sample)
 
 
@@ -225,7 +227,7 @@ def shared_beginnings(items: list[Item]) -> list[Item]:
     ]
 
 
-def lent(items: list[Item], shared: list[Item]) -> list[Ask]:
+def lent(items: list[Item], shared: list[Item]) -> list[Question]:
     """Each prompt and the one that begins like it, twice: to take over from rows under way, and from those done."""
     own, others = asks(items), iter(asks(shared, first=len(items)))
     found = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Sampling
-from gpuinfer.verifying.asking import Answers, Ask, asked, redrawn
+from gpuinfer.verifying.asking import Answers, Question, asked, redrawn
 from gpuinfer.verifying.rig import Rig, Tolerance
 from gpuinfer.verifying.witness import History, history
 
@@ -38,7 +38,7 @@ class Divergence:
 
 
 @dataclass
-class Finding:
+class Difference:
     """What came of one check."""
 
     name: str
@@ -61,7 +61,7 @@ class Finding:
 class Parting(NamedTuple):
     """Two answers, and the first place where they differ."""
 
-    ask: Ask
+    ask: Question
     sample: int
     position: int
     first: int
@@ -76,9 +76,9 @@ class Judge:
         self._rig, self.tolerance = rig, tolerance
         self._bitwise = rig.setup.deterministic
 
-    def compare(self, name: str, reference: Answers, other: Answers, sides: tuple[str, str]) -> Finding:
+    def compare(self, name: str, reference: Answers, other: Answers, sides: tuple[str, str]) -> Difference:
         """Whether `other` has the reference's answers. Where not, both sides are asked again, and watched."""
-        finding = Finding(name)
+        finding = Difference(name)
         known = {(ask.number, ask.first_sample + j): one for ask, j, one in _answers(reference)}
         partings = []
         for ask, sample, tokens in _answers(other):
@@ -93,7 +93,7 @@ class Judge:
             finding.status, finding.why = "fails", faults[0].why
         return finding
 
-    def _differences(self, reference: Answers, other: Answers, finding: Finding, sides: tuple[str, str]) -> float:
+    def _differences(self, reference: Answers, other: Answers, finding: Difference, sides: tuple[str, str]) -> float:
         """The largest difference of the two largest logits, wherever both sides saw the same tokens. One that is too
         large is a fault, although no answer need have changed.
         """
@@ -197,13 +197,13 @@ def document(divergence: Divergence) -> dict[str, Any]:
     }
 
 
-def _answers(answers: Answers) -> Iterator[tuple[Ask, int, tuple[int, ...]]]:
+def _answers(answers: Answers) -> Iterator[tuple[Question, int, tuple[int, ...]]]:
     for ask, completions in zip(answers.route.asks, answers.tokens, strict=True):
         for sample, tokens in enumerate(completions):
             yield ask, sample, tokens
 
 
-def _parting(ask: Ask, sample: int, known: tuple[int, ...], tokens: tuple[int, ...]) -> Parting | None:
+def _parting(ask: Question, sample: int, known: tuple[int, ...], tokens: tuple[int, ...]) -> Parting | None:
     if known == tokens:
         return None
     unequal = (place for place, (one, other) in enumerate(zip(known, tokens, strict=False)) if one != other)
@@ -227,7 +227,7 @@ def _of_logits(
     return Divergence(ask.item.text, ask.number, 0, position, (token, token), logits, False, why)
 
 
-def _place(reference: Answers, past: History) -> tuple[Ask, int, int]:
+def _place(reference: Answers, past: History) -> tuple[Question, int, int]:
     """Which prompt, which position of its answer, and which token came there."""
     for ask, _, tokens in _answers(reference):
         before = history(ask.item.tokens.tolist())

@@ -119,7 +119,7 @@ def started(channel: Connection, *arguments: Any) -> Any:
     process = multiprocessing.get_context("spawn").Process(
         target=peer_child.main, args=(channel, *arguments), name="gpuinfer-transformers", daemon=True
     )
-    with children.deaf():
+    with children.ignoring_interrupts():
         process.start()
     channel.close()
     return process

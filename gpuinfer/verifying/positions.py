@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.step import Step
-from gpuinfer.verifying.asking import Answers, Ask
-from gpuinfer.verifying.judging import Divergence, Finding, Row
+from gpuinfer.verifying.asking import Answers, Question
+from gpuinfer.verifying.judging import Difference, Divergence, Row
 from gpuinfer.verifying.rig import Rig, Tolerance
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def against(
     other: Callable[[Tokens], Pieces],
     sides: tuple[str, str],
     tolerance: Tolerance,
-) -> Finding:
+) -> Difference:
     """Every prompt with its answer goes through both decoders. Greedy tokens are the same at every position, or
     their logits tie; all logits are within the tolerance.
     """
-    finding = Finding(name, unit="positions")
+    finding = Difference(name, unit="positions")
     for ask, tokens in sequences(rig, reference):
         start = 0
         for ours, theirs in _paired(logits(rig.decoder, tokens), other(tokens)):
@@ -51,7 +51,7 @@ def against(
     return finding
 
 
-def sequences(rig: Rig, reference: Answers) -> Iterator[tuple[Ask, Tokens]]:
+def sequences(rig: Rig, reference: Answers) -> Iterator[tuple[Question, Tokens]]:
     """Every prompt with its answer, but for the answer's last token, after which nothing came."""
     for ask, (answer,) in zip(reference.route.asks[: len(rig.items)], reference.tokens, strict=False):
         yield ask, np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
@@ -77,7 +77,7 @@ def _paired(ours: Pieces, theirs: Pieces) -> Iterator[tuple[NDArray[np.float32],
 
 
 def _compared(
-    ours: Row, theirs: Row, start: int, sides: tuple[str, str], tolerance: Tolerance, finding: Finding
+    ours: Row, theirs: Row, start: int, sides: tuple[str, str], tolerance: Tolerance, finding: Difference
 ) -> Iterator[tuple[int, tuple[int, int], dict[str, tuple[float, float]], bool, str]]:
     """The positions that differ: faults, and ties."""
     apart = np.abs(ours - theirs)

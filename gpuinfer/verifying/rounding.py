@@ -14,7 +14,7 @@ import numpy as np
 
 from gpuinfer.verifying import positions
 from gpuinfer.verifying.asking import Answers
-from gpuinfer.verifying.judging import Divergence, Finding, Row
+from gpuinfer.verifying.judging import Difference, Divergence, Row
 from gpuinfer.verifying.positions import Pieces, Tokens
 from gpuinfer.verifying.rig import LEAST, Rig
 
@@ -24,7 +24,7 @@ SIDES = 2.0  # two answers of one program may lie apart by so many times its dis
 Ask = Callable[[Tokens], Pieces]
 
 
-class Place(NamedTuple):
+class TokenPosition(NamedTuple):
     """One position: how far each side is from float32 at its furthest logit, and the logits that are spoken of."""
 
     prompt: str
@@ -46,9 +46,9 @@ def distance(rig: Rig, reference: Answers, exact: Ask) -> float:
     return worst
 
 
-def against(rig: Rig, name: str, reference: Answers, other: Ask, exact: Ask, sides: tuple[str, str]) -> Finding:
+def against(rig: Rig, name: str, reference: Answers, other: Ask, exact: Ask, sides: tuple[str, str]) -> Difference:
     """Ours must be no further from `exact` than FACTOR times the other side's furthest logit, at any position."""
-    finding = Finding(name, unit="positions")
+    finding = Difference(name, unit="positions")
     places = list(_places(rig, reference, other, exact))
     finding.compared = len(places)
     finding.difference = max(place.apart for place in places)
@@ -62,7 +62,7 @@ def against(rig: Rig, name: str, reference: Answers, other: Ask, exact: Ask, sid
     return finding
 
 
-def _places(rig: Rig, reference: Answers, other: Ask, exact: Ask) -> Iterator[Place]:
+def _places(rig: Rig, reference: Answers, other: Ask, exact: Ask) -> Iterator[TokenPosition]:
     for ask, tokens in positions.sequences(rig, reference):
         start = 0
         for ours, theirs, wanted in zip(
@@ -72,7 +72,7 @@ def _places(rig: Rig, reference: Answers, other: Ask, exact: Ask) -> Iterator[Pl
             apart = _finite(np.abs(ours - theirs)).max(axis=1)
             for at in range(len(ours)):
                 likeliest, furthest = (int(ours[at].argmax()), int(theirs[at].argmax())), int(off[at].argmax())
-                yield Place(
+                yield TokenPosition(
                     ask.item.text,
                     ask.number,
                     start + at,
@@ -94,11 +94,11 @@ def _finite(apart: Row) -> Row:
     return np.nan_to_num(apart, nan=math.inf, posinf=math.inf)
 
 
-def _notable(place: Place, allowed: float) -> bool:
+def _notable(place: TokenPosition, allowed: float) -> bool:
     return place.distances[0] > allowed or place.likeliest[0] != place.likeliest[1]
 
 
-def _divergence(place: Place, sides: tuple[str, str], allowed: float) -> Divergence:
+def _divergence(place: TokenPosition, sides: tuple[str, str], allowed: float) -> Divergence:
     """A fault, or two likeliest tokens that lie within the rounding of each other: a tie."""
     tie = place.distances[0] <= allowed
     pair = place.likeliest if tie else (place.likeliest[0], place.furthest)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt
-from gpuinfer.verifying.judging import Divergence, Finding
+from gpuinfer.verifying.judging import Difference, Divergence
 from gpuinfer.verifying.peer import Peer
 from gpuinfer.verifying.rig import TEXTS, Rig, shown
 
@@ -28,7 +28,7 @@ CHATS: tuple[tuple[Mapping[str, Any], ...], ...] = (
 )
 
 
-class Case(NamedTuple):
+class TokenCase(NamedTuple):
     """A prompt, and what each says of it: tokens, or why there are none."""
 
     prompt: Prompt
@@ -42,9 +42,9 @@ def missing(rig: Rig) -> str | None:
     return None if rig.checkpoint.language.folder is not None else "the model has no tokenizer: its tokens are bytes"
 
 
-def compared(rig: Rig, name: str, peer: Peer) -> Finding:
+def compared(rig: Rig, name: str, peer: Peer) -> Difference:
     """All texts and chats through both."""
-    finding = Finding(name, unit="texts")
+    finding = Difference(name, unit="texts")
     cases, kind = _cases(rig, peer)
     finding.compared = len(cases)
     found = (_divergence(number, case, kind, rig) for number, case in enumerate(cases) if case.ours != case.theirs)
@@ -57,7 +57,7 @@ def compared(rig: Rig, name: str, peer: Peer) -> Finding:
     return finding
 
 
-def _cases(rig: Rig, peer: Peer) -> tuple[list[Case], str]:
+def _cases(rig: Rig, peer: Peer) -> tuple[list[TokenCase], str]:
     file = _file(rig)
     texts, chats = _texts(rig, file), _chats(rig)
     told = peer.tokens(
@@ -66,7 +66,7 @@ def _cases(rig: Rig, peer: Peer) -> tuple[list[Case], str]:
     prompts, answers = [*texts, *chats], [*told["texts"], *told["chats"]]
     ours = rig.language.encode(prompts)
     return [
-        Case(prompt, _ours(tokens), answer.get("ids", "refused"), _by(file, prompt, answer))
+        TokenCase(prompt, _ours(tokens), answer.get("ids", "refused"), _by(file, prompt, answer))
         for prompt, tokens, answer in zip(prompts, ours, answers, strict=True)
     ], f"{told['tokenizer']} of transformers {told['version']}"
 
@@ -111,7 +111,7 @@ def _by(file: Any, prompt: Prompt, answer: Mapping[str, Any]) -> Sequence[int] |
     return list(ids)
 
 
-def _divergence(number: int, case: Case, kind: str, rig: Rig) -> Divergence:
+def _divergence(number: int, case: TokenCase, kind: str, rig: Rig) -> Divergence:
     place, tokens = next(_differing(case.ours, case.theirs))
     ours, theirs = (_named(rig, side, token) for side, token in zip((case.ours, case.theirs), tokens, strict=True))
     on_their_side = case.file is not None and case.ours == case.file

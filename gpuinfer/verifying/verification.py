@@ -18,7 +18,7 @@ from gpuinfer.report.report import environment
 from gpuinfer.verifying import asking as routes
 from gpuinfer.verifying import peer, positions, rounding, tokenizing
 from gpuinfer.verifying.asking import Answers, asked
-from gpuinfer.verifying.judging import Finding, Judge, document
+from gpuinfer.verifying.judging import Difference, Judge, document
 from gpuinfer.verifying.rig import Options, Rig, Tolerance, open_rig, tolerance
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FLOAT32 = "float32"
 TOKENS, TRANSFORMERS = "tokens = AutoTokenizer's", "gpuinfer = transformers"
 
 Say = Callable[[str], None]
-Check = Callable[[], Finding]
+Check = Callable[[], Difference]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Verification:
     options: Options
     setup: Setup
     say: Say = lambda line: None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Difference] = field(default_factory=list)
     finished: bool = False
     noise: float = 0.0  # how far logits are from those that float32 gives with the same weights
     _began: str = ""
@@ -107,7 +107,7 @@ class Verification:
         self._timed("compiled = plain torch", partial(self._plain, rig, reference))
         self._peers(rig, reference)
 
-    def _make(self, judge: Judge, rig: Rig, plan: routes.Plan, reference: Answers) -> None:
+    def _make(self, judge: Judge, rig: Rig, plan: routes.Way, reference: Answers) -> None:
         for name, route in plan.routes:
             self._timed(name, partial(self._compared, judge, rig, name, route, reference))
 
@@ -118,14 +118,14 @@ class Verification:
         finding.name, finding.seconds = name, time.perf_counter() - began
         self.findings.append(finding)
 
-    def _compared(self, judge: Judge, rig: Rig, name: str, route: Any, reference: Answers) -> Finding:
+    def _compared(self, judge: Judge, rig: Rig, name: str, route: Any, reference: Answers) -> Difference:
         answers = asked(rig, route)
         finding = judge.compare(name, reference, answers, (reference.route.name, route.name))
         if route.name == "shared" and not answers.cached:
             return skipped(name, "no prompt is long enough to share its beginning")
         return finding
 
-    def _eager(self, rig: Rig, judge: Judge, reference: Answers) -> Finding:
+    def _eager(self, rig: Rig, judge: Judge, reference: Answers) -> Difference:
         name = "graphs = eager"
         if not rig.facts["device"].startswith("cuda"):
             return skipped(name, "CUDA graphs need a CUDA device")
@@ -141,7 +141,7 @@ class Verification:
         finally:
             eager.close()
 
-    def _plain(self, rig: Rig, reference: Answers) -> Finding:
+    def _plain(self, rig: Rig, reference: Answers) -> Difference:
         name = "compiled = plain torch"
         if type(rig.decoder).__name__ != "CpuDecoder":
             return skipped(name, f"here {type(rig.decoder).__name__} serves, which is not compiled for the CPU")
@@ -185,7 +185,7 @@ class Verification:
             self._timed(TOKENS, partial(self._tokens, rig, other))
             self._timed(TRANSFORMERS, partial(self._transformers, rig, reference, other))
 
-    def _tokens(self, rig: Rig, other: peer.Peer) -> Finding:
+    def _tokens(self, rig: Rig, other: peer.Peer) -> Difference:
         if why := tokenizing.missing(rig):
             return skipped(TOKENS, why)
         try:
@@ -193,7 +193,7 @@ class Verification:
         except peer.PeerFailed as error:
             return skipped(TOKENS, str(error))
 
-    def _transformers(self, rig: Rig, reference: Answers, other: peer.Peer) -> Finding:
+    def _transformers(self, rig: Rig, reference: Answers, other: peer.Peer) -> Difference:
         dtype, sides = self.setup.dtype, ("gpuinfer", "transformers")
         try:
             other.open(dtype)
@@ -206,11 +206,11 @@ class Verification:
             return skipped(TRANSFORMERS, str(error))
 
 
-def skipped(name: str, why: str) -> Finding:
-    return Finding(name, "skipped", why)
+def skipped(name: str, why: str) -> Difference:
+    return Difference(name, "skipped", why)
 
 
-def _described(finding: Finding) -> dict[str, Any]:
+def _described(finding: Difference) -> dict[str, Any]:
     return {
         "name": finding.name,
         "status": finding.status,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.central import memory
-from gpuinfer.central.memory import Block, Form
+from gpuinfer.central.memory import Block, BlockForm
 from gpuinfer.central.wire import HEADER, VERSION, Kind, Record, Unpacker, pack
 
 
@@ -24,7 +24,7 @@ class Stranger:
         self.unpacker, self.records, self.blocks = Unpacker(), [], {}
         if greet:
             self.send(Record(Kind.HELLO, body={"token": self.address.token, "version": VERSION}))
-            self.form = Form.from_wire(self.next().body["form"])
+            self.form = BlockForm.from_wire(self.next().body["form"])
 
     def __enter__(self) -> Stranger:
         return self

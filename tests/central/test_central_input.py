@@ -23,7 +23,7 @@ from gpuinfer.api import ModelSpec, Request
 from gpuinfer.backends.central import Remote
 from gpuinfer.central import memory
 from gpuinfer.central.address import listen
-from gpuinfer.central.lines import Lines
+from gpuinfer.central.lines import ClientLines
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -332,7 +332,7 @@ def test_a_lack_of_descriptors_is_said_with_the_cure(server, no_descriptors):
 
 def test_a_server_without_descriptors_rests_until_there_are_some(no_descriptors):
     listener, address = listen()
-    lines = Lines(listener, address.token, 4, (b"", 0), lambda rows: None)
+    lines = ClientLines(listener, address.token, 4, (b"", 0), lambda rows: None)
     with contextlib.closing(listener), socket.socket(socket.AF_UNIX) as client:
         client.connect(address.path)
         with no_descriptors():

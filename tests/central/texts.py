@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Remote
-from gpuinfer.central.child import Tuning
+from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.server import CentralServer
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
@@ -19,7 +19,7 @@ SLOTS, CONTEXT = 4, 2048
 
 
 def server_of_text(**options: Any) -> CentralServer:
-    tuning = Tuning(slots=SLOTS, context=CONTEXT, threads=1)
+    tuning = ServerTuning(slots=SLOTS, context=CONTEXT, threads=1)
     return CentralServer.of(SETUP, tuning, registry.load("strategies", "dynamic")(SETUP), **options)
 
 

@@ -9,7 +9,7 @@ from gpuinfer.api import ModelSpec, Priority, Progress, Setup
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UsageError
 from gpuinfer.models.layouts import BITS
 from gpuinfer.testing import FakeInfer, assert_ok, check_workload, run_virtual
-from gpuinfer.workloads.load.asking import Payloads, Tally
+from gpuinfer.workloads.load.asking import LoadTally, Payloads
 from gpuinfer.workloads.load.workload import Load
 
 
@@ -211,7 +211,7 @@ def test_without_a_model_nothing_travels():
 
 
 def tally(late_s, latency_s, count=100):
-    made = Tally()
+    made = LoadTally()
     for _ in range(count):
         made.late.add(late_s)
         made.latency.add(latency_s)

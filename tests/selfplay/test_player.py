@@ -25,7 +25,7 @@ def part(number):
 @pytest.fixture
 def writer(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "SHARD_BYTES", 1)  # every part is worth a shard
-    return keeping.Writer(tmp_path, Session())
+    return keeping.ShardWriter(tmp_path, Session())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Strategy
 from gpuinfer.errors import StrategyError, UnknownName, UsageError
-from gpuinfer.simulate import Ask, Bursty, Closed, Mix, Poisson, Recorded, Watch, simulate
+from gpuinfer.simulate import Bursty, Closed, Mix, Offer, Poisson, Recorded, Watch, simulate
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import ERRORS, summarise
 from gpuinfer.strategies.dynamic import Dynamic
@@ -83,7 +83,7 @@ def test_littles_law_holds():
         pytest.param(Bursty(3000, 6, 0.05), id="bursty"),
         pytest.param(Closed(50, 0.001, mix=Mix((1, 3))), id="closed"),
         pytest.param(Closed(50, 0.0), id="closed, more clients than may wait"),
-        pytest.param(Recorded([Ask(0.01 * n, 1 + n % 3) for n in range(3000)]), id="recorded"),
+        pytest.param(Recorded([Offer(0.01 * n, 1 + n % 3) for n in range(3000)]), id="recorded"),
     ],
 )
 @pytest.mark.parametrize("replicas", [1, 3])

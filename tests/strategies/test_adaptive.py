@@ -10,7 +10,7 @@ import pytest
 from gpuinfer.api import BatchRecord, Limits, Reason
 from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UsageError
-from gpuinfer.simulate import Ask, Closed, Poisson, Recorded, simulate
+from gpuinfer.simulate import Closed, Offer, Poisson, Recorded, simulate
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
@@ -172,7 +172,7 @@ def test_groups_that_together_ask_for_more_than_small_batches_serve_get_larger_o
     dice, asks, at = random.Random(1), [], 0.0
     for _ in range(8000):  # 1300 rows/s, of which each group has a third; 8 rows within 10 ms are 900 rows/s
         at += dice.expovariate(1300)
-        asks.append(Ask(at, group=dice.choice("abc")))
+        asks.append(Offer(at, group=dice.choice("abc")))
     seen = simulate(Recorded(asks), LINE, partial(Adaptive, latency_target=0.010), Limits(64), warmup=0.5)
     assert seen.latency_s["p95"] < 0.5
 

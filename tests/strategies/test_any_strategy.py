@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from watched import Watched
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.simulate import Ask, Poisson, Recorded, simulate
+from gpuinfer.simulate import Offer, Poisson, Recorded, simulate
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
@@ -49,7 +49,7 @@ def arriving(drawn):
     at, made = 0.0, []
     for gap, *rest in drawn:
         at += gap
-        made.append(Ask(at, *rest))
+        made.append(Offer(at, *rest))
     return Recorded(made)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Reason, Request
 from gpuinfer.strategies.priority import ByPriority
-from gpuinfer.strategies.service_time import Curve
+from gpuinfer.strategies.service_time import SizeCurve
 from gpuinfer.strategies.shares import CLIENTS_KEPT, Credits, FairClients, give_up
 from gpuinfer.strategies.timing import Company
 from gpuinfer.testing import waiting
@@ -238,7 +238,7 @@ def test_a_class_that_comes_faster_than_it_can_be_served_alone_bears_any_company
 
 
 def test_sizes_between_those_seen_take_a_time_between():
-    curve = Curve()
+    curve = SizeCurve()
     assert curve.seconds(5) == 0
     for rows, seconds in ((10, 0.02), (40, 0.05)):
         curve.learn(rows, seconds)
@@ -246,7 +246,7 @@ def test_sizes_between_those_seen_take_a_time_between():
 
 
 def test_a_larger_batch_that_is_faster_says_that_a_smaller_one_can_be():
-    curve = Curve()
+    curve = SizeCurve()
     curve.learn(10, 0.06)
     curve.learn(40, 0.05)
     assert curve.seconds(10) == 0.05

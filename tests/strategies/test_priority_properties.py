@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Request
 from gpuinfer.engine.cutting import Cut, next_cut
 from gpuinfer.engine.queue import Queue
-from gpuinfer.simulate import Ask
+from gpuinfer.simulate import Offer
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.priority import ByPriority
 from gpuinfer.strategies.shares import give_up
@@ -20,7 +20,7 @@ SERVICES = [ServiceModel(beta=0.01), ServiceModel(alpha=0.002, beta=0.001)]
 SHARES = [(50.0, 30.0, 20.0), (10.0, 20.0, 70.0), (90.0, 5.0, 5.0), (20.0, 20.0, 20.0)]
 
 ask = st.builds(
-    Ask,
+    Offer,
     at=st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3]),  # after the one before
     rows=st.sampled_from([1, 1, 2, FULL]),
     priority=st.sampled_from(Priority),
@@ -109,7 +109,7 @@ def test_a_class_with_enough_waiting_gets_its_share_less_at_most_four_full_batch
     def check(bursts, service, shares):
         load = []
         for priority, rows, many in bursts:
-            load += [Ask(0.0, rows, priority)] * many + [Ask(0.1, 1, priority)]
+            load += [Offer(0.0, rows, priority)] * many + [Offer(0.1, 1, priority)]
         assume(load)
         lag, most = [0.0] * 3, [0.0] * 3
         for _, batch, _, waited in run(ByPriority(shares=shares), load, service):
@@ -160,7 +160,7 @@ def test_clients_of_a_class_that_always_wait_are_never_further_apart_than_a_bloc
 
     def check(ones, others, service):
         served = {"a": 0, "b": 0}
-        load = [Ask(0.0, rows, client="a") for rows in ones] + [Ask(0.0, rows, client="b") for rows in others]
+        load = [Offer(0.0, rows, client="a") for rows in ones] + [Offer(0.0, rows, client="b") for rows in others]
         for _, batch, waited, _ in run(ByPriority(), load, service):
             for request in batch:
                 served[request.client] += request.rows
@@ -175,7 +175,7 @@ def test_a_class_within_its_room_is_never_given_up(examples):
     def check(priorities, rows, arriving, wanted, shares):
         view = waiting([0.0] * len(priorities), rows=rows, priorities=priorities)
         share = [part / 100 for part in shares]
-        request = request_of(Ask(0.0, wanted, arriving))
+        request = request_of(Offer(0.0, wanted, arriving))
         given_up = give_up(view, request, share)
         room = [part * (view.rows + wanted) for part in share]
         left = list(view.class_rows)

@@ -226,7 +226,9 @@ def test_digests_do_not_depend_on_threads_and_cover_every_chunk(monkeypatch: pyt
 
     def of(contents: dict[str, bytes]) -> dict[str, bytes]:
         sources = {
-            name: digests.Source(len(content), lambda start, length, content=content: content[start : start + length])
+            name: digests.DigestSource(
+                len(content), lambda start, length, content=content: content[start : start + length]
+            )
             for name, content in contents.items()
         }
         return digests.digests_of(sources)

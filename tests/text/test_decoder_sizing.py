@@ -11,8 +11,9 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.decoder import open_sized, opening, sizing
-from gpuinfer.text.decoder.opening import NullDecoder
+from gpuinfer.text.decoder import open_decoder as opening
+from gpuinfer.text.decoder import open_sized, sizing
+from gpuinfer.text.decoder.open_decoder import NullDecoder
 from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 

@@ -44,7 +44,7 @@ def kept_by(path, logits, sampling):
         return kept & (probabilities(logits, sampling.temperature) > 0)
     values = torch.from_numpy(logits)[None]
     best, found = values.amax(1, keepdim=True), torch_filters.orders(values)
-    asked = torch_filters.Asked.of(record, np.zeros(1), values.device)
+    asked = torch_filters.Wanted.of(record, np.zeros(1), values.device)
     return (found >= torch_filters.cut(found, best, asked, sort=True))[0].numpy()
 
 

@@ -19,7 +19,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.trace import form, merge
 from gpuinfer.trace import merge as lock
 from gpuinfer.trace.merge import prepare, recording
-from gpuinfer.trace.reading import Arrival, Cut, Ran, Settle, read
+from gpuinfer.trace.reading import Arrival, CutRecord, RanRecord, Settle, read
 from gpuinfer.trace.recorder import Recorder
 
 
@@ -38,9 +38,9 @@ def test_a_trace_says_all_that_the_engine_was_told(tmp_path):
         Arrival(0.0, 3, Priority.HIGH, "('a', 1)", 0.5, "big", 0, 1),
         Arrival(0.001, 1, Priority.NORMAL, "zoë", None, None, 0, 2),
     ]
-    assert trace.cuts == [Cut(0.002, 1, 4, Reason.CLIENTS, [1, 2], 0)]
+    assert trace.cuts == [CutRecord(0.002, 1, 4, Reason.CLIENTS, [1, 2], 0)]
     assert trace.settles == [Settle(0.005, 1, "ok", 0), Settle(0.005, 2, "failed", 0)]
-    assert trace.batches == [Ran(0.006, 1, 0.0025, 0)]
+    assert trace.batches == [RanRecord(0.006, 1, 0.0025, 0)]
     assert parts(path) == []
 
 

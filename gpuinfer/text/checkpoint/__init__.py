@@ -17,4 +17,4 @@ from gpuinfer.text.checkpoint.checkpoint import LanguageFiles as LanguageFiles
 from gpuinfer.text.checkpoint.estimate import Estimate as Estimate
 from gpuinfer.text.checkpoint.estimate import refuse_unfit as refuse_unfit
 from gpuinfer.text.checkpoint.export import save_folder as save_folder
-from gpuinfer.text.checkpoint.opening import open_checkpoint as open_checkpoint
+from gpuinfer.text.checkpoint.open_checkpoint import open_checkpoint as open_checkpoint

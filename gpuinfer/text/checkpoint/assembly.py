@@ -22,7 +22,7 @@ from gpuinfer.text.weights import Layer, Linear, Norm, Weights
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A stored tensor's name and shape. `transposed`: it is stored [in, out]."""
 
     name: str
@@ -30,7 +30,7 @@ class Part:
     transposed: bool = False
 
 
-Take = Callable[[Sequence[Part], bool], Tensor]
+Take = Callable[[Sequence[TensorPart], bool], Tensor]
 """Makes one tensor of parts, joined along their first dimension; true: in float32, else in the model's dtype."""
 
 
@@ -56,7 +56,7 @@ class RotaryLayout:
     def weights(self, take: Take) -> Weights:
         shape = self.shape
         name = self.embedding_name or f"{self.prefix}embed_tokens.weight"
-        embedding = take([Part(name, (shape.vocabulary, shape.hidden))], False)
+        embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
         layers = tuple(self._layer(f"{self.prefix}layers.{number}.", take) for number in range(shape.layers))
         norm = self._norm(f"{self.prefix}norm", shape.hidden, take)
         return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take))
@@ -79,7 +79,7 @@ class RotaryLayout:
         )
 
     def _norm(self, name: str, size: int, take: Take) -> Norm:
-        return Norm(take([Part(f"{name}.weight", (size,))], True))
+        return Norm(take([TensorPart(f"{name}.weight", (size,))], True))
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Gpt2Layout:
     def weights(self, take: Take) -> Weights:
         shape = self.shape
         name = self.embedding_name or f"{self.prefix}wte.weight"
-        embedding = take([Part(name, (shape.vocabulary, shape.hidden))], False)
-        positions = take([Part(f"{self.prefix}wpe.weight", (shape.positions, shape.hidden))], False)
+        embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
+        positions = take([TensorPart(f"{self.prefix}wpe.weight", (shape.positions, shape.hidden))], False)
         layers = tuple(self._layer(f"{self.prefix}h.{number}.", take) for number in range(shape.layers))
         norm = self._norm(f"{self.prefix}ln_f", take)
         return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take), positions)
@@ -120,19 +120,19 @@ class Gpt2Layout:
 
     def _norm(self, name: str, take: Take) -> Norm:
         size = (self.shape.hidden,)
-        shift = take([Part(f"{name}.bias", size)], True) if self.norm_shifts else None
-        return Norm(take([Part(f"{name}.weight", size)], True), shift)
+        shift = take([TensorPart(f"{name}.bias", size)], True) if self.norm_shifts else None
+        return Norm(take([TensorPart(f"{name}.weight", size)], True), shift)
 
 
 def _head(shape: Shape, name: str, embedding: Tensor, take: Take) -> Linear:
-    return Linear(embedding if shape.tied else take([Part(name, (shape.vocabulary, shape.hidden))], False))
+    return Linear(embedding if shape.tied else take([TensorPart(name, (shape.vocabulary, shape.hidden))], False))
 
 
 def _linear(rows: Sequence[tuple[str, int]], columns: int, bias: bool, take: Take, transposed: bool = False) -> Linear:
     """`rows`: each part's name and how many outputs it has."""
     shapes = [(name, (columns, count) if transposed else (count, columns)) for name, count in rows]
-    weight = take([Part(f"{name}.weight", shape, transposed) for name, shape in shapes], False)
-    return Linear(weight, take([Part(f"{name}.bias", (count,)) for name, count in rows], False) if bias else None)
+    weight = take([TensorPart(f"{name}.weight", shape, transposed) for name, shape in shapes], False)
+    return Linear(weight, take([TensorPart(f"{name}.bias", (count,)) for name, count in rows], False) if bias else None)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ SHOWN = 3  # tensors in a message
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files keep what can be computed
 
 
-def parts_of(layout: Layout) -> list[Part]:
+def parts_of(layout: Layout) -> list[TensorPart]:
     """All tensors that the layout takes from a store."""
-    found: list[Part] = []
+    found: list[TensorPart] = []
 
-    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         found.extend(parts)
         return torch.empty(0)
 
@@ -201,7 +201,7 @@ def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
 def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
     """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used."""
 
-    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         into = torch.empty(_size(parts), dtype=torch.float32 if wide else dtype)
         row = 0
         for part in parts:
@@ -213,12 +213,12 @@ def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
     return layout.weights(take)
 
 
-def _size(parts: Sequence[Part]) -> tuple[int, ...]:
+def _size(parts: Sequence[TensorPart]) -> tuple[int, ...]:
     shapes = [part.shape[::-1] if part.transposed else part.shape for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _read(store: Store, part: Part, into: Tensor) -> None:
+def _read(store: Store, part: TensorPart, into: Tensor) -> None:
     if not part.transposed:
         store.read(part.name, into)
         return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gpuinfer.text.checkpoint.assembly import Part, RotaryLayout, Stored, parts_of
+from gpuinfer.text.checkpoint.assembly import RotaryLayout, Stored, TensorPart, parts_of
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.family import Biases
 from gpuinfer.text.checkpoint.keys import Fields
@@ -31,7 +31,7 @@ class DrawnStore:
     but the `speakable` ones silent, whatever the prompt was.
     """
 
-    def __init__(self, where: str, parts: Iterable[Part], speakable: Sequence[int]) -> None:
+    def __init__(self, where: str, parts: Iterable[TensorPart], speakable: Sequence[int]) -> None:
         self.where, self._speakable = where, list(speakable)
         self.tensors = {part.name: Stored(part.shape, torch.float32) for part in parts}
 

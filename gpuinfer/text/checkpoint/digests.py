@@ -31,14 +31,14 @@ FORMAT = f"sha256 of sha256 of chunks of {CHUNK_BYTES} bytes"
 Digests = dict[str, bytes]
 
 
-class Source(NamedTuple):
+class DigestSource(NamedTuple):
     """`size` bytes. `read(start, length)` gives some of them, and is called in several threads at once."""
 
     size: int
     read: Callable[[int, int], Any]
 
 
-def digests_of(sources: Mapping[str, Source]) -> Digests:
+def digests_of(sources: Mapping[str, DigestSource]) -> Digests:
     """The digest of each. Raises what `read` raises."""
     with ThreadPoolExecutor(cores(), "gpuinfer-digests") as pool:
         leaves = {name: [pool.submit(_leaf, source, at) for at in _starts(source)] for name, source in sources.items()}
@@ -49,11 +49,11 @@ def digests_of(sources: Mapping[str, Source]) -> Digests:
             raise
 
 
-def _starts(source: Source) -> range:
+def _starts(source: DigestSource) -> range:
     return range(0, source.size, CHUNK_BYTES)
 
 
-def _leaf(source: Source, at: int) -> bytes:
+def _leaf(source: DigestSource, at: int) -> bytes:
     return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
 
 

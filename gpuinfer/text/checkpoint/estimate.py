@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.assembly import Layout, Part
+from gpuinfer.text.checkpoint.assembly import Layout, TensorPart
 from gpuinfer.text.shape import Shape
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
@@ -36,7 +36,7 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
     """Matrices and biases in `dtype`, norms in float32."""
     total = 0
 
-    def take(parts: Sequence[Part], wide: bool) -> Tensor:
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         nonlocal total
         total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
         return torch.empty(0)

@@ -35,7 +35,7 @@ MOST_HEAD_DIM = 4096
 
 
 @dataclass(frozen=True)
-class Defaults:
+class FamilyDefaults:
     """What transformers assumes of a family when config.json is silent."""
 
     vocabulary: int
@@ -49,11 +49,11 @@ class Defaults:
     beginning: int | None
 
 
-DEFAULTS: Mapping[str, Defaults] = {
-    "llama": Defaults(32000, 11008, 32, 32, None, None, 2048, 2, 1),
-    "mistral": Defaults(32000, 14336, 32, 32, 8, None, 131072, 2, 1),
-    "qwen2": Defaults(151936, 22016, 32, 32, 32, None, 32768, None, None),
-    "qwen3": Defaults(151936, 22016, 32, 32, 32, 128, 32768, None, None),
+DEFAULTS: Mapping[str, FamilyDefaults] = {
+    "llama": FamilyDefaults(32000, 11008, 32, 32, None, None, 2048, 2, 1),
+    "mistral": FamilyDefaults(32000, 14336, 32, 32, 8, None, 131072, 2, 1),
+    "qwen2": FamilyDefaults(151936, 22016, 32, 32, 32, None, 32768, None, None),
+    "qwen3": FamilyDefaults(151936, 22016, 32, 32, 32, 128, 32768, None, None),
 }
 
 

@@ -16,7 +16,7 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.digests import settings_of
 from gpuinfer.text.checkpoint.family import biases_of, shape_of
 from gpuinfer.text.checkpoint.keys import read_json, refuse_remote_code
-from gpuinfer.text.checkpoint.safetensors import Place, SafetensorsStore, read_header
+from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, TensorPlace, read_header
 from gpuinfer.text.shape import Shape
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,13 +32,13 @@ def open_shards(folder: Path) -> SafetensorsStore:
     raise _none(folder)
 
 
-def _indexed(folder: Path) -> dict[str, Place]:
+def _indexed(folder: Path) -> dict[str, TensorPlace]:
     names = _weight_map(folder / INDEX)
     files = sorted(set(names.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise UsageError(f"{folder} lacks {', '.join(missing[:SHOWN])}{more} of {len(files)} shards. Copy them too.")
-    tensors: dict[str, Place] = {}
+    tensors: dict[str, TensorPlace] = {}
     for file in files:
         header = read_header(folder / file)
         tensors.update({name: place for name, place in header.items() if names.get(name) == file})

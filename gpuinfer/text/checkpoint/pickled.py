@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Stored
-from gpuinfer.text.checkpoint.digests import Digests, Source, digests_of
+from gpuinfer.text.checkpoint.digests import Digests, DigestSource, digests_of
 
 MOST_STEPS = 4_000_000
 VALUES = frozenset(
@@ -181,10 +181,10 @@ class TensorStore:
         return digests_of({name: _source(self._tensors[name]) for name in names})
 
 
-def _source(tensor: Tensor) -> Source:
+def _source(tensor: Tensor) -> DigestSource:
     values: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     content = memoryview(values)
-    return Source(content.nbytes, lambda start, length: content[start : start + length])
+    return DigestSource(content.nbytes, lambda start, length: content[start : start + length])
 
 
 def plain_tensors(content: Mapping[Any, Any], where: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Stored
-from gpuinfer.text.checkpoint.digests import Digests, Source, digests_of, kept
+from gpuinfer.text.checkpoint.digests import Digests, DigestSource, digests_of, kept
 from gpuinfer.text.checkpoint.keys import elsewhere
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own bound
@@ -33,14 +33,14 @@ QUANTISED = ("F8_", "F4", "F6_", "U8", "I8", "I32")  # how quantised weights are
 
 
 @dataclass(frozen=True)
-class Place(Stored):
+class TensorPlace(Stored):
     """A tensor's bytes in a file."""
 
     path: Path
     start: int
 
 
-def read_header(path: Path) -> dict[str, Place]:
+def read_header(path: Path) -> dict[str, TensorPlace]:
     """The tensors of a file by name; buffers that are no numbers of weights are left out.
 
     Raises `UsageError` for a file that is damaged, cut short, or holds quantised weights.
@@ -69,7 +69,7 @@ def _exactly(data: bytes, length: int) -> bytes:
     return data
 
 
-def _places(header: Any, path: Path, start: int, size: int) -> dict[str, Place]:
+def _places(header: Any, path: Path, start: int, size: int) -> dict[str, TensorPlace]:
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     places, ends = {}, []
@@ -79,7 +79,7 @@ def _places(header: Any, path: Path, start: int, size: int) -> dict[str, Place]:
         begin, end, dtype, shape = _entry(name, entry, size - start)
         ends.append((begin, end, name))
         if dtype in DTYPES:
-            places[name] = Place(shape, DTYPES[dtype], path, start + begin)
+            places[name] = TensorPlace(shape, DTYPES[dtype], path, start + begin)
         elif dtype.startswith(QUANTISED) and name.endswith("weight"):
             raise elsewhere(f"{path} holds quantised weights ({dtype[:16]})")
     _refuse_overlaps(sorted(ends))
@@ -118,7 +118,7 @@ def _refuse_overlaps(ends: list[tuple[int, int, str]]) -> None:
 class SafetensorsStore:
     """The tensors of all shards of a folder."""
 
-    def __init__(self, where: str, tensors: Mapping[str, Place]) -> None:
+    def __init__(self, where: str, tensors: Mapping[str, TensorPlace]) -> None:
         self.where, self.tensors = where, tensors
 
     def read(self, name: str, into: Tensor) -> None:
@@ -143,7 +143,7 @@ class SafetensorsStore:
             found |= kept(path, wanted, compute) if whole else compute()
         return found
 
-    def _computed(self, path: Path, places: Mapping[str, Place]) -> Digests:
+    def _computed(self, path: Path, places: Mapping[str, TensorPlace]) -> Digests:
         try:
             with path.open("rb", buffering=0) as file:
                 return digests_of({name: _source(file.fileno(), name, place) for name, place in places.items()})
@@ -151,7 +151,7 @@ class SafetensorsStore:
             raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
 
 
-def _source(file: int, name: str, place: Place) -> Source:
+def _source(file: int, name: str, place: TensorPlace) -> DigestSource:
     """Its bytes, read at their place: threads share the open file."""
 
     def read(start: int, length: int) -> bytes:
@@ -160,7 +160,7 @@ def _source(file: int, name: str, place: Place) -> Source:
             raise damaged(place.path, f"it ends within tensor '{name}'")
         return content
 
-    return Source(prod(place.shape) * place.dtype.itemsize, read)
+    return DigestSource(prod(place.shape) * place.dtype.itemsize, read)
 
 
 def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
@@ -174,7 +174,7 @@ def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
         rest = rest[count:]
 
 
-def _fill_cast(file: Any, into: Tensor, place: Place, name: str) -> None:
+def _fill_cast(file: Any, into: Tensor, place: TensorPlace, name: str) -> None:
     flat = into.reshape(-1)
     staging = torch.empty(min(flat.numel(), STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
     for start in range(0, flat.numel(), max(1, staging.numel())):

@@ -8,7 +8,7 @@ null.py                 computes nothing
 ```
 """
 
-from gpuinfer.text.decoder.opening import open_sized
+from gpuinfer.text.decoder.open_decoder import open_sized
 from gpuinfer.text.decoder.sizing import Sizing
 
 __all__ = ["Sizing", "open_sized"]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import Batch, Group, Window, mask
+from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
 from gpuinfer.text.step import Step
 
 Integers = NDArray[np.int64]
@@ -26,7 +26,7 @@ FINE = 16  # what is read is a multiple of it; masks of other widths are copied 
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Segments, by their numbers in the step, that are padded to `width` tokens and read `reach` positions."""
 
     segments: Integers
@@ -42,7 +42,7 @@ def positions_of(step: Step) -> Integers:
     return found
 
 
-def parts_of(step: Step, room: int) -> Iterator[Part]:
+def parts_of(step: Step, room: int) -> Iterator[BatchPart]:
     """All segments, those of about the same length and about the same number of positions to read together."""
     ends = step.starts + step.lengths
     fresh = (step.starts == 0) & (step.lengths > 1)
@@ -53,7 +53,7 @@ def parts_of(step: Step, room: int) -> Iterator[Part]:
         reach = reach if kind[2] else min(room, -(-reach // FINE) * FINE)
         together = max(1, LARGEST_GROUP // (width * reach))
         for start in range(0, len(members), together):
-            yield Part(members[start : start + together], width, reach, bool(kind[2]))
+            yield BatchPart(members[start : start + together], width, reach, bool(kind[2]))
 
 
 def powers(numbers: NDArray[np.int32]) -> Integers:
@@ -94,7 +94,7 @@ def tiles(positions: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tu
             yield members[start : start + rows], reaches[bucket]
 
 
-def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> Batch:
+def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> StepBatch:
     """The step as it is, padded only within groups of segments of unequal length."""
     parts = list(parts_of(step, cache.room))
     positions = positions_of(step)
@@ -109,10 +109,10 @@ def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> Batch
         slots, asking_rows, asked_from = rest[3 * i : 3 * i + 3]
         masks = {window: mask_of(part, asked_from, window, dtype) for window in windows}
         groups.append(Group(part.width, part.reach, where_to_read(part, step, slots), asking_rows, masks))
-    return Batch(tokens, where, into, tuple(groups), backward)
+    return StepBatch(tokens, where, into, tuple(groups), backward)
 
 
-def rows_of(step: Step, part: Part) -> Integers:
+def rows_of(step: Step, part: BatchPart) -> Integers:
     """The rows that ask, [segments, width]: a shorter segment's last token again and again."""
     firsts = (np.cumsum(step.lengths, dtype=np.int64) - step.lengths)[part.segments]
     return firsts[:, None] + np.minimum(np.arange(part.width), step.lengths[part.segments, None] - 1)
@@ -123,7 +123,7 @@ def places(step: Step, positions: Integers, room: int) -> Integers:
     return np.repeat(step.slots.astype(np.int64) * room, step.lengths) + positions
 
 
-def back(step: Step, parts: Sequence[Part], rows: Sequence[Integers]) -> Integers:
+def back(step: Step, parts: Sequence[BatchPart], rows: Sequence[Integers]) -> Integers:
     """Where each row is in what the groups give, one after another."""
     found = np.empty(len(step.tokens), np.int64)
     given = 0
@@ -134,14 +134,14 @@ def back(step: Step, parts: Sequence[Part], rows: Sequence[Integers]) -> Integer
     return found
 
 
-def where_to_read(part: Part, step: Step, slots: Tensor) -> Tensor | slice:
+def where_to_read(part: BatchPart, step: Step, slots: Tensor) -> Tensor | slice:
     """Slots side by side, or one alone, are read where they lie; of others a copy is made."""
     numbers = step.slots[part.segments]
     first, count = int(numbers[0]), len(numbers)
     return slice(first, first + count) if np.array_equal(numbers, np.arange(first, first + count)) else slots
 
 
-def mask_of(part: Part, positions: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
+def mask_of(part: BatchPart, positions: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
     if part.fresh and (window is None or window >= part.width):
         return None
     return mask(positions.view(-1, part.width), part.reach, window, dtype)

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.torch_batch import Integers, batch_of, positions_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import Batch, attend
-from gpuinfer.text.decoder.torch_static import Form, StaticBatches, compiled, tried
+from gpuinfer.text.decoder.torch_layers import StepBatch, attend
+from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
 from gpuinfer.text.weights import Weights
@@ -128,14 +128,14 @@ class TorchDecoder:
         rows = self._static.row_buckets[-1]
         for members, reach in tiles(positions, rows, self._static.reach_buckets):
             asked_for = np.isin(members, step.wanted)
-            form = Form(rows, reach, in_place=False, answered=bool(asked_for.any()))
+            form = GraphForm(rows, reach, in_place=False, answered=bool(asked_for.any()))
             where = np.arange(len(members))
             found, _ = self._static.compute(form, where, tokens[members], positions[members], slots[members])
             into = np.searchsorted(step.wanted, members[asked_for])
             answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
         return answers
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: StepBatch) -> Tensor:
         """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""
         weights = self._weights
         x = weights.embedding[batch.tokens]

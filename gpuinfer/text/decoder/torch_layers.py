@@ -137,7 +137,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The rows of one step as the device has them. Tensors of integers are int64."""
 
     tokens: Tensor  # [rows]
@@ -157,7 +157,7 @@ def mask(positions: Tensor, reach: int, window: Window, dtype: torch.dtype) -> T
     return torch.where(ahead, -torch.inf, zeros)[:, None]
 
 
-def attend(batch: Batch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+def attend(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
     """Mixed values [rows, heads × head_dim] for `queries` [rows, heads, head_dim]."""
     found = [of_group(group, queries, cache, layer, window) for group in batch.groups]
     mixed = found[0] if len(found) == 1 else torch.cat(found)

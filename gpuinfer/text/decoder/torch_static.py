@@ -21,7 +21,7 @@ from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.torch_batch import Integers, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import Batch, Group, Window, mask
+from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
 
 logger = logging.getLogger("gpuinfer")
 
@@ -72,7 +72,7 @@ class Replays(Generic[Shape]):
 
 
 @dataclass(frozen=True)
-class Form:
+class GraphForm:
     """The shape of a batch. `in_place`: row i is slot i, whose cache is read where it lies; else it is copied first."""
 
     rows: int
@@ -93,7 +93,7 @@ class StaticBatches:
         windows: Collection[Window],
         vocabulary: int,
         most: int,
-        hidden: Callable[[Batch], Tensor],
+        hidden: Callable[[StepBatch], Tensor],
         logits: Callable[[Tensor], Tensor],
         graphs: bool,
     ) -> None:
@@ -103,7 +103,7 @@ class StaticBatches:
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = torch.zeros((3, most), dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, vocabulary), device=device)
-        self._run: Replays[Form] = Replays(device, graphs)
+        self._run: Replays[GraphForm] = Replays(device, graphs)
 
     def decode(self, tokens: Integers, positions: Integers, slots: Integers, answered: bool) -> tuple[Tensor, Integers]:
         """Logits [padded rows, vocabulary] of one step for each slot, and where the slots' own are among them.
@@ -116,11 +116,11 @@ class StaticBatches:
         in_place = spread <= 2 * few  # a copy of the cache costs more than rows that idle
         where = slots if in_place else np.arange(len(slots))
         return self.compute(
-            Form(spread if in_place else few, reach, in_place, answered), where, tokens, positions, slots
+            GraphForm(spread if in_place else few, reach, in_place, answered), where, tokens, positions, slots
         )
 
     def compute(
-        self, form: Form, where: Integers, tokens: Integers, positions: Integers, slots: Integers
+        self, form: GraphForm, where: Integers, tokens: Integers, positions: Integers, slots: Integers
     ) -> tuple[Tensor, Integers]:
         """The same in a form that is given, with the rows at the places `where`."""
         inputs = self._host[:, : form.rows].numpy()
@@ -133,13 +133,13 @@ class StaticBatches:
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes
 
-    def _compute(self, form: Form) -> None:
+    def _compute(self, form: GraphForm) -> None:
         tokens, positions, slots = self._inputs[:, : form.rows].unbind()
         reading = slice(0, form.rows) if form.in_place else slots
         dtype = self.cache.keys.dtype
         masks = {window: mask(positions[:, None], form.reach, window, dtype) for window in self.windows}
         group = Group(1, form.reach, reading, None, {**masks})
-        found = self._hidden(Batch(tokens, positions, slots * self.cache.room + positions, (group,)))
+        found = self._hidden(StepBatch(tokens, positions, slots * self.cache.room + positions, (group,)))
         if form.answered:
             self._outputs[: form.rows].copy_(self._logits(found))
 

@@ -17,7 +17,7 @@ opening.py      from a checkpoint to a generator    fitting.py   what fits in me
 
 from gpuinfer.text.generator.driver import Driver
 from gpuinfer.text.generator.generator import Generator, Stepped
-from gpuinfer.text.generator.opening import Tuning, open_generator
+from gpuinfer.text.generator.open_generator import Tuning, open_generator
 from gpuinfer.text.generator.prepared import Prepared
 
 __all__ = ["Driver", "Generator", "Prepared", "Stepped", "Tuning", "open_generator"]

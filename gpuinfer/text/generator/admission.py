@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from gpuinfer.text.generator.cache import LEAST, Copies, Match, Places, Prefixes, Table
-from gpuinfer.text.generator.prepared import Language, Row, Sampler, Work
+from gpuinfer.text.generator.cache import LEAST, Copies, Places, Prefixes, PrefixMatch, SlotTable
+from gpuinfer.text.generator.prepared import Language, PromptWork, Row, Sampler
 from gpuinfer.text.step import Decoder
 
 
 class Admission:
     """Places prompts in the order they came. `prefilling` are the rows that go through their prompts, in that order."""
 
-    def __init__(self, decoder: Decoder, table: Table, sampler: Sampler, language: Language) -> None:
+    def __init__(self, decoder: Decoder, table: SlotTable, sampler: Sampler, language: Language) -> None:
         self._table, self._sampler, self._language = table, sampler, language
         self._places, self._prefixes = Places(table.slots), Prefixes(table)
         self._copies = Copies(decoder, table)
-        self._pending: deque[Work] = deque()
+        self._pending: deque[PromptWork] = deque()
         self._reserved = 0  # slots that pending prompts will take
         self.prefilling: list[Row] = []
         self.cached = 0  # prompt tokens that were not computed, in all
@@ -25,15 +25,15 @@ class Admission:
     def free(self) -> int:
         return len(self._places) - self._reserved
 
-    def add(self, work: Work) -> None:
+    def add(self, work: PromptWork) -> None:
         """It is placed before the next step. There must be `free` slots for all its samples."""
         self._pending.append(work)
         self._reserved += work.prepared.samples
 
-    def place(self) -> list[tuple[Work, Exception]]:
+    def place(self) -> list[tuple[PromptWork, Exception]]:
         """Give slots to all that is pending. Those that the sampler refuses come back with the reason."""
         self._end_waits()
-        refused: list[tuple[Work, Exception]] = []
+        refused: list[tuple[PromptWork, Exception]] = []
         while self._pending:
             work = self._pending.popleft()
             self._reserved -= work.prepared.samples
@@ -44,7 +44,7 @@ class Admission:
         self._copies.carry_out()
         return refused
 
-    def withdraw(self, work: Work) -> None:
+    def withdraw(self, work: PromptWork) -> None:
         """Nobody wants it any more: its rows' slots are free."""
         if not work.rows and work in self._pending:
             self._pending.remove(work)
@@ -79,7 +79,7 @@ class Admission:
             if prompt >= LEAST:
                 self._prefixes.add(other.slot)
 
-    def _place(self, work: Work) -> None:
+    def _place(self, work: PromptWork) -> None:
         prepared = work.prepared
         long = len(prepared.tokens) >= LEAST
         # All of a prompt's logits are wanted when it is echoed, so none of it may come from a copy.
@@ -103,7 +103,7 @@ class Admission:
         if long:
             self._prefixes.add(rows[0].slot)
 
-    def _take(self, match: Match | None, count: int) -> list[int]:
+    def _take(self, match: PrefixMatch | None, count: int) -> list[int]:
         """Slots for a prompt's samples, the one that goes through the prompt first.
 
         That is the slot with the beginning itself if it is free, unless most of what it holds would be lost there.
@@ -115,7 +115,7 @@ class Admission:
             self._places.used(match.slot)
         return [self._places.take() for _ in range(count)]
 
-    def _rows(self, work: Work, slots: list[int]) -> list[Row]:
+    def _rows(self, work: PromptWork, slots: list[int]) -> list[Row]:
         """The rows, known to the sampler. Raises `BadPrompt`, with none of them known."""
         prepared, rows = work.prepared, []
         sampling = prepared.sampling
@@ -132,7 +132,7 @@ class Admission:
             self._introduce(work, slots)
         return rows
 
-    def _introduce(self, work: Work, slots: list[int]) -> None:
+    def _introduce(self, work: PromptWork, slots: list[int]) -> None:
         prepared, known = work.prepared, []
         try:
             for number, slot in enumerate(slots, prepared.first_sample):
@@ -143,7 +143,7 @@ class Admission:
                 self._sampler.release(slot)
             raise
 
-    def _take_over(self, row: Row, match: Match) -> None:
+    def _take_over(self, row: Row, match: PrefixMatch) -> None:
         """Begin after what is there already, or wait for it."""
         if not match.ready:
             row.owner, row.source, row.shared = self._table.rows[match.slot], match.slot, match.shared

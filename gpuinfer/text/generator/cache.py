@@ -61,7 +61,7 @@ class Places:
             self._kept.move_to_end(slot)
 
 
-class Table:
+class SlotTable:
     """`slots` slots of `length` positions. All arrays are indexed by slot.
 
     A free slot keeps its tokens: a later prompt may begin with them. `tokens` takes memory only where it is written.
@@ -76,7 +76,7 @@ class Table:
         self.last = np.zeros(slots, np.int32)  # the token drawn last: what the next step takes
         self.final = np.zeros(slots, np.int32)  # the position of the last token that the answer may have
         self.decodes = np.zeros(slots, np.bool_)  # past its prompt: one token a step
-        self.heeds = np.zeros(slots, np.bool_)  # the end token ends it
+        self.ends = np.zeros(slots, np.bool_)  # the end token ends it
         self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
         self.constrained = np.zeros(slots, np.bool_)
         self.rows: list[Row | None] = [None] * slots
@@ -93,7 +93,7 @@ class Table:
         self.filled[slot] = 0
         self.prompt[slot] = prompt
         self.final[slot] = prompt + prepared.limit - 1
-        self.heeds[slot] = not sampling.ignore_eos
+        self.ends[slot] = not sampling.ignore_eos
         if row.matcher is not None:
             self.constrained[slot] = self.watched[slot] = True
         elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
@@ -118,7 +118,7 @@ CANDIDATES = 64  # slots that begin alike and are looked at, the latest ones
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """`slot` holds the first `shared` tokens, or will when the prefill under way there is through."""
 
     slot: int
@@ -129,7 +129,7 @@ class Match:
 class Prefixes:
     """Finds slots by their first LEAST tokens, and compares the rest."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._keys: list[bytes | None] = [None] * table.slots
         self._slots: dict[bytes, dict[int, None]] = {}  # the latest last
@@ -152,7 +152,7 @@ class Prefixes:
         if not alike:
             del self._slots[key]
 
-    def find(self, tokens: Ints) -> Match | None:
+    def find(self, tokens: Ints) -> PrefixMatch | None:
         """The longest beginning of `tokens` that is worth taking over. The last token is never part of it: its logits
         are wanted.
 
@@ -171,11 +171,11 @@ class Prefixes:
         ready = np.minimum(shared, self._table.filled[slots])
         now, later = int(ready.argmax()), int(shared.argmax())
         if shared[later] >= ready[now] + LEAST:
-            return Match(int(slots[later]), int(shared[later]), ready=False)
+            return PrefixMatch(int(slots[later]), int(shared[later]), ready=False)
         if ready[now] < LEAST:
             return None
         now = self._free_one(slots, ready == ready[now], now)
-        return Match(int(slots[now]), int(ready[now]), ready=True)
+        return PrefixMatch(int(slots[now]), int(ready[now]), ready=True)
 
     def _free_one(self, slots: Ints, best: NDArray[np.bool_], otherwise: int) -> int:
         """Of equals one that is free: it need not be copied."""
@@ -193,7 +193,7 @@ class Copies:
     computed instead.
     """
 
-    def __init__(self, decoder: Decoder, table: Table) -> None:
+    def __init__(self, decoder: Decoder, table: SlotTable) -> None:
         self._decoder, self._table = decoder, table
         self._targets: dict[tuple[int, int], list[int]] = {}  # (source, length), in the order of asking
         self._sources: set[int] = set()

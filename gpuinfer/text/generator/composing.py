@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuinfer.text.generator.cache import Table
+from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.prepared import Ints, Row
 from gpuinfer.text.step import Step
 
@@ -29,7 +29,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """A step, and what its logits are for."""
 
     step: Step
@@ -56,7 +56,7 @@ class Composer:
     sixteenth of the slots. For decoders whose steps are much quicker without prompts, as CUDA graphs are.
     """
 
-    def __init__(self, table: Table, step_tokens: int, gather_steps: int) -> None:
+    def __init__(self, table: SlotTable, step_tokens: int, gather_steps: int) -> None:
         self._table = table
         self.step_tokens, self._gather_steps = step_tokens, gather_steps
         self.left = False  # prompts, or parts of them, that the last step had no room for
@@ -65,14 +65,14 @@ class Composer:
         self._tokens, self._starts = np.zeros(table.slots, np.int32), np.zeros(table.slots, np.int32)
         self._ones, self._counting = np.ones(table.slots, np.int32), np.arange(table.slots, dtype=np.int32)
         self._echo_tokens = max(1, ECHO_BYTES // (4 * len(table.is_end)))
-        self._steady: Plan | None = None
+        self._steady: StepPlan | None = None
         self._turn = 0
 
     def changed(self) -> None:
         """Other rows answer than in the last step."""
         self._steady = None
 
-    def compose(self, prefilling: Sequence[Row], most: int | None, only: Collection[Row] | None) -> Plan | None:
+    def compose(self, prefilling: Sequence[Row], most: int | None, only: Collection[Row] | None) -> StepPlan | None:
         """The next step; None when there is nothing to compute.
 
         `most`: no more tokens than that fit in memory, rows that answer included. `only`: none but these rows.
@@ -144,17 +144,17 @@ class Composer:
             room -= end - start
         return chunks
 
-    def _plain(self, decoding: Ints) -> Plan:
+    def _plain(self, decoding: Ints) -> StepPlan:
         rows = len(decoding)
         counting = self._counting[:rows]
         step = Step(self._tokens[:rows], decoding, self._starts[:rows], self._ones[:rows], counting)
-        return Plan(step, decoding, (), draws=decoding)
+        return StepPlan(step, decoding, (), draws=decoding)
 
     def _refresh(self, step: Step) -> None:
         np.take(self._table.last, step.slots, out=step.tokens, mode="clip")
         np.take(self._table.filled, step.slots, out=step.starts, mode="clip")
 
-    def _mixed(self, decoding: Ints, chunks: Sequence[Chunk]) -> Plan:
+    def _mixed(self, decoding: Ints, chunks: Sequence[Chunk]) -> StepPlan:
         table, rows = self._table, len(decoding)
         texts = [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
         step = Step(
@@ -167,8 +167,8 @@ class Composer:
         slots, picks = drawing(chunks)
         draws = followed(decoding, slots)
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
-            return Plan(step, decoding, chunks, draws)
-        return Plan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
+            return StepPlan(step, decoding, chunks, draws)
+        return StepPlan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
 
 
 def followed(first: Ints, then: list[int]) -> Ints:

@@ -18,9 +18,9 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Completion, Generation, Prompt
 from gpuinfer.text.generator.admission import Admission
-from gpuinfer.text.generator.cache import Table
-from gpuinfer.text.generator.composing import Composer, Plan
-from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, Sampler, Work, prepare
+from gpuinfer.text.generator.cache import SlotTable
+from gpuinfer.text.generator.composing import Composer, StepPlan
+from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, PromptWork, Sampler, prepare
 from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
 from gpuinfer.text.step import Decoder
@@ -66,7 +66,7 @@ class Generator:
         self.sampler = sampler or _sampler(decoder, seed, end_tokens, threads, deterministic)
         self.facts: Mapping[str, Any] = facts or {}
         self.enter: Callable[[str], None] = lambda station: None
-        self._table = Table(decoder.slots, decoder.length, vocabulary, end_tokens)
+        self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language)
         self._settling = Settling(
@@ -108,7 +108,7 @@ class Generator:
         if prepared.samples > self.free_slots:
             raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
         now = time.perf_counter()
-        work = Work(ticket, prepared, now)
+        work = PromptWork(ticket, prepared, now)
         self._settling.works[ticket] = work
         if prepared.limit or prepared.sampling.prompt_logprobs is not None:
             self._admission.add(work)
@@ -156,7 +156,7 @@ class Generator:
         self.sampler.close()
         self.decoder.close()
 
-    def _compose(self) -> Plan | None:
+    def _compose(self) -> StepPlan | None:
         troubles, prefilling = self._troubles, self._admission.prefilling
         while (only := troubles.only) is not None:
             plan = self._composer.compose(prefilling, troubles.most, only)
@@ -165,7 +165,7 @@ class Generator:
             troubles.passed()  # none of them has anything to compute now
         return self._composer.compose(prefilling, troubles.most, None)
 
-    def _run(self, plan: Plan) -> tuple[Drawn | None, list[Echo]]:
+    def _run(self, plan: StepPlan) -> tuple[Drawn | None, list[Echo]]:
         """The step's tokens and log-probabilities of prompts. What it changes, the same step changes alike again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step)
@@ -199,7 +199,7 @@ class Generator:
                 row.matcher.mask(masks[i])
         return masks
 
-    def _echoes(self, plan: Plan, logits: Tensor) -> list[Echo]:
+    def _echoes(self, plan: StepPlan, logits: Tensor) -> list[Echo]:
         echoes: list[Echo] = []
         for chunk in plan.chunks:
             wanted = chunk.row.work.prepared.sampling.prompt_logprobs
@@ -209,7 +209,7 @@ class Generator:
                 echoes.append(self.sampler.prompt_logprobs(rows, tokens, wanted) if len(tokens) else [])
         return echoes
 
-    def _after_failure(self, plan: Plan, error: Exception) -> None:
+    def _after_failure(self, plan: StepPlan, error: Exception) -> None:
         rows = [row for slot in plan.step.slots if (row := self._table.rows[slot]) is not None]
         guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:

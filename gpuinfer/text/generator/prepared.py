@@ -160,7 +160,7 @@ class Row:
 
     __slots__ = ("growing", "logprobs", "matcher", "number", "owner", "shared", "slot", "source", "work")
 
-    def __init__(self, work: Work, number: int, slot: int) -> None:
+    def __init__(self, work: PromptWork, number: int, slot: int) -> None:
         self.work, self.number, self.slot = work, number, slot
         self.growing: Growing | None = None  # for stop strings
         self.matcher: Matcher | None = None
@@ -169,7 +169,7 @@ class Row:
         self.source, self.shared = -1, 0  # the owner's slot, and how many positions of it are wanted
 
 
-class Work:
+class PromptWork:
     """One prompt: its first row goes through the prompt, the others copy that, and each draws its own answer."""
 
     __slots__ = ("cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket")

@@ -15,9 +15,9 @@ from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.admission import Admission
-from gpuinfer.text.generator.cache import Table
-from gpuinfer.text.generator.composing import Chunk, Composer, Plan
-from gpuinfer.text.generator.prepared import Drawn, Language, Row, Work
+from gpuinfer.text.generator.cache import SlotTable
+from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
+from gpuinfer.text.generator.prepared import Drawn, Language, PromptWork, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Settling:
 
     def __init__(
         self,
-        table: Table,
+        table: SlotTable,
         admission: Admission,
         composer: Composer,
         language: Language,
@@ -83,10 +83,10 @@ class Settling:
     ) -> None:
         self._table, self._admission, self._composer, self._language = table, admission, composer, language
         self._enter = enter
-        self.works: dict[Hashable, Work] = {}
+        self.works: dict[Hashable, PromptWork] = {}
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
 
-    def settle(self, plan: Plan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
+    def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
         """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
         table = self._table
         table.filled[plan.decoding] += 1
@@ -99,7 +99,7 @@ class Settling:
         at = table.filled[slots]
         table.flat[table.bases[slots] + at] = tokens
         table.last[slots] = tokens
-        ended = table.is_end[tokens] & table.heeds[slots]
+        ended = table.is_end[tokens] & table.ends[slots]
         full = at >= table.final[slots]
         for i, error in drawn.bad.items():
             if (row := table.rows[slots[i]]) is not None:
@@ -113,20 +113,20 @@ class Settling:
             if row is not None:  # else another sample of its prompt has failed just now
                 self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
 
-    def fail(self, work: Work, error: Exception) -> None:
+    def fail(self, work: PromptWork, error: Exception) -> None:
         """Give up on all of a prompt's rows."""
         self.withdraw(work)
         known = isinstance(error, GpuinferError)
         self.finished.append((work.ticket, error if known else BackendError(_message(error))))
 
-    def withdraw(self, work: Work) -> None:
+    def withdraw(self, work: PromptWork) -> None:
         """Nobody waits for it any more."""
         self.works.pop(work.ticket, None)
         self._admission.withdraw(work)
         self._composer.changed()
         work.rows = []
 
-    def complete(self, work: Work, now: float) -> None:
+    def complete(self, work: PromptWork, now: float) -> None:
         """All of its answers are there."""
         del self.works[work.ticket]
         work.rows = []  # a work and its rows name each other: without this only a collection would free them

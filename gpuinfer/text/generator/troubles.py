@@ -12,7 +12,7 @@ import torch
 
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.generator.cache import Table
+from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.prepared import Row
 
 logger = logging.getLogger("gpuinfer")
@@ -24,7 +24,7 @@ LOST = ("cuda error", "device-side assert", "illegal memory access", "nccl")  # 
 class Troubles:
     """What the next step must keep to: `most` tokens (None: all that there is room for), and `only` these rows."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._suspects: list[list[Row]] = []  # groups that are tried one after another, the last first
         self._failures = 0

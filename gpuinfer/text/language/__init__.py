@@ -15,6 +15,6 @@ grammars.py  examiner.py  matcher.py  constraints
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.matcher import Matcher
-from gpuinfer.text.language.opening import open_language
+from gpuinfer.text.language.open_language import open_language
 
 __all__ = ["Growing", "Language", "Matcher", "open_language"]

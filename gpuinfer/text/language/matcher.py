@@ -46,7 +46,7 @@ class Matchers:
 
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._codec, self._vocabulary, self._end_tokens = codec, vocabulary, tuple(end_tokens)
-        self._table: Table | None = None
+        self._table: TokenTable | None = None
         self._compiled: OrderedDict[Key, Matcher | BadPrompt] = OrderedDict()  # bad ones too: each may take seconds
         self._lock, self._building = threading.Lock(), threading.Lock()
 
@@ -90,14 +90,14 @@ class Matchers:
         matcher.check()
         return matcher
 
-    def _opened(self) -> Table:
+    def _opened(self) -> TokenTable:
         with self._building:
             if self._table is None:
-                self._table = Table(self._codec, self._vocabulary, self._end_tokens)
+                self._table = TokenTable(self._codec, self._vocabulary, self._end_tokens)
             return self._table
 
 
-class Table:
+class TokenTable:
     """A vocabulary as llguidance wants it. Making one takes half a second for 150,000 tokens."""
 
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
@@ -158,7 +158,7 @@ class _Pieces:
 class Matcher:
     """Where one answer is in its grammar. One thread at a time."""
 
-    def __init__(self, table: Table, inner: LLMatcher, what: str, first: bool = True) -> None:
+    def __init__(self, table: TokenTable, inner: LLMatcher, what: str, first: bool = True) -> None:
         self._table, self._inner, self._what, self._first = table, inner, what, first
         self._mask = np.zeros(table.all_words, np.int32)
         self._address, self._bytes = self._mask.ctypes.data, self._mask.nbytes

@@ -36,7 +36,7 @@ class TooMuch(TemplateError):
     """The template has reached a limit."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training. Here it is a scope and nothing else."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
@@ -80,7 +80,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = tojson
         self.filters.update({name: _guarded(self.filters[name]) for name in WIDENING})
         self.filters["format"] = _formatted

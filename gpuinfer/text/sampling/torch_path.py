@@ -103,7 +103,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """What rows ask for, each a tensor [rows, 1] beside the logits. `most`: the largest top-k, 0 when one has none."""
 
     inverse: Tensor
@@ -114,7 +114,7 @@ class Asked:
     most: int
 
     @classmethod
-    def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Asked:
+    def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Wanted:
         """From the rows' records and their random numbers."""
 
         def column(values: NDArray[Any]) -> Tensor:
@@ -149,7 +149,7 @@ def first_of(values: Tensor, best: Tensor) -> Tensor:
     return places.where(values == best[:, None], values.shape[1]).amin(1).clamp_(max=values.shape[1] - 1)
 
 
-def drawn(values: Tensor, best: Tensor, asked: Asked, sort: bool) -> Tensor:
+def drawn(values: Tensor, best: Tensor, asked: Wanted, sort: bool) -> Tensor:
     """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum."""
     best = best[:, None]
     found = orders(values)
@@ -160,13 +160,13 @@ def drawn(values: Tensor, best: Tensor, asked: Asked, sort: bool) -> Tensor:
     return torch.searchsorted(reached, left.contiguous(), right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
 
 
-def cut(found: Tensor, best: Tensor, asked: Asked, sort: bool) -> Tensor:
+def cut(found: Tensor, best: Tensor, asked: Wanted, sort: bool) -> Tensor:
     """The order from which on tokens stay: int64 [rows, 1]. `sort`: top-k or top-p has a say."""
     floor = (orders((best.double() + asked.floor).float()) >> 32) << 32  # below every token of that logit
     return torch.maximum(floor, cut_sorted(found, best, asked)) if sort else floor
 
 
-def cut_sorted(found: Tensor, best: Tensor, asked: Asked) -> Tensor:
+def cut_sorted(found: Tensor, best: Tensor, asked: Wanted) -> Tensor:
     """The order from which on top-k and top-p keep tokens: int64 [rows, 1]."""
     vocabulary = found.shape[1]
     if 0 < asked.most < vocabulary:
@@ -263,6 +263,6 @@ class TorchPath:
                 if way == "first":
                     tokens[rows] = first_of(of_rows, best_of_rows)
                 else:
-                    asked = Asked.of(records[chosen], units[chosen], values.device)
+                    asked = Wanted.of(records[chosen], units[chosen], values.device)
                     tokens[rows] = drawn(of_rows, best_of_rows, asked, way == "sort")
         return tokens

@@ -12,13 +12,13 @@ from pydantic import BaseModel
 from gpuinfer.api import Priority
 from gpuinfer.config.options import natural
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.load.arrivals import LONGEST_S, MOST_RATE, MOST_ROWS, Arrivals, Ask, Bursty, Mix, Poisson, check_rate
+from gpuinfer.load.arrivals import LONGEST_S, MOST_RATE, MOST_ROWS, Arrivals, Bursty, Mix, Offer, Poisson, check_rate
 
 CLASSES = {priority.name.lower(): priority for priority in Priority}
 
 RATES = ("rate", "schedule")
 DRAWN = (*RATES, "clients")
-HEEDED = {  # options, and the loads that heed them: a recorded one is as it is
+OPTIONS_OF = {  # options, and the loads that heed them: a recorded one is as it is
     "burst": RATES,
     "burst_s": RATES,
     "sources": RATES,
@@ -44,7 +44,7 @@ class Constant(Arrivals):
     def rows_per_s(self) -> float:
         return self.rate
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         draw, gap = self.mix.draw(dice), self.mix.mean_rows / self.rate
         yield from (draw(number * gap) for number in itertools.count())
 
@@ -66,7 +66,7 @@ class Pieces(Arrivals):
     def rows_per_s(self) -> float:
         return self.rate
 
-    def asks(self, dice: random.Random) -> Iterator[Ask]:
+    def asks(self, dice: random.Random) -> Iterator[Offer]:
         start = 0.0
         for load, seconds in self.schedule:
             if load is not None:
@@ -86,13 +86,13 @@ def drawn(kind: str, rate: float | Sequence[Piece], mix: Mix, burst: float, burs
     return one(rate) if isinstance(rate, int | float) else Pieces(rate, one)
 
 
-def refuse_unheeded(options: BaseModel, source: str) -> None:
+def refuse_unread(options: BaseModel, source: str) -> None:
     """Raises `UsageError` for an option that means nothing to a load of this source: rate, schedule, clients or replay.
 
     Those that are not there, and those at their defaults, are no matter.
     """
     for name, field in type(options).model_fields.items():
-        sources = HEEDED.get(name, (source,))
+        sources = OPTIONS_OF.get(name, (source,))
         if source not in sources and getattr(options, name) != field.default:
             flag, owners = f"--{name.replace('_', '-')}", " or ".join(f"--{one}" for one in sources)
             raise UsageError(f"{flag} is for {owners}, and means nothing to --{source}. Leave {flag} out.")

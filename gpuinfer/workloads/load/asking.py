@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import Infer, ModelSpec
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, WorkError
-from gpuinfer.load.arrivals import Ask
+from gpuinfer.load.arrivals import Offer
 from gpuinfer.models.layouts import BITS, row_dtype
 from gpuinfer.stats import Histogram
 
@@ -52,7 +52,7 @@ def _pool(spec: ModelSpec, rows: int, seed: int) -> NDArray[Any]:
 ODD_LATE_S, ODD_SHARE = 0.5e-3, 0.05  # a generator that is later, and by more than such a share, is not believed
 
 
-class Tally:
+class LoadTally:
     """How many requests there were and how they ended; when they were sent and answered, by when they were due."""
 
     def __init__(self) -> None:
@@ -82,15 +82,15 @@ class Tally:
         )
 
 
-class Asker:
+class Requester:
     """Sends requests and counts what becomes of them. What only one request suffers is counted; the rest is raised."""
 
-    def __init__(self, infer: Infer, payloads: Payloads, tally: Tally) -> None:
+    def __init__(self, infer: Infer, payloads: Payloads, tally: LoadTally) -> None:
         self.tally = tally
         self._infer, self._payloads = infer, payloads
         self._time = asyncio.get_running_loop().time
 
-    async def ask(self, ask: Ask, due: float) -> QueueFull | None:
+    async def ask(self, ask: Offer, due: float) -> QueueFull | None:
         """One request that was due at this time of the loop's clock; its deadline counts from then. Whatever `infer`
         raises but for a full queue (returned), an expiry or a batch that failed (counted) is raised.
         """

@@ -14,18 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from gpuinfer.api import Infer
-from gpuinfer.load.arrivals import Ask, Closed
-from gpuinfer.workloads.load.asking import Asker
+from gpuinfer.load.arrivals import Closed, Offer
+from gpuinfer.workloads.load.asking import Requester
 
 AT_ONCE = 32  # requests that are sent before anything else may run, when the generator is behind
 LAST_S = 1.0  # for what is under way when the load is stopped
 AGAIN_S = 0.01  # until a client asks a full queue again that does not say when
 
 
-class Driver(ABC):
+class LoadDriver(ABC):
     """Sends a load. `over` ends it early; `lasted_s` is how long it has been sent for."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: Requester) -> None:
         self._asker = asker
         self._loop = asyncio.get_running_loop()
         self._began = self._ended = self._loop.time()
@@ -65,10 +65,10 @@ class Driver(ABC):
         """Want no more answers."""
 
 
-class Open(Driver):
+class Open(LoadDriver):
     """Each request is sent when it is due, on the loop's clock; a task for each costs less than what else it takes."""
 
-    def __init__(self, asker: Asker, asks: Iterator[Ask]) -> None:
+    def __init__(self, asker: Requester, asks: Iterator[Offer]) -> None:
         super().__init__(asker)
         self._asks = asks
         self._tasks: set[asyncio.Task[object]] = set()
@@ -123,11 +123,11 @@ class Open(Driver):
             task.cancel()
 
 
-class Clients(Driver):
+class ThinkingClients(LoadDriver):
     """Clients that ask, wait for the answer, think and ask again, for `seconds` or until `count` have been asked."""
 
     def __init__(
-        self, asker: Asker, infer: Infer, load: Closed, seconds: float, count: float, dice: random.Random
+        self, asker: Requester, infer: Infer, load: Closed, seconds: float, count: float, dice: random.Random
     ) -> None:
         super().__init__(asker)
         self._infer, self._load = infer, load

@@ -17,10 +17,10 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host.following import followed
-from gpuinfer.load.arrivals import Arrivals, Ask, Closed, Mix
-from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unheeded, rows_of, schedule_of
-from gpuinfer.workloads.load.asking import Asker, Payloads, Tally
-from gpuinfer.workloads.load.driving import Clients, Driver, Open
+from gpuinfer.load.arrivals import Arrivals, Closed, Mix, Offer
+from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unread, rows_of, schedule_of
+from gpuinfer.workloads.load.asking import LoadTally, Payloads, Requester
+from gpuinfer.workloads.load.driving import LoadDriver, Open, ThinkingClients
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Load(Workload):
             flags = " and ".join(f"--{name}" for name in named)
             raise UsageError(f"{flags} each say what the load is, here or in gpuinfer.toml. Give one of them.")
         source = named[0] if named else "clients"
-        refuse_unheeded(own, source)
+        refuse_unread(own, source)
         if own.arrivals != "poisson" and source not in RATES:
             raise UsageError(f"--arrivals {own.arrivals} spreads a rate, and --{source} has none. Leave it out.")
         if own.model is not None and own.model not in MODELS and ":" not in own.model:
@@ -139,7 +139,7 @@ class Load(Workload):
         counts = [count for count in (self.options.requests, self.load.count) if count is not None]
         return min(counts) if counts and self.options.duration is None else None
 
-    def asked(self) -> Iterator[Ask]:
+    def asked(self) -> Iterator[Offer]:
         """The requests of an open load, in the order of their times: for one seed always the same."""
         within = itertools.takewhile(lambda ask: ask.at < self.seconds, self.load.asks(self._dice()))
         for ask in itertools.islice(within, self.options.requests):
@@ -154,9 +154,9 @@ class Load(Workload):
         limits = await infer.ready()
         self._refuse_rows(limits.max_rows)
         spec = self.model() if getattr(infer, "has_model", True) else None
-        tally = Tally()
+        tally = LoadTally()
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
-        asker = Asker(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)
+        asker = Requester(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)
         driver = self._driver(asker, infer)
         async for _ in followed(asyncio.create_task(driver.run()), infer.stopping):
             yield self._progress(tally, driver.lasted_s)
@@ -165,11 +165,11 @@ class Load(Workload):
         self._warn(tally)
         yield self._progress(tally, driver.lasted_s)
 
-    def _driver(self, asker: Asker, infer: Infer) -> Driver:
+    def _driver(self, asker: Requester, infer: Infer) -> LoadDriver:
         if not isinstance(self.load, Closed):
             return Open(asker, self.asked())
         count = math.inf if self.options.requests is None else self.options.requests
-        return Clients(asker, infer, self.load, self.seconds, count, self._dice())
+        return ThinkingClients(asker, infer, self.load, self.seconds, count, self._dice())
 
     def _refuse_rows(self, most: int) -> None:
         if self.load.most_rows > most:
@@ -178,7 +178,7 @@ class Load(Workload):
                 "Give fewer --rows, or raise the limit (-B max_rows)."
             )
 
-    def _progress(self, tally: Tally, lasted_s: float) -> Progress:
+    def _progress(self, tally: LoadTally, lasted_s: float) -> Progress:
         facts: dict[str, float] = {}
         if isinstance(self.load, Closed):
             facts["clients"] = self.load.clients
@@ -187,7 +187,7 @@ class Load(Workload):
             facts["late_s"] = tally.late_s
         return Progress(tally.settled, self.total, "requests", facts=facts)
 
-    def _warn(self, tally: Tally) -> None:
+    def _warn(self, tally: LoadTally) -> None:
         doubt = "" if isinstance(self.load, Closed) else tally.doubt()
         if doubt and not Load._warned:
             Load._warned = True

@@ -12,7 +12,7 @@ WIDEST = 127  # seats: records keep the player in an int8
 MOST_ACTIONS = 32_767  # an action is an int16
 
 
-class Fault(Exception):
+class OutOfBounds(Exception):
     """What a game does wrong, and the cure."""
 
 
@@ -37,11 +37,11 @@ class Sized(np.ndarray):
         except IndexError:
             raise self._beyond(key) from None
 
-    def _beyond(self, key: Any) -> Fault:
+    def _beyond(self, key: Any) -> OutOfBounds:
         index: Any = key[-1] if isinstance(key, tuple) else key
         counts = isinstance(index, int | np.integer) and index >= 0
         needed = f" Declare {self.made_by} = {int(index) + 1} or more." if counts else ""
-        return Fault(
+        return OutOfBounds(
             f"reaches for number {index} where {self.made_by} = {self.shape[-1]} says there are so many.{needed}"
         )
 
@@ -50,7 +50,7 @@ class Sized(np.ndarray):
             return
         info = np.iinfo(self.dtype)
         if not info.min <= int(value) <= info.max:
-            raise Fault(
+            raise OutOfBounds(
                 f"writes {int(value)} into {self.made_by}, which are {self.dtype}. Keep to {info.min}…{info.max}."
             )
 
@@ -60,15 +60,17 @@ def check_sizes(game: Game) -> None:
     for name in ("seats", "actions", "max_legal", "max_moves", "features", "words"):
         value = getattr(game, name)
         if not isinstance(value, int | np.integer) or value < 1:
-            raise Fault(f"{name} is {value!r}. Set a whole number, at least 1.")
+            raise OutOfBounds(f"{name} is {value!r}. Set a whole number, at least 1.")
     if game.seats > WIDEST or game.actions > MOST_ACTIONS:
-        raise Fault(f"seats = {game.seats}, actions = {game.actions}. At most {WIDEST} and {MOST_ACTIONS} can be kept.")
+        raise OutOfBounds(
+            f"seats = {game.seats}, actions = {game.actions}. At most {WIDEST} and {MOST_ACTIONS} can be kept."
+        )
     if game.features < game.actions:
-        raise Fault(
+        raise OutOfBounds(
             f"features = {game.features} is less than actions = {game.actions}: the first features are the mask of "
             f"legal actions. Declare features = {game.actions} or more."
         )
     if not (isinstance(game.config, np.ndarray) and game.config.dtype == np.int64 and game.config.ndim == 1):
-        raise Fault("config is no vector of int64. Set np.array([…], np.int64).")
+        raise OutOfBounds("config is no vector of int64. Set np.array([…], np.int64).")
     if len(game.scratch) != 2 or min(game.scratch) < 1:
-        raise Fault(f"scratch is {game.scratch!r}. Set how many integers and floats, at least 1 each: (1, 1).")
+        raise OutOfBounds(f"scratch is {game.scratch!r}. Set how many integers and floats, at least 1 each: (1, 1).")

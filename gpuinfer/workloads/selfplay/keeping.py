@@ -49,7 +49,7 @@ class Unwritten:
         return kept
 
 
-class Writer(Unwritten):
+class ShardWriter(Unwritten):
     """Collects finished games and writes them as shards, in a thread so that search and model go on."""
 
     def __init__(self, path: Path, infer: Infer) -> None:

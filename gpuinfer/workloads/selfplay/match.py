@@ -77,7 +77,7 @@ class Match:
         """Until every worker has ended. Raises `WorkerDied` when all were killed before the end."""
         async for worker, message in workers:
             if message is None:
-                await self._bury(worker, workers)
+                await self._give_back(worker, workers)
             else:
                 await self._hear(worker, message, workers)
             if self._playing:
@@ -102,7 +102,7 @@ class Match:
             hand.ended = "ended" in message
             hand.plays = not hand.ended
 
-    async def _bury(self, worker: int, workers: Workers) -> None:
+    async def _give_back(self, worker: int, workers: Workers) -> None:
         """Take back the games of a worker that was killed, but for those that count."""
         hand = self._hands[worker]
         if hand.ended:

@@ -22,7 +22,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.workloads.selfplay import arrays, games, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.keeping import Keeper, Unwritten, Writer
+from gpuinfer.workloads.selfplay.keeping import Keeper, ShardWriter, Unwritten
 
 Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]
 
@@ -117,13 +117,13 @@ class Round:
         # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
-        self._keeper: Keeper = Writer(Path(arguments["out"]), infer) if arguments["out"] else Unwritten()
+        self._keeper: Keeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else Unwritten()
         self._began = time.monotonic()
 
     async def play(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(task()) for task in (self._listen, self._heed, self._report)]
+                tasks = [group.create_task(task()) for task in (self._listen, self._obey, self._report)]
                 await asyncio.gather(*(group.create_task(self._run(arena)) for arena in self._arenas))
                 for task in tasks:
                     task.cancel()
@@ -219,7 +219,7 @@ class Round:
                 self._more, self._asked = message["more"], False
             await self._tell()
 
-    async def _heed(self) -> None:
+    async def _obey(self) -> None:
         await self._infer.stopping.wait()
         await self._tell()
 

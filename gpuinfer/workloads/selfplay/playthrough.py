@@ -26,7 +26,7 @@ import numpy as np
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.workloads.selfplay import bits, games
-from gpuinfer.workloads.selfplay.bounded import Fault, Sized, check_sizes
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
 from gpuinfer.workloads.selfplay.game import Game
 
 GUESSES = 2  # determinizations of a position
@@ -73,7 +73,7 @@ class Playthrough:
             if len(legal) > 1:
                 self._guess(mover, legal, row)
             if made == self.game.max_moves:
-                raise Fault(
+                raise OutOfBounds(
                     f"game {number} goes on after {made} moves where max_moves = {made}. Declare the longest game's."
                 )
             self._call("apply", self._state, np.int16(self._choice(moves, number, legal)))
@@ -95,10 +95,10 @@ class Playthrough:
         seen = self._look(fresh, mover) if mover >= 0 else ([], np.zeros(0))
         try:
             same = self._mover(self._state) == mover and (mover < 0 or _alike(seen, self._look(self._state, mover)))
-        except Fault:
+        except OutOfBounds:
             same = False
         if not same:
-            raise Fault(
+            raise OutOfBounds(
                 "`deal` leaves words of the game before in the position, and what it shows depends on them. "
                 "Write every word of state: it is not zeroed."
             )
@@ -106,7 +106,7 @@ class Playthrough:
     def _mover(self, state: np.ndarray) -> int:
         mover = int(self._call("to_move", state))
         if not -1 <= mover < self.game.seats:
-            raise Fault(
+            raise OutOfBounds(
                 f"`to_move` says {mover} where seats = {self.game.seats}: they count from 0. "
                 f"Declare seats = {mover + 1}, or say -1 for the end."
             )
@@ -122,26 +122,28 @@ class Playthrough:
         mask[legal] = True
         if not np.array_equal(np.asarray(row[: self.game.actions]), mask):
             wrong = int(np.flatnonzero(np.asarray(row[: self.game.actions]) != mask)[0])
-            raise Fault(
+            raise OutOfBounds(
                 f"`observe` writes {row[wrong]} to feature {wrong}, and action {wrong} is "
                 f"{'legal' if mask[wrong] else 'not legal'}. The first `actions` features are the mask: 1 for legal."
             )
         if not np.isfinite(np.asarray(row, float)).all():
-            raise Fault("`observe` writes features that are not finite. A network answers NaN to those.")
+            raise OutOfBounds("`observe` writes features that are not finite. A network answers NaN to those.")
         if not np.array_equal(before, np.asarray(state)):
-            raise Fault("`legal`, `to_move` or `observe` changes the position. Only `deal` and `apply` may.")
+            raise OutOfBounds("`legal`, `to_move` or `observe` changes the position. Only `deal` and `apply` may.")
         return legal, np.asarray(row)
 
     def _legal(self, state: np.ndarray, mover: int) -> list[int]:
         count = int(self._call("legal", state, self._actions))
         if not 1 <= count <= self.game.max_legal:
             cure = "Say in `to_move` that the game is over" if count < 1 else f"Declare max_legal = {count} or more"
-            raise Fault(f"`legal` counts {count} actions of seat {mover}; max_legal = {self.game.max_legal}. {cure}.")
+            raise OutOfBounds(
+                f"`legal` counts {count} actions of seat {mover}; max_legal = {self.game.max_legal}. {cure}."
+            )
         legal: list[int] = np.asarray(self._actions)[:count].tolist()
         if legal != sorted(set(legal)):
-            raise Fault(f"`legal` writes {_short(legal)}. Write each action once, in ascending order.")
+            raise OutOfBounds(f"`legal` writes {_short(legal)}. Write each action once, in ascending order.")
         if not 0 <= legal[0] <= legal[-1] < self.game.actions:
-            raise Fault(
+            raise OutOfBounds(
                 f"`legal` writes action {legal[-1] if legal[0] >= 0 else legal[0]} where actions = {self.game.actions}:"
                 f" they count from 0. Declare actions = {legal[-1] + 1} or more."
             )
@@ -153,10 +155,10 @@ class Playthrough:
         before = np.array(self._state)
         self._call("determinize", self._state, self._samples, self._stream, *self._scratch)
         if not np.array_equal(before, np.asarray(self._state)):
-            raise Fault("`determinize` changes the position. It may only write samples.")
+            raise OutOfBounds("`determinize` changes the position. It may only write samples.")
         for sample in map(self._samples.__getitem__, range(GUESSES)):
             if self._mover(sample) != mover or not _alike(self._look(sample, mover), (legal, row)):
-                raise Fault(
+                raise OutOfBounds(
                     "`determinize` writes a position that the player to move can tell from the true one: other seat, "
                     "actions or features. Fill whole positions, and change only what that player cannot see."
                 )
@@ -166,7 +168,7 @@ class Playthrough:
         self._call("returns", self._state, self._values)
         values: list[float] = np.asarray(self._values).tolist()
         if not all(map(math.isfinite, values)):
-            raise Fault(
+            raise OutOfBounds(
                 f"`returns` leaves {values} for seats = {self.game.seats} (game {number}): write a finite value for "
                 "each seat. The memory is not zeroed."
             )
@@ -175,11 +177,11 @@ class Playthrough:
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self.rules, name)(self.game.config, *arguments)
-        except Fault as fault:
+        except OutOfBounds as fault:
             said = str(fault)
-            raise Fault(said if said.startswith("`") else f"`{name}`{_place(fault, self.rules)} {said}") from None
+            raise OutOfBounds(said if said.startswith("`") else f"`{name}`{_place(fault, self.rules)} {said}") from None
         except IndexError as error:
-            raise Fault(
+            raise OutOfBounds(
                 f"`{name}`{_place(error, self.rules)} reaches beyond an array: {error}. Declare sizes that hold."
             ) from None
 
@@ -213,7 +215,7 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
             end = end or time.monotonic() + seconds
             if time.monotonic() > end:
                 break
-    except Fault as fault:
+    except OutOfBounds as fault:
         found["fault"] = str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)
         found["odd"] = f"{type(error).__name__}: {error}{_place(error, rules)}"

@@ -32,7 +32,7 @@ CUDA_MAX_ROWS = 65_536  # for the whole device
 CUDA_LEAST_ROWS = 8192  # for one of many processes
 
 
-class Tuning(Protocol):
+class ForwardTuning(Protocol):
     """How the user wants it run; None and False leave it to us."""
 
     @property
@@ -63,7 +63,7 @@ class Opened:
     pin: Callable[[NDArray[Any]], Registration]  # memory that blocks will lie in, so that the device fetches them there
 
 
-def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline | None = None) -> Opened:
+def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Opened:
     """Build the model, try it out, and divide the device. Sets threads and the allocator for the whole process.
 
     Threads that call `forward` are to be started afterwards: torch tells each its number of threads as it first
@@ -100,7 +100,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: Tuning, roofline: Roofline
     )
 
 
-def limits_for(device: torch.device, setup: Setup, tuning: Tuning, roofline: Roofline | None = None) -> Limits:
+def limits_for(device: torch.device, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Limits:
     if device.type == "cuda":
         rows = max(CUDA_LEAST_ROWS, CUDA_MAX_ROWS // setup.processes)
         return Limits(tuning.max_rows or rows, tuning.in_flight or 2)  # one batch's copies behind the other's kernels
@@ -110,12 +110,12 @@ def limits_for(device: torch.device, setup: Setup, tuning: Tuning, roofline: Roo
     return Limits(max_rows, tuning.in_flight or max(1, in_flight), enough_rows=min(enough_rows, max_rows))
 
 
-def threads_for(setup: Setup, tuning: Tuning) -> int:
+def threads_for(setup: Setup, tuning: ForwardTuning) -> int:
     """For one forward. A row's answer must not depend on how many threads its matrix products are divided among."""
     return tuning.threads or (1 if setup.deterministic else cores_of(setup))
 
 
-def divide_cores(setup: Setup, tuning: Tuning) -> None:
+def divide_cores(setup: Setup, tuning: ForwardTuning) -> None:
     torch.set_num_threads(threads_for(setup, tuning))
     with contextlib.suppress(RuntimeError):  # this one can be set only once in a process
         torch.set_num_interop_threads(1)
@@ -128,7 +128,7 @@ def cuda_forward(
     dtype: torch.dtype,
     limits: Limits,
     setup: Setup,
-    tuning: Tuning,
+    tuning: ForwardTuning,
 ) -> CudaForward:
     chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
     return CudaForward(
