@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-
-import torch
+from typing import TYPE_CHECKING
 
 from gpuinfer.api import Setup
 from gpuinfer.models import processor
-from gpuinfer.models.device import resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 FLOAT32 = "float32"
 
@@ -27,6 +28,9 @@ def computes_in(dtype: torch.dtype, device: torch.device, *, deterministic: bool
 
 def computes_in_here(setup: Setup) -> str:
     """The same for a run on this machine. Raises `UsageError` when there is no such device."""
+    import gpuinfer.text.passive  # noqa: F401  before torch
+    from gpuinfer.models.device import resolve_device, resolve_dtype
+
     device = resolve_device(setup.device)
     return computes_in(resolve_dtype(setup.dtype), device, deterministic=setup.deterministic)
 

@@ -214,6 +214,7 @@ class _Answers:
 
 def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
     """The model at work, and what reads its device."""
+    import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge
     from gpuinfer.text.generator import Driver, open_generator
 

@@ -1,11 +1,10 @@
 """Whether a model gives the same answers whichever way it is asked, on the user's own checkpoint.
 
 ```
-verification.py   all checks in their order, and the document
-options.py        what the command takes          words.py      what it says
-prompts.py        which prompts are asked         rig.py        the model, opened for it
-witness.py        a decoder that is watched       asking.py     prompts asked in one way
-routes.py         the ways to ask                 judging.py    two ways' answers compared: a tie, or a fault
+verification.py   all checks in their order, the document and what is said of it
+rig.py            the options, which prompts are asked, and the model opened for it
+witness.py        a decoder that is watched       asking.py     the ways to ask, and prompts asked in one
+judging.py        two ways' answers compared: a tie, or a fault
 positions.py      logits at every position, against another decoder
 rounding.py       the same in narrow number formats, judged by the distance to float32
 tokenizing.py     the tokens of texts and chats

@@ -1,17 +1,19 @@
 """From a model's name to its weights: Hugging Face folders, nanoGPT files, and two built-in models.
 
 ```
-opening.py       what a name means
-folder.py        a Hugging Face folder                 nanogpt.py  meta.py  pickled.py   model.pt and its alphabet
-family.py        config.json → Shape                   builtin.py                        "tiny" and "null"
-rope.py  windows.py  fields.py  refusals.py  keys.py   its parts; keys.py: no key of a config is passed over unknown
-layout.py        which stored tensors make which weights
-safetensors.py   torch_file.py   drawn.py              stores: where the tensors come from
-assembly.py      checks a store against a layout, and reads it
-estimate.py      bytes before anything is loaded       fingerprint.py   digests.py   what --resume compares
+open_checkpoint.py   what a name means
+folder.py            a Hugging Face folder and its shards
+nanogpt.py           nanoGPT's model.pt and its alphabet    pickled.py   torch files, read without an unpickler
+builtin.py           "tiny" and "null", whose weights are drawn
+family.py            config.json → Shape    rope.py   its angles and windows    keys.py   no key passes unknown
+assembly.py          which stored tensors make which weights, checked and read
+safetensors.py       files of tensors
+estimate.py          bytes before anything is loaded        digests.py   what --resume compares
+checkpoint.py        what comes of it all                   export.py    a folder written
 ```
 """
 
+import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint as Checkpoint
 from gpuinfer.text.checkpoint.checkpoint import LanguageFiles as LanguageFiles
 from gpuinfer.text.checkpoint.estimate import Estimate as Estimate

@@ -1,13 +1,17 @@
 """The transformer itself: one forward step over tokens of many rows.
 
 ```
-opening.py  sizing.py   which decoder, with how many slots
-cpu*.py  blas.py        compiled kernels for the CPU, float32 and bfloat16
-torch_*.py              plain torch: CUDA, and whatever the kernels do not take; an independent second opinion on them
-null.py                 computes nothing
+open_decoder.py   which decoder, and one that computes nothing    sizing.py   with how many slots
+cpu.py            the decoder for a CPU: threads, lanes, what is compiled
+cpu_step.py       a step of one lane      cpu_attention.py      cpu_product.py   products whose bits are a row's own
+cpu_vectors.py    cpu_math.py   cpu_intrinsics.py    vectors and what LLVM makes of them
+cpu_weights.py    cpu_sizes.py    how weights lie    blas.py    MKL's bfloat16 product
+torch_decoder.py  any device and format    torch_layers.py   torch_batch.py   torch_cache.py
+torch_static.py   batches of fixed shape: compiled, and captured as CUDA graphs
 ```
 """
 
+import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.decoder.open_decoder import open_sized
 from gpuinfer.text.decoder.sizing import Sizing
 

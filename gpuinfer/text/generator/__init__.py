@@ -1,20 +1,19 @@
 """Continuous batching: who has which slot, what the next step computes, what is finished.
 
 ```
-generator.py    a step from start to end
-prepared.py     a prompt's tokens and limits, checked before it takes a slot
-work.py         one prompt under way, and its rows
-table.py        what every slot holds, as arrays
-admission.py    which slot a row gets, what it takes over from others, whom it waits for
-places.py       free slots    prefixes.py   slots by how their tokens begin    copies.py   what is copied between slots
-composing.py    the tokens of the next step
-settling.py     what drawn tokens mean for the rows: first tokens, ends, answers
-troubles.py     a step that raised: fewer tokens at once, or the row at fault found
-driver.py       the thread that steps
-opening.py      from a checkpoint to a generator    fitting.py   what fits in memory
+generator.py        a step from start to end
+prepared.py         a prompt's tokens and limits, checked before it takes a slot; a prompt under way and its rows
+admission.py        which slot a row gets, what it takes over from others, whom it waits for
+cache.py            what every slot holds: free ones, how their tokens begin, what is copied between them
+composing.py        the tokens of the next step
+settling.py         what drawn tokens mean for the rows: first tokens, ends, answers
+troubles.py         a step that raised: fewer tokens at once, or the row at fault found
+driver.py           the thread that steps
+open_generator.py   from a checkpoint to a generator, and what fits in memory
 ```
 """
 
+import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.generator.driver import Driver
 from gpuinfer.text.generator.generator import Generator, Stepped
 from gpuinfer.text.generator.open_generator import Tuning, open_generator

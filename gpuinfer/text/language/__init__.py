@@ -1,14 +1,13 @@
 """Language: from prompts to tokens, from tokens to text as it grows, and what an answer must match.
 
 ```
-opening.py     which of them a checkpoint has
-language.py    all of it behind one face
-chat.py  sandbox.py                   chat templates, and where they run
-codec.py  subwords.py  alphabet.py    tokenizers: of Hugging Face folders; bytes and characters
-llama.py       how spaces are read where the settings name LlamaTokenizer
-files.py       what lies beside a tokenizer
-spelling.py  growing.py               what each token adds to a text; stop strings
-grammars.py  examiner.py  matcher.py  constraints
+open_language.py   which of them a checkpoint has    files.py   what lies beside its weights
+language.py        all of it together
+subwords.py        tokenizers of folders
+spelling.py        what each token adds to a text    growing.py   a text as it grows
+chat.py            chat templates           sandbox.py    where they run
+matcher.py         an answer kept to its grammar
+grammars.py        grammars of constraints           examiner.py  their cost, tried
 ```
 """
 

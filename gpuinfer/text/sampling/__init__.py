@@ -1,14 +1,15 @@
 """From logits to tokens: each row by its own settings, the same whatever shares its step.
 
 ```
-sampler.py      what the generator calls
-checks.py       what may be asked of an answer
-slots.py        what is known of each slot
-cpu.py          the processor's way: compiled, in threads;  cpu_*.py its kernels
-torch_path.py   the way of every other device;  torch_*.py its parts
+sampler.py       what the generator calls
+slots.py         what is known of each slot, and what may be asked
+cpu.py           the compiled way: cpu_values.py (order and weights), cpu_filters.py (top-k, top-p, min-p as one
+                 threshold), cpu_draw.py (counter-based random numbers, draws, log-probabilities)
+torch_path.py    the same in torch operations: CUDA, and a second opinion
 ```
 """
 
+import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.sampling.sampler import Drawn, Sampler
 from gpuinfer.text.sampling.slots import check_sampling
 
