@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gpuinfer.cli.workload import build, merge
+from gpuinfer.cli.building import build, merge
 from gpuinfer.runtime.run import Update, run
 from gpuinfer.screen.display import frame, svg
 from gpuinfer.screen.view import Pace

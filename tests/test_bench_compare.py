@@ -11,7 +11,7 @@ from gpuinfer.bench import tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema, wrong
 from gpuinfer.bench.series import Course
-from gpuinfer.cli.bench import exit_code
+from gpuinfer.cli.concluding import exit_code
 from gpuinfer.report import report
 
 CLEAR = {"a": [100, 102, 98], "b": [131, 133, 129]}

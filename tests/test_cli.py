@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 from packages import install, install_count
 
+from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.flags import anew, spelled
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
-from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import registry
 
 RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
@@ -292,7 +292,7 @@ def test_ctrl_c_before_the_start_exits_3(gpuinfer, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpuinfer.cli.workload.build", interrupted)
+    monkeypatch.setattr("gpuinfer.cli.building.build", interrupted)
     code, _, err = gpuinfer(*RUN)
     assert (code, err) == (3, "")
 

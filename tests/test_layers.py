@@ -118,6 +118,28 @@ def test_heavy_libraries_are_imported_where_they_are_used(name):
         assert not used or any(inside(name, place) for place in places), used
 
 
+def test_no_two_files_import_one_another():
+    inside_of = {name: sorted(_modules_in(name)) for name in MODULES}
+    done: dict[str, bool] = {}  # False while it is followed
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        assert done.get(name, True), f"a circle of imports: {' → '.join((*way[way.index(name) :], name))}"
+        if name not in done:
+            done[name] = False
+            for target in inside_of[name]:
+                follow(target, (*way, name))
+            done[name] = True
+
+    for name in MODULES:
+        follow(name, ())
+
+
+def _modules_in(name: str) -> set[str]:
+    """The files that a file imports, at once or later; a name stands for the file that it comes from."""
+    found = {target if target in MODULES else target.rpartition(".")[0] for target, _ in IMPORTS[name]}
+    return {target for target in found if target in MODULES and target != name}
+
+
 def test_no_plugin_is_named_by_the_engine():
     plugins = ("gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.workloads")
     for name in MODULES:

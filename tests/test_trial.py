@@ -19,8 +19,8 @@ from gpuinfer.bench import trial as turns
 from gpuinfer.bench.trial import TrialCourse, Turns, course_for
 from gpuinfer.cli import flags, trial
 from gpuinfer.cli.app import run as gpuinfer
+from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.targets import parameters
-from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import registry
 from gpuinfer.config.change import Change
 from gpuinfer.errors import WorkError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.cli import output
+from gpuinfer.cli.building import merge, option_flags, plain_flags
 from gpuinfer.cli.flags import SHOWN_ONLY
-from gpuinfer.cli.workload import merge, option_flags, plain_flags
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import WorkError
 

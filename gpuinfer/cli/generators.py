@@ -63,8 +63,9 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
     from gpuinfer.bench.generators import Generators
     from gpuinfer.bench.grid import completed
     from gpuinfer.bench.series import Course
-    from gpuinfer.cli.bench import concluded
-    from gpuinfer.cli.workload import log_to_people, merge
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.concluding import concluded
+    from gpuinfer.cli.workload import log_to_people
 
     _refuse_others(values, own)
     merged = merge(TARGET, values)
@@ -183,7 +184,7 @@ def _say(quiet: bool) -> Any:
 
 def more_flags() -> flags.Parameters:
     """What `bench generate` has beside the flags of every target."""
-    from gpuinfer.cli.bench import own_flag
+    from gpuinfer.cli.concluding import own_flag
 
     sizes = ",".join(map(str, BATCH_SIZES))
     return {

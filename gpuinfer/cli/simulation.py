@@ -17,8 +17,8 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Limits, Setup, Strategy
+from gpuinfer.cli.building import merge
 from gpuinfer.cli.variants import Axis, addressed, labels_of, parts, with_choices
-from gpuinfer.cli.workload import merge
 from gpuinfer.config import blame, options, registry, settings
 from gpuinfer.config.options import check, natural
 from gpuinfer.errors import UnknownName, UsageError

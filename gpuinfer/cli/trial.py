@@ -122,7 +122,7 @@ def _options(workload: Workload) -> Mapping[str, Any]:
 
 
 def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[str, Any]) -> RunPlan:
-    from gpuinfer.cli.workload import around, setup_of
+    from gpuinfer.cli.building import around, setup_of
 
     copy = workload.trial(setup_of(settings.common), **changes)
     if copy is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpuinfer.cli import flags, output, targets
-from gpuinfer.cli.bench import apply_winner, concluded, own_flag, refuse_records, show, single
+from gpuinfer.cli.concluding import apply_winner, concluded, own_flag, refuse_records, show, single
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
 from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.config import registry
@@ -66,7 +66,8 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     """Search, show, write. The exit code."""
     from gpuinfer.bench.series import Course
     from gpuinfer.bench.tuning import Tuner, searched
-    from gpuinfer.cli.workload import log_to_people, merge
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.workload import log_to_people
 
     budget_s = BUDGET_S if own["budget"] is None else targets.seconds("--budget", own["budget"], least=LEAST_S)
     common = merge(target, single(values)).common

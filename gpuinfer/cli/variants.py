@@ -11,8 +11,8 @@ from typing import Any
 
 from gpuinfer.bench.measure import Variant
 from gpuinfer.cli import flags
+from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.flags import SHORTS, spelled
-from gpuinfer.cli.workload import build, merge
 from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName, UsageError
 

@@ -46,7 +46,8 @@ app = _app()
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
-    from gpuinfer.cli.workload import log_to_people, merge
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.workload import log_to_people
     from gpuinfer.config.options import check
     from gpuinfer.verifying.rig import Options
     from gpuinfer.verifying.verification import Verification

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import importlib
 import logging
 import math
 import multiprocessing
@@ -34,6 +35,9 @@ BURIAL_S = 5.0  # for the system to take a killed process away
 POLL_S = 0.005
 
 
+INSIDE = "gpuinfer.runtime.worker"  # what a child runs, loaded there alone: it needs a session, which needs this file
+
+
 @dataclass(frozen=True)
 class Job:
     """All that one worker process is told at its start."""
@@ -49,9 +53,7 @@ class Job:
 
 
 def _enter(line: socket.socket, pulse: Connection, job: Job) -> None:
-    from gpuinfer.runtime.worker import main  # by the child alone: it needs the session, which needs this module
-
-    main(line, pulse, job)
+    importlib.import_module(INSIDE).main(line, pulse, job)
 
 
 class Workers:

@@ -1,0 +1,127 @@
+"""From a command line to a run that is ready: settings merged, plugins made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from gpuinfer.api import Backend, Setup, Strategy, Workload
+from gpuinfer.cli import flags
+from gpuinfer.config import blame, registry, settings
+from gpuinfer.config.options import Given, Several
+from gpuinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpuinfer.runtime.run import RunPlan
+
+
+DEFAULT_BACKEND = "inprocess"
+
+
+NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that are not settings by themselves
+
+
+def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
+    """The settings with these flags on top. The plugins' options are not yet checked."""
+    merged = settings.load(plain_flags(name, values), values.get("config"))
+    return replace(merged, given={**merged.given, **option_flags(values, merged.common)})
+
+
+def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
+    """What was given by flags of their own, as settings."""
+    common = flags.common()
+    return {
+        key if key in common else f"{name}.{key}": Given(_given(value), flags.flag(key))
+        for key, value in values.items()
+        if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
+    }
+
+
+def _given(value: Any) -> Any:
+    return Several(value) if isinstance(value, list) else value
+
+
+def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, Given]:
+    """What was given by -B and -S, as settings of the backend and the strategy in force."""
+    backend = settings.table_name("backends", common.backend)
+    strategy = settings.table_name("strategies", common.strategy)
+    pairs = flags.pairs(values.get("backend_options") or [], "-B", backend)
+    return pairs | flags.pairs(values.get("strategy_options") or [], "-S", strategy)
+
+
+def build(name: str, merged: settings.Settings) -> RunPlan:
+    """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
+    return around(name, _made("workloads", name, merged, setup_of(merged.common)), merged)
+
+
+def setup_of(common: settings.Common) -> Setup:
+    """What the settings alone say of a run's setup."""
+    trace = None if common.trace is None else os.path.realpath(common.trace)  # of a link, what it leads to
+    return Setup(
+        device=common.device,
+        dtype=common.dtype,
+        seed=common.seed,
+        trace=trace,
+        patience=common.patience,
+        give_up=common.give_up,
+    )
+
+
+def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
+    """This workload with the backend and the strategy that the settings name. Raises what `build` does."""
+    from gpuinfer.runtime.run import RunPlan
+
+    common = merged.common
+    if not workload.asks and common.backend != DEFAULT_BACKEND:
+        raise UsageError(
+            f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
+            f"asked. Leave --backend out, or give {name} a --model."
+        )
+    with blame.calling(workload, "model"):
+        model = workload.model()
+    with blame.calling(workload, "processes"):
+        processes = workload.processes
+    deterministic = bool(getattr(workload.options, "deterministic", False))
+    setup = replace(setup_of(common), model=model, processes=processes, deterministic=deterministic)
+    _refuse_what_it_does_not_serve(name, common.backend, registry.load("backends", common.backend), setup)
+    backend = _made("backends", common.backend, merged, setup)
+    strategy = _made("strategies", common.strategy, merged, setup)
+    return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+
+
+def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:
+    plugin = registry.load(kind, name)
+    return blame.make(plugin, setup, merged.options(kind, name, plugin))
+
+
+def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend], setup: Setup) -> None:
+    """Before anything is started: payloads of a kind that it cannot read would fail one by one."""
+    if setup.model is not None and setup.model.kind not in backend.serves:
+        raise UsageError(
+            f"{name} has a model of {setup.model.kind}, and the backend '{chosen}' serves "
+            f"{' and '.join(backend.serves)}. Choose another with --backend; `gpuinfer plugins list` names them."
+        )
+
+
+def shown(
+    name: str, merged: settings.Settings, workload: Workload, backend: Backend, strategy: Strategy
+) -> dict[str, Any]:
+    """The settings in force, defaults included, as plain values."""
+    common = merged.common.model_dump(
+        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial"}
+    )
+    return {
+        **common,
+        "workload": name,
+        name: _plain(workload.options),
+        "backends": {merged.common.backend: _plain(backend.options)},
+        "strategies": {merged.common.strategy: _plain(strategy.options)},
+    }
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    return options.model_dump(mode="json") if isinstance(options, BaseModel) else {}
