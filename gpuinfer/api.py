@@ -14,9 +14,13 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from gpuinfer.generation import Part
 
 Result = Any
 """What a backend answers to one request: an array [rows, ...], a tuple or dict of such arrays, or any other object."""
@@ -54,6 +58,7 @@ class Request:
     deadline: float = math.inf  # past it the request fails before it costs anything
     group: Hashable = None  # only requests of one group may share a batch
     client: Hashable = None  # who asked: lets a strategy see that every live client already waits
+    parts: bool = False  # someone reads along: a backend that can make parts of the answer yields them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A part of an answer, or its end. `last` settles the request with `value`, or with `error` when there is one."""
+    """A part of an answer, or its end. `last` settles the request with `value`, or with `error` when there is one.
+
+    Before it, and only for a request that wants `parts`, come any number of events with `last=False`, each with a
+    `generation.Part` as its value. Joined sample by sample they are the whole answer, which comes last all the same.
+    """
 
     request: Request
     value: Result = None
@@ -365,6 +374,43 @@ def enter_station(station: str) -> None:
         lane.enter(station)
 
 
+class Stream(ABC):
+    """An answer that is read as it grows: an asynchronous iterator of its parts.
+
+    The request is under way from the moment the stream is made. Parts that wait for a slow reader are joined, to one
+    for each sample, so that they hold no more than the answer itself. A backend that makes no parts gives none, and
+    then there is the result. An error is raised by the reading, as `await infer(…)` would raise it, after the parts
+    that came before it.
+
+    Stop reading with `aclose`, or use `async with`; a stream that is dropped or whose reader is cancelled closes
+    itself. What was not finished is cancelled, and its slots are free at the next step.
+    """
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> Part:
+        """The next part. One reader at a time: `RuntimeError` for a second."""
+
+    @property
+    @abstractmethod
+    def result(self) -> Result:
+        """The whole answer, once all parts have been read. Raises `RuntimeError` before that."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop reading; cancels the request when it is not finished."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
 class Infer(ABC):
     """A workload's way to answers."""
 
@@ -391,6 +437,22 @@ class Infer(ABC):
 
         Raises `QueueFull` at once when there is no room, `Expired` when `timeout` seconds pass before it is served,
         `BackendError`, `BadResult`, `StrategyError` or `Closed`. Cancelling the wait cancels the request.
+        """
+
+    @abstractmethod
+    def stream(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Stream:
+        """Submit one request whose answer is read as it grows: `async for part in infer.stream(prompt): …`.
+
+        Needs a running event loop. Arguments and errors are those of a call; the errors come from the reading.
         """
 
     def block(self, rows: int) -> Any:

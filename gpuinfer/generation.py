@@ -102,6 +102,21 @@ class Completion(Struct, frozen=True, kw_only=True):
     logprobs: tuple[Logprob, ...] | None = None  # one for each token
 
 
+class Part(Struct, frozen=True, kw_only=True):
+    """What has been added to one answer since its part before.
+
+    Joined over one sample, texts, tokens and log-probabilities are exactly those of its `Completion`: what a stop
+    string may still take back, and half a character, wait for what follows them.
+    """
+
+    sample: int  # whose: its place in `Generation.completions`
+    text: str  # may be empty: not every token has a text
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] | None = None  # one for each token
+    finish_reason: Literal["stop", "length"] | None = None  # of the sample's last part alone, as is `stop_reason`
+    stop_reason: int | str | None = None
+
+
 class Generation(Struct, frozen=True, kw_only=True):
     """The answers to one prompt, in the order of their numbers."""
 

@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
-from gpuinfer.api import Backend, Lane, Request, Result
+from gpuinfer.api import Backend, Event, Lane, Request, Result
 from gpuinfer.config import blame
 from gpuinfer.engine.settling import Unsettled
 from gpuinfer.errors import BackendError, BadResult, GpuinferError
+from gpuinfer.generation import Part
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # by far the most common answers that hold no array
 
@@ -94,8 +95,9 @@ async def _follow(
 ) -> None:
     async for event in backend.stream(requests):
         if not event.last:
-            continue
-        if event.error is not None:
+            if event.request.parts:
+                _hand_over(backend, event, unsettled)
+        elif event.error is not None:
             unsettled.fail(event.request, as_failure(backend, event.error))
         else:
             _settle(backend, event.request, event.value, unsettled, clock())
@@ -105,6 +107,19 @@ async def _follow(
             f"{blame.who(backend)}: stream ended with {missing} of {len(requests)} requests unanswered. "
             f"Yield an Event with last=True for each request."
         )
+
+
+def _hand_over(backend: Backend, event: Event, unsettled: Unsettled) -> None:
+    if isinstance(event.value, Part):
+        unsettled.hand_over(event.request, event.value)
+        return
+    unsettled.fail(
+        event.request,
+        BadResult(
+            f"{blame.who(backend)}: a part of an answer is a {type(event.value).__name__}. "
+            f"Yield Event(request, generation.Part(…), last=False), or no parts at all."
+        ),
+    )
 
 
 def _check_count(backend: Backend, requests: Sequence[Request], results: Sequence[Result]) -> None:

@@ -23,7 +23,7 @@ from gpuinfer.engine.admission import Admission, class_of, make_room
 from gpuinfer.engine.answering import answer, as_failure
 from gpuinfer.engine.cutting import Cut, Fault, PassThrough, next_cut, notices_of
 from gpuinfer.engine.queue import Queue
-from gpuinfer.engine.settling import Unsettled
+from gpuinfer.engine.settling import OnPart, Unsettled
 from gpuinfer.engine.tally import Tally
 from gpuinfer.engine.watchdog import Held, Patience, uncut
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, WorkError
@@ -137,21 +137,25 @@ class Engine:
         timeout: float = math.inf,
         group: Hashable = None,
         client: Hashable = None,
+        on_part: OnPart | None = None,
     ) -> Result:
-        """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises."""
+        """Queue one request and wait for its result; errors and cancellation are as `api.Infer` promises.
+
+        `on_part` is handed the parts of the answer as they come, on this loop; it must neither wait nor raise.
+        """
         if self._shut is not None:
             raise self._given_up or Closed(f"the engine {self._shut}")
         if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
             priority = class_of(priority)
         now = self._clock()
-        request = Request(payload, rows, now, priority, now + timeout, group, client)
+        request = Request(payload, rows, now, priority, now + timeout, group, client, on_part is not None)
         if self._recorder is not None:
             self._recorder.arrived(request)
         if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
             self._refuse_unless_others_go(request, refusal)
         self._queue.add(request)
         future = self._loop.create_future()
-        self._unsettled.add(request, future)
+        self._unsettled.add(request, future, on_part)
         if timeout < math.inf:
             self._alarm.ring_within(timeout)
         if self._free and not self._woken:
@@ -342,7 +346,7 @@ class Engine:
         what = f"{_counted(len(cut.requests), 'request')}, {_counted(cut.rows, 'row')}"
         if remote or self._streams:
             doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked)"
-            return Held(("answers", self._moved), self.backend, doing, limit_s)
+            return Held(("answers", self._moved + self._unsettled.parts), self.backend, doing, limit_s)
         return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
 
     def give_up(self, error: WorkError) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 from gpuinfer.api import Request, Result
 from gpuinfer.engine.tally import Tally
 from gpuinfer.errors import Expired, GpuinferError, QueueFull
+from gpuinfer.generation import Part
+
+OnPart = Callable[[Part], None]
 
 
 class Unsettled:
@@ -17,11 +20,13 @@ class Unsettled:
     `left` is called with each request as it leaves, and with how it ended: "ok", or one of `stats.ERRORS`.
     """
 
-    __slots__ = ("_futures", "_left", "_tally", "rows")
+    __slots__ = ("_futures", "_left", "_on_part", "_tally", "parts", "rows")
 
     def __init__(self, tally: Tally, left: Callable[[Request, str], None]) -> None:
         self.rows = 0
+        self.parts = 0  # handed over so far
         self._futures: dict[Request, asyncio.Future[Any]] = {}
+        self._on_part: dict[Request, OnPart] = {}  # of the requests that are read as they grow
         self._tally = tally
         self._left = left
 
@@ -34,13 +39,22 @@ class Unsettled:
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._futures))
 
-    def add(self, request: Request, future: asyncio.Future[Result]) -> None:
+    def add(self, request: Request, future: asyncio.Future[Result], on_part: OnPart | None = None) -> None:
+        """`on_part` is handed the parts of the answer as they come; it must neither wait nor raise."""
         self._futures[request] = future
         self.rows += request.rows
+        if on_part is not None:
+            self._on_part[request] = on_part
 
     def cancelled(self, request: Request) -> bool:
         """Whether its asker has given up, though it may not have said so yet."""
         return self._futures[request].done()
+
+    def hand_over(self, request: Request, part: Part) -> None:
+        """Give a part to the one who reads along, if there is one."""
+        if (on_part := self._on_part.get(request)) is not None and not self._futures[request].done():
+            self.parts += 1
+            on_part(part)
 
     def answer(self, request: Request, result: Result, now: float) -> None:
         if future := self._release(request, "ok"):
@@ -67,6 +81,8 @@ class Unsettled:
         if future is None:
             return None
         self.rows -= request.rows
+        if request.parts:
+            self._on_part.pop(request, None)
         self._left(request, "cancelled" if future.done() else outcome)
         if future.done():
             self._tally.error("cancelled", request.priority)

@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy
+from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy, Stream
 from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.settling import OnPart
+from gpuinfer.engine.streaming import PartStream
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import GpuinferError, WorkError
 from gpuinfer.host import machine, pauses
@@ -127,6 +129,25 @@ class Session(Infer):
         return await self._engine.submit(
             payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client
         )
+
+    def stream(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Stream:
+        async def ask(on_part: OnPart) -> Result:
+            if not self._started:
+                await self.ready()
+            return await self._engine.submit(
+                payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client, on_part=on_part
+            )
+
+        return PartStream(ask)
 
     def block(self, rows: int) -> Any:
         with blame.calling(self._backend, "block"):

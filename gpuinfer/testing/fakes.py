@@ -10,9 +10,11 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.api import Backend, Infer, Lane, Limits, ModelSpec, Priority, Request, Result, Workers
+from gpuinfer.api import Backend, Infer, Lane, Limits, ModelSpec, Priority, Request, Result, Stream, Workers
+from gpuinfer.engine.settling import OnPart
+from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
+from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt
 from gpuinfer.stats import Lane as LedgerLane
 
 END = "<|end|>"  # the token that ends an answer of the tiny model
@@ -20,7 +22,10 @@ SHORT = 16  # tokens of a made-up answer, at most
 
 
 class FakeInfer(Infer):
-    """Answers each request with `answer(request)`, at once, and keeps it in `requests`. It starts no processes."""
+    """Answers each request with `answer(request)`, at once, and keeps it in `requests`. It starts no processes.
+
+    The parts of a streamed `Generation` are its tokens one by one (`parts_of`).
+    """
 
     def __init__(self, answer: Callable[[Request], Result], limits: Limits | None = None) -> None:
         self.limits = limits or Limits(max_rows=4096)
@@ -45,6 +50,16 @@ class FakeInfer(Infer):
         self.requests.append(request)
         await asyncio.sleep(0)
         return self._answer(request)
+
+    def stream(self, payload: Any, **said: Any) -> Stream:
+        async def ask(on_part: OnPart) -> Result:
+            result = await self(payload, **said)
+            for part in parts_of(result) if isinstance(result, Generation) else ():
+                on_part(part)
+                await asyncio.sleep(0)
+            return result
+
+        return PartStream(ask)
 
     @contextmanager
     def client(self) -> Iterator[Hashable]:
@@ -92,6 +107,22 @@ def made_up(prompt: Prompt) -> Generation:
         ),
         prompt_tokens=8,
     )
+
+
+def parts_of(generation: Generation) -> Iterator[Part]:
+    """A made-up answer token by token, the samples in turn; the text is cut evenly."""
+    for sample, answer in enumerate(generation.completions):
+        count = max(1, len(answer.tokens))
+        for at in range(count):
+            ends = at + 1 == count
+            yield Part(
+                sample=sample,
+                text=answer.text[len(answer.text) * at // count : len(answer.text) * (at + 1) // count],
+                tokens=answer.tokens[at : at + 1],
+                logprobs=None if answer.logprobs is None else answer.logprobs[at : at + 1],
+                finish_reason=answer.finish_reason if ends else None,
+                stop_reason=answer.stop_reason if ends else None,
+            )
 
 
 def tiny_folder(folder: Path) -> Path:
