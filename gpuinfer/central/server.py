@@ -163,13 +163,11 @@ class CentralServer:
 
     def _spawn(self) -> None:
         """One process, up to the moment when it serves."""
-        context = multiprocessing.get_context("spawn")
-        line, theirs = context.Pipe()
-        process = context.Process(target=main, args=(theirs, self._listener, self._heart, self._order()))
-        process.name = "gpuinfer server"
+        line, theirs = multiprocessing.Pipe()
+        what = theirs, self._listener, self._heart, self._order()
         try:
-            with children.ignoring_interrupts(), children.threads_each(1):
-                process.start()
+            with children.threads_each(1):
+                process = children.spawn(main, *what, name="gpuinfer server")
         except Exception as error:
             raise UsageError(
                 f"the server process could not be started: {error}. The strategy's class and options must be "
@@ -405,8 +403,7 @@ class CentralServer:
 
     def _kill(self) -> None:
         if (process := self._process) is not None:
-            process.kill()
-            process.join(CLOSE_S)
+            children.end(process, CLOSE_S)
 
 
 _RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,10 +25,11 @@ from gpuinfer.cli.loading import inspect_all
 from gpuinfer.cli.problems import FAILED
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.host import machine
+from gpuinfer.host import commands, machine
 from gpuinfer.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
+DRIVER_S = 20.0
 
 PROBE = """
 import json, torch
@@ -63,14 +63,13 @@ def examine() -> Iterator[tuple[str, list[Fact]]]:
 
 def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
     """What torch sees, asked in a child: a broken driver may crash or hang it. `{"error": …}` when it fails."""
-    try:
-        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    child = commands.run([sys.executable, "-c", code], limit_s)
+    if child.code is None:
         return {"error": f"importing it took over {limit_s:.0f} s. Try again, or reinstall torch."}
-    if child.returncode:
-        last = (child.stderr.strip().splitlines() or [f"the process ended with {child.returncode}"])[-1]
+    if child.code:
+        last = child.last_words if child.err.strip() else f"the process ended with {child.code}"
         return {"error": f"{last}. Reinstall torch (pip install --force-reinstall torch)."}
-    answer = (child.stdout.splitlines() or ["no answer"])[-1]
+    answer = (child.out.decode("utf-8", "replace").splitlines() or ["no answer"])[-1]
     try:
         found: dict[str, Any] = json.loads(answer)
     except json.JSONDecodeError:
@@ -143,10 +142,10 @@ def nvidia_smi() -> str:
         return ""
     query = [program, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        child = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        child = commands.run(query, DRIVER_S)
+    except OSError:
         return ""
-    return ", ".join(child.stdout.split("\n")).strip(", ") if child.returncode == 0 else ""
+    return ", ".join(child.out.decode("utf-8", "replace").split("\n")).strip(", ") if child.code == 0 else ""
 
 
 def _cache_folder() -> Fact:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from gpuinfer.config import registry
 from gpuinfer.config.registry import PluginRecord
+from gpuinfer.host import commands
 
 LIMIT_S = 90.0  # for all of them: torch's first import from a cold disk
 
@@ -33,19 +33,13 @@ def inspect_all(records: Sequence[PluginRecord]) -> list[PluginRecord]:
 
 def _ask(records: Sequence[PluginRecord]) -> tuple[list[tuple[bool, str]], str]:
     """What was said of the first of them, and why not of all."""
-    path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "gpuinfer.cli.loading"],
-            input=json.dumps([asdict(record) for record in records]).encode(),
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            timeout=LIMIT_S,
-        )
-        out, why = done.stdout, f"importing it ended the process (exit code {done.returncode})"
-    except subprocess.TimeoutExpired as expired:
-        out, why = expired.stdout or b"", f"importing it did not end within {LIMIT_S:g} s"
-    return [tuple(json.loads(line)) for line in out.split(b"\n")[:-1]], why  # the last is not whole
+    told = json.dumps([asdict(record) for record in records]).encode()
+    program = [sys.executable, "-m", "gpuinfer.cli.loading"]
+    done = commands.run(program, LIMIT_S, told, commands.with_our_path())
+    why = f"importing it ended the process (exit code {done.code})"
+    if done.code is None:
+        why = f"importing it did not end within {LIMIT_S:g} s"
+    return [tuple(json.loads(line)) for line in done.out.split(b"\n")[:-1]], why  # the last is not whole
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What every child process of ours has in common: how it starts, what it ignores, that it leaves with its parent."""
+"""Python processes of ours: how each starts, what it ignores, that it leaves with its parent, how it is ended."""
 
 from __future__ import annotations
 
@@ -8,12 +8,43 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from gpuinfer.host import machine
 
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool = False) -> BaseProcess:
+    """Start a process that runs a function from the top of a module, which calls `settle_in` first.
+
+    Raises whatever keeps the arguments from travelling, and `OSError` when the system has no room for a process.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name, daemon=daemon)
+    with ignoring_interrupts():
+        process.start()
+    return process
+
+
+def end(process: BaseProcess, within_s: float) -> None:
+    """Kill it, and wait for so many seconds at most until the system has taken it away."""
+    process.kill()
+    process.join(within_s)
+
+
+def kill_descendants() -> None:
+    """All that this process has started, and all that they have."""
+    import psutil  # 50 ms
+
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]  # tidies up after us
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            if child.pid != tracker:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
 
 
 def settle_in() -> None:

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from typing import NoReturn
+
+from gpuinfer.host import children
 
 FORCE_S = 1.5  # after the second signal
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -117,18 +118,8 @@ def now(code: int) -> NoReturn:
     last_words = threading.Thread(target=_last_words, daemon=True)  # a thread that is stuck may hold the locks
     last_words.start()
     last_words.join(0.5)
-    _kill_children()
+    children.kill_descendants()
     os._exit(code)
-
-
-def _kill_children() -> None:
-    import psutil  # 50 ms
-
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            if child.pid != getattr(resource_tracker._resource_tracker, "_pid", None):  # it tidies up after us
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
 
 
 def _last_words() -> None:

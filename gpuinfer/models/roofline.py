@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,9 +12,11 @@ import msgpack
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
+from gpuinfer.host import children
 
 LONGEST_S = 180.0  # a child that has not answered by then never will
 LOOK_S = 0.1  # between two looks at whether it is still wanted
+GONE_S = 5.0  # for the system to take a killed process away
 CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
 
 
@@ -38,8 +39,7 @@ def measure_in_child(
     Raises `UsageError` when the model cannot be built, `BackendError` when the process dies, takes too long or is
     stopped.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
     arguments = {
         "device": device,
         "dtype": dtype,
@@ -50,16 +50,13 @@ def measure_in_child(
         "compute": compute,
         "only": only,
     }
-    child = context.Process(target=answer, args=(theirs, spec, arguments), name="gpuinfer-roofline", daemon=True)
-    child.start()
+    child = children.spawn(answer, theirs, spec, arguments, name="gpuinfer-roofline", daemon=True)
     theirs.close()
     try:
         return unpacked(message_from(ours, child, timeout_s, stopped))
     finally:
         ours.close()
-        child.kill()
-        child.join()
-        child.close()
+        children.end(child, GONE_S)
 
 
 def message_from(line: Connection, child: Any, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
@@ -88,7 +85,7 @@ def unpacked(message: dict[str, Any]) -> Roofline:
 
 def answer(line: Connection, spec: ModelSpec, arguments: dict[str, Any]) -> None:
     """The child: one message, the roofline or what went wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C reaches it too: end in silence, the parent speaks
+    children.settle_in()
     line.send_bytes(msgpack.packb(outcome(spec, arguments)))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from gpuinfer.errors import WorkError
+from gpuinfer.host import commands
 
 LOAD_S = 900.0  # vLLM compiles the model first
 RUN_S = 900.0
@@ -52,15 +52,7 @@ class Child:
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
         try:
             with log.open("wb") as noise:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=noise,
-                    env=environment,
-                    bufsize=0,
-                    start_new_session=True,  # Ctrl-C is for the parent, and what it starts can be ended with it
-                )
+                self._process = commands.start(command, noise, environment)
         except OSError as error:
             raise PeerFailed(
                 f"{name}: {command[0]} cannot be started: {error.strerror}. Name another Python."
@@ -97,7 +89,6 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(QUIT_S)
         self._kill()
-        self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -168,8 +159,7 @@ class Child:
         return PeerFailed(f"{self.name} {why}")
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        commands.kill(self._process)
 
     def _gone(self) -> PeerFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import logging
 import math
-import multiprocessing
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -92,12 +91,8 @@ class Workers:
     async def _start(self, job: Job) -> None:
         ours, theirs = socket.socketpair()
         pulse = Pulse()
-        process = multiprocessing.get_context("spawn").Process(
-            target=_enter, args=(theirs, pulse.theirs, job), name=f"gpuinfer worker {job.index}"
-        )
         try:
-            with children.ignoring_interrupts():
-                process.start()
+            process = children.spawn(_enter, theirs, pulse.theirs, job, name=f"gpuinfer worker {job.index}")
         except Exception as error:
             ours.close()
             pulse.close()

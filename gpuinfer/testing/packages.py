@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +16,7 @@ from typing import IO, Any
 
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
+from gpuinfer.host import commands
 from gpuinfer.testing.findings import Finding
 
 EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
@@ -124,17 +122,10 @@ class _Package:
 @contextlib.contextmanager
 def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, Any] | None], Callable[[], str]]]:
     """What the examining process says, None at its end; and the last line of its complaints. It is gone afterwards."""
-    path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
     events: queue.Queue[dict[str, Any] | None] = queue.Queue()
     with tempfile.TemporaryFile("w+") as complaints:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gpuinfer.testing.examining"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-            start_new_session=True,  # it is ended with all that it has started
+        process = commands.start(
+            [sys.executable, "-m", "gpuinfer.testing.examining"], complaints, commands.with_our_path()
         )
         order_to, said = process.stdin, process.stdout
         assert order_to is not None
@@ -149,16 +140,14 @@ def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, A
 
         try:
             with contextlib.suppress(BrokenPipeError), order_to:
-                order_to.write(json.dumps(order))
+                order_to.write(json.dumps(order).encode())
             yield events, last_words
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            commands.kill(process)
             listener.join(1.0)  # the pipe has ended with all who could write to it
 
 
-def _listen(lines: IO[str], events: queue.Queue[dict[str, Any] | None]) -> None:
+def _listen(lines: IO[bytes], events: queue.Queue[dict[str, Any] | None]) -> None:
     with lines:
         for line in lines:
             with contextlib.suppress(ValueError):  # cut off by its end

@@ -110,17 +110,12 @@ def opened(rig: Rig) -> Iterator[Peer]:
             process.join(LEAVE_S)  # left to itself it ends when nobody listens any more
         finally:
             ours.close()
-            process.kill()
-            process.join(LEAVE_S)
+            children.end(process, LEAVE_S)
 
 
 def started(channel: Connection, *arguments: Any) -> Any:
     """The process, which has the other end of the channel."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=peer_child.main, args=(channel, *arguments), name="gpuinfer-transformers", daemon=True
-    )
-    with children.ignoring_interrupts():
-        process.start()
+    process = children.spawn(peer_child.main, channel, *arguments, name="gpuinfer-transformers", daemon=True)
     channel.close()
     return process
 

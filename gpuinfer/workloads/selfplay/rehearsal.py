@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import commands
 from gpuinfer.workloads.selfplay import kernels
 from gpuinfer.workloads.selfplay.game import Game
 
@@ -79,23 +78,14 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpuinfer-rehearsal-") as cache:
         how = {"NUMBA_DISABLE_JIT": "1"} if order["plain"] else {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
         limit_s = order["limit_s"] + START_S
-        path = os.pathsep.join(filter(None, (os.path.abspath(folder) for folder in sys.path)))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "gpuinfer.workloads.selfplay.playthrough"],
-                input=json.dumps(order),
-                env={**os.environ, **how, "PYTHONPATH": path},
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired:
-            return {"odd": f"TimeoutError: it did not come back within {limit_s:g} s"}
+        program = [sys.executable, "-m", "gpuinfer.workloads.selfplay.playthrough"]
+        done = commands.run(program, limit_s, json.dumps(order).encode(), commands.with_our_path(**how))
+    if done.code is None:
+        return {"odd": f"TimeoutError: it did not come back within {limit_s:g} s"}
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.out)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return {"odd": f"its process ended with {done.returncode}: {last}"}
+        return {"odd": f"its process ended with {done.code}: {done.last_words}"}
     return found
 
 
