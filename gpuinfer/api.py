@@ -160,6 +160,17 @@ class Roofline:
     raised: bool = False  # the run itself did more than the bare model in any of them, and its own rate counts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendContext:
+    """What a run gives its backend at the start, beside the `Setup` that every plugin is built with."""
+
+    strategy: Strategy | None = None  # the run's: a remote backend takes it to where batches form
+    roofline: Roofline | None = None  # what the bare model was measured to do here, if it was
+    stepped: Callable[[int, float], None] = lambda rows, seconds: None
+    """A backend with slots tells it the rows and seconds of each forward step, on the event loop: those are the run's
+    batches, not what was admitted at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a workload has come. Every field is a total since the start, not a difference.
@@ -210,15 +221,17 @@ class Backend(Plugin, ABC):
     limits: Limits
     serves: ClassVar[Sequence[ModelKind]] = ("rows",)  # the kinds of model whose payloads it answers
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
-    strategy: Strategy | None = None  # the run's, set before `start`: a remote backend takes it to where batches form
-    roofline: Roofline | None = None  # what the bare model was measured to do here, set before `start`
     notices: Sequence[str] = ()  # what the user should know before the run: each is shown once
-    stepped: Callable[[int, float], None] | None = None
-    """Set before `start`. A backend with slots tells it the rows and seconds of each forward step, on the event loop:
-    those are the run's batches, not what was admitted at once."""
 
-    async def start(self) -> None:
-        """Make ready: load the model, connect. `limits` must be final when it returns.
+    @property
+    def compute(self) -> str:
+        """The number format that its model computes in: float32, bfloat16, float16, or auto for what is quickest here.
+        The roofline is measured in it.
+        """
+        return "auto"
+
+    async def start(self, context: BackendContext) -> None:
+        """Make ready: load the model, connect. `limits` must be final when it returns. Called once.
 
         With worker processes a remote backend is started in the process that starts them, and before them.
         """
@@ -306,6 +319,11 @@ class Strategy(Plugin, ABC):
     """
 
     notices: Sequence[str] = ()  # what the user should know of what was learnt: each is shown once
+
+    @property
+    def latency_target(self) -> float | None:
+        """Seconds within which it means 95 of 100 requests to be answered, queue included; None: it has no such aim."""
+        return None
 
     @abstractmethod
     def cut_at(self, queue: QueueView) -> float:
@@ -418,6 +436,11 @@ class Infer(ABC):
     roofline: Roofline | None = None
     stopping: asyncio.Event  # set when the user asks to stop: keep what is finished, then return
 
+    @property
+    def has_model(self) -> bool:
+        """Whether the backend serves a model: if not, it takes payloads of any shape."""
+        return True
+
     async def ready(self) -> Limits:
         """Start the backend here, unless something has: `limits` are then final. The first request does it too."""
         return self.limits
@@ -502,6 +525,8 @@ class Workload(Plugin, ABC):
     """The program that wants answers. It knows neither screen nor counters."""
 
     max_failures: ClassVar[float] = 0.0  # share that may fail before the run has failed, unless the user says another
+    goes_on_by: ClassVar[Sequence[str]] = ()  # options that take up what an earlier run left, such as "resume"
+    writes_to: ClassVar[Sequence[str]] = ()  # options that name the file or folder that it writes, such as "out"
 
     def model(self) -> ModelSpec | None:
         """The model that the backend must serve; None when the workload brings its own answers."""
@@ -516,6 +541,16 @@ class Workload(Plugin, ABC):
     def processes(self) -> int:
         """How many processes will each open the backend: tells a backend its share of the machine."""
         return 1
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row must get the same answer whatever it shares its batch with: becomes `Setup.deterministic`."""
+        return False
+
+    @property
+    def writes_stdout(self) -> bool:
+        """Whether its own output goes to standard output: nothing else is written there then."""
+        return False
 
     def trial(self, setup: Setup, **changes: Any) -> Workload | None:
         """The same work with these options changed, for trying an advice on: it goes on until it is asked to stop, and

@@ -23,7 +23,7 @@ class Crashing(Backend):
 
     limits = Limits(8)
 
-    async def start(self):
+    async def start(self, context):
         print("a last word", file=sys.stderr, flush=True)
         os._exit(3)
 

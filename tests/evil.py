@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packages import install
 
-from gpuinfer.api import Backend, Infer, Limits, Options, Progress, QueueView, Strategy, Workload
+from gpuinfer.api import Backend, BackendContext, Infer, Limits, Options, Progress, QueueView, Strategy, Workload
 
 POINTS = {
     "backends": {"evil": "evil:Evil"},
@@ -51,7 +51,7 @@ class Evil(Backend):
     def until(self) -> float:
         return self.__dict__.setdefault("_until", asyncio.get_running_loop().time() + 60)
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         await self._do("start")
 
     async def infer(self, batch):

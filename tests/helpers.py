@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gpuinfer.api import (
     Backend,
+    BackendContext,
     Channel,
     Infer,
     Limits,
@@ -34,7 +35,7 @@ class Doubler(Backend):
         ready_file: str = ""  # written when the backend starts, so that a test sees which process started one
         closed_file: str = ""
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         self.limits = Limits(self.options.max_rows)
         note(self.options.ready_file)
 
@@ -49,7 +50,7 @@ class Doubler(Backend):
 class Unreachable(Doubler):
     """Cannot start."""
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         raise UsageError("there is no such device. Use --device cpu.")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from helpers import Doubler, note
 
-from gpuinfer.api import Channel, Infer, Options
+from gpuinfer.api import BackendContext, Channel, Infer, Options
 from gpuinfer.errors import UsageError
 from gpuinfer.stats import Histogram, Snapshot
 
@@ -28,9 +28,9 @@ class Far(Doubler):
     asked = 0
     started = False
 
-    async def start(self) -> None:
-        await super().start()
-        self.started = True
+    async def start(self, context: BackendContext) -> None:
+        await super().start(context)
+        self.started, self.context = True, context
 
     def connect(self):
         if not self.started:

@@ -9,11 +9,12 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from helpers import Counting
 from packages import install, install_count
 
+from gpuinfer.api import Options
 from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.flags import anew, spelled
@@ -323,6 +324,17 @@ def test_the_command_line_is_spelled_again_without_what_is_about_output():
     assert again == "gpuinfer count --games 5 --games-in-flight 2 --no-resume -B 'a=b c'"
 
 
+class Keeping(Counting):
+    """A workload that keeps what it does."""
+
+    class Options(Options):
+        out: str | None = None
+        output: str | None = None
+        resume: bool = False
+
+    goes_on_by, writes_to = ("resume",), ("out", "output")
+
+
 @pytest.mark.parametrize(
     ("given", "command"),
     [
@@ -336,11 +348,11 @@ def test_the_same_work_anew_is_refused_by_nothing_that_was_written(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     for there in ("records", "records-2"):
         (tmp_path / there).mkdir()
-    assert anew("count", given, SimpleNamespace(**given)) == command
+    assert anew("count", given, Keeping(**given)) == command
 
 
 def test_the_same_work_anew_goes_on_with_nothing_even_where_the_environment_says_so():
-    assert anew("count", {"resume": None}, SimpleNamespace(resume=True)) == "gpuinfer count --no-resume"
+    assert anew("count", {"resume": None}, Keeping(resume=True)) == "gpuinfer count --no-resume"
 
 
 # The report's file

@@ -744,7 +744,7 @@ async def test_an_engine_that_was_never_started_closes_and_leaves_its_backend_al
 @virtual
 async def test_a_backend_that_cannot_start_is_closed_again():
     class Dead(Scripted):
-        async def start(self):
+        async def start(self, context):
             raise UsageError("no such device. Try --device cpu.")
 
     backend = Dead()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.config.registry import load
@@ -83,7 +83,7 @@ def test_a_run_says_what_it_computes_in_and_answers_in_it(dtype: str, has_produc
 
     async def asked(**options: str) -> tuple[np.ndarray, str]:
         backend = InProcess(Setup(SPEC, "cpu", dtype), **options)
-        await backend.start()
+        await backend.start(BackendContext())
         try:
             ((_, values),) = await backend.infer([Request(block, 7)])
             return values, backend.device()["computes_in"]

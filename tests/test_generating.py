@@ -57,9 +57,9 @@ class Toy(Backend):
         super().__init__()
         self.generator = generator
 
-    async def start(self):
+    async def start(self, context):
         self.driver = Driver(self.generator)
-        self.text = TextModel(self.driver, self.stepped)
+        self.text = TextModel(self.driver, context.stepped)
         self.limits = self.text.limits
 
     async def infer(self, batch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog)
 async def test_the_backend_serves_from_the_device(deterministic):
     setup = Setup(spec("blobnet"), device="cuda", dtype="bfloat16", deterministic=deterministic)
     backend = InProcess(setup, max_rows=1024)
-    await backend.start()
+    await backend.start(BackendContext())
     ((policy, values),) = await backend.infer([Request(positions(77), 77)])
     device = backend.device()
     await backend.close()

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from gpuinfer import api
-from gpuinfer.api import ModelSpec, Request, Roofline, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendDied, BackendError, UnknownName, UsageError
 from gpuinfer.host.machine import cores
@@ -34,7 +34,7 @@ def request(rows, seed=0):
 
 async def answers(batch, a_setup=None, **options):
     backend = InProcess(a_setup or setup(), **options)
-    await backend.start()
+    await backend.start(BackendContext())
     try:
         return await backend.infer(batch)
     finally:
@@ -57,7 +57,7 @@ def has_legal(asked):
 async def test_batched_answers_are_those_of_rows_asked_one_at_a_time(chunk_rows):
     block = request(40).payload
     backend = InProcess(setup(), chunk_rows=chunk_rows)
-    await backend.start()
+    await backend.start(BackendContext())
     (batched,) = await backend.infer([Request(block, 40)])
     singly = [(await backend.infer([Request(block[row : row + 1], 1)]))[0] for row in range(40)]
     await backend.close()
@@ -94,7 +94,7 @@ async def test_when_deterministic_the_number_of_processes_changes_no_bit(dtype, 
 )
 async def test_the_cores_are_shared_out(a_setup, options, max_rows, in_flight, threads):
     backend = InProcess(setup(**a_setup), **options)
-    await backend.start()
+    await backend.start(BackendContext())
     seen = []
 
     class Lane:
@@ -119,8 +119,7 @@ async def test_the_cores_are_shared_out(a_setup, options, max_rows, in_flight, t
 )
 async def test_it_says_how_many_rows_are_enough(roofline, max_rows, enough):
     backend = InProcess(setup(), max_rows=max_rows)
-    backend.roofline = roofline
-    await backend.start()
+    await backend.start(BackendContext(roofline=roofline))
     await backend.close()
     assert backend.limits.enough_rows == enough
 
@@ -131,7 +130,7 @@ async def test_as_many_forwards_run_at_once_as_may_be_in_flight(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     backend = InProcess(setup(model=ModelSpec("meeting:Meeting", None, 4)), in_flight=3, threads=1)
-    await backend.start()
+    await backend.start(BackendContext())
     blocks = [np.full((5, 4), number, np.float32) for number in range(3)]
     together = await asyncio.gather(*(backend.infer([Request(block, 5)]) for block in blocks))
     await backend.close()
@@ -157,7 +156,7 @@ class Meeting(nn.Module):
 
 async def test_batches_in_flight_are_answered_each_for_itself():
     backend = InProcess(setup(), in_flight=3)
-    await backend.start()
+    await backend.start(BackendContext())
     batches = [[request(20, seed)] for seed in range(12)]
     together = await asyncio.gather(*(backend.infer(batch) for batch in batches))
     for batch, found in zip(batches, together, strict=True):
@@ -167,7 +166,7 @@ async def test_batches_in_flight_are_answered_each_for_itself():
 
 async def test_the_event_loop_runs_on_while_the_model_does():
     backend = InProcess(setup())
-    await backend.start()
+    await backend.start(BackendContext())
     names = []
 
     class Lane:
@@ -255,7 +254,7 @@ async def test_a_batch_in_which_nothing_fits_is_answered_with_errors():
 async def test_a_setup_that_cannot_work_says_so_at_the_start(changes, error, said):
     backend = InProcess(setup(**changes))
     with pytest.raises(error, match=said):
-        await backend.start()
+        await backend.start(BackendContext())
     await backend.close()
 
 
@@ -267,7 +266,7 @@ def test_an_unknown_option_is_refused():
 async def test_it_can_be_closed_at_any_time_and_answers_nothing_afterwards():
     backend = InProcess(setup())
     await backend.close()
-    await backend.start()
+    await backend.start(BackendContext())
     await backend.close()
     with pytest.raises(BackendDied, match="start"):
         await backend.infer([request(1)])
@@ -277,7 +276,7 @@ async def test_it_can_be_closed_at_any_time_and_answers_nothing_afterwards():
 async def test_the_device_is_named():
     backend = InProcess(setup())
     assert backend.device() == {}
-    await backend.start()
+    await backend.start(BackendContext())
     assert backend.device()["name"]
     await backend.close()
 

@@ -142,7 +142,7 @@ async def test_a_remote_backend_starts_here_before_its_workers_and_is_told_strat
     async with Session(backend, strategy, roofline=roofline) as infer:
         async with infer.workers("helpers:ask", [{"each": 1}] * 2) as workers:
             pids = {str(message["pid"]) async for _, message in workers if message}
-        assert (backend.strategy, backend.roofline) == (strategy, roofline)
+        assert (backend.context.strategy, backend.context.roofline) == (strategy, roofline)
     first, *others = lines(ready)
     assert first == str(os.getpid())
     assert set(others) == pids

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.standin import StandIn
 from gpuinfer.bench import parity
 from gpuinfer.bench.measure import Rooflines
@@ -21,7 +21,7 @@ def seconds_of(backend, *rows):
     """What batches of so many rows take, one after the other."""
 
     async def timed():
-        await backend.start()
+        await backend.start(BackendContext())
         loop, taken = asyncio.get_running_loop(), []
         for each in rows:
             began = loop.time()
@@ -61,7 +61,7 @@ def test_the_same_seed_draws_the_same_times():
 def test_batches_in_flight_do_not_slow_one_another():
     async def two():
         backend = StandIn(alpha=0.0, beta=1.0, in_flight=2)
-        await backend.start()
+        await backend.start(BackendContext())
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*(backend.infer([Request(None)]) for _ in range(2)))
         return asyncio.get_running_loop().time() - began
@@ -72,7 +72,7 @@ def test_batches_in_flight_do_not_slow_one_another():
 def test_a_share_of_the_batches_fails():
     async def failed():
         backend, count = StandIn(failures=0.5), 0
-        await backend.start()
+        await backend.start(BackendContext())
         for _ in range(100):
             try:
                 assert await backend.infer([Request("payload")]) == ["payload"]
@@ -86,7 +86,7 @@ def test_a_share_of_the_batches_fails():
 def test_a_cancelled_batch_leaves_no_timer():
     async def cancelled():
         backend = StandIn(beta=1e6)
-        await backend.start()
+        await backend.start(BackendContext())
         task = asyncio.create_task(backend.infer([Request(None)]))
         await asyncio.sleep(1)
         task.cancel()

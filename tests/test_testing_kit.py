@@ -83,7 +83,7 @@ class Blocking(Double):
 
 
 class NeverStarts(Double):
-    async def start(self):
+    async def start(self, context):
         raise OSError("no device")
 
 
@@ -164,6 +164,9 @@ class Generating(Streaming):
     """In order, with slots: one forward step answers whatever was admitted."""
 
     limits = Limits(max_rows=16, in_flight=16, slots=16)
+
+    async def start(self, context):
+        self.stepped = context.stepped
 
     async def stream(self, batch):
         self.tell(sum(request.rows for request in batch))

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
 from gpuinfer.central.address import Address
 from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.connection import Connection
@@ -42,7 +42,7 @@ class Remote(Backend):
         self._address, self._restarts_within_s = address, restarts_within_s
         self._link: Link | TextLink | None = None
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         if self._address is None:
             raise UsageError("there is no server to connect to. Start one with the backend 'central'.")
         spec = self.setup.model
@@ -145,15 +145,19 @@ class Central(Remote):
         self._server: CentralServer | None = None
         self.notices = formats.notices(self.setup, self.options.compute)
 
-    async def start(self) -> None:
+    @property
+    def compute(self) -> str:
+        return self.options.compute
+
+    async def start(self, context: BackendContext) -> None:
         """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
         if self.setup.model is None:
             raise UsageError(
                 "the backend 'central' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
-        if self.strategy is None:
-            raise UsageError("the backend 'central' forms batches itself and needs a strategy. Set one before start().")
+        if context.strategy is None:
+            raise UsageError("the backend 'central' forms batches itself. Give start() a context with a strategy.")
         given = self.options
         self._server = CentralServer.of(
             self.setup,
@@ -169,15 +173,15 @@ class Central(Remote):
                 context=given.context,
                 step_tokens=given.step_tokens,
             ),
-            self.strategy,
-            roofline=self.roofline,
+            context.strategy,
+            roofline=context.roofline,
             max_clients=given.max_clients,
             batch_timeout=given.batch_timeout,
             restart=given.restart,
         )
         await asyncio.to_thread(self._server.start)
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
-        await super().start()
+        await super().start(context)
 
     def connect(self) -> Connector:
         if self._server is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Event, Limits, ModelSpec, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Roofline, Setup
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.models import processor as formats
 from gpuinfer.models.layouts import misfit
@@ -40,6 +40,7 @@ class InProcess(Backend):
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
 
+    options: Options
     serves = ("rows", "text")
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
@@ -50,7 +51,11 @@ class InProcess(Backend):
         self._text: TextModel | None = None
         self._threads: ThreadPoolExecutor | None = None
 
-    async def start(self) -> None:
+    @property
+    def compute(self) -> str:
+        return self.options.compute
+
+    async def start(self, context: BackendContext) -> None:
         """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
         spec = self.setup.model
         if spec is None:
@@ -59,18 +64,18 @@ class InProcess(Backend):
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
         if spec.kind == "text":
-            self._text = await TextModel.open(spec, self.setup, self.options, self.stepped)
+            self._text = await TextModel.open(spec, self.setup, self.options, context.stepped)
             self.limits = self._text.limits
             return
-        self._opened = await asyncio.to_thread(self._open, spec)
+        self._opened = await asyncio.to_thread(self._open, spec, context.roofline)
         self.limits = self._opened.limits
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
-    def _open(self, spec: ModelSpec) -> Opened:
+    def _open(self, spec: ModelSpec, roofline: Roofline | None) -> Opened:
         from gpuinfer.models.open_model import open_model
 
-        return open_model(spec, self.setup, self.options, self.roofline)
+        return open_model(spec, self.setup, self.options, roofline)
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
         """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers.

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Limits, Request, Result, Setup
 from gpuinfer.errors import BackendDied, BackendError, UsageError
 from gpuinfer.simulate.service import ServiceModel
 
@@ -59,7 +59,7 @@ class StandIn(Backend):
         self._clock: Callable[[], float] | None = None
         self._started = 0.0
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
 

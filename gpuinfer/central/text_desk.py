@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.api import Backend, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
 from gpuinfer.central.caller import Bounds, Caller
 from gpuinfer.central.lines import ClientLines
 from gpuinfer.central.wire import (
@@ -53,8 +53,8 @@ class Texts(Backend):
         self._spec, self._tuning = spec, tuning
         self._text: TextModel | None = None
 
-    async def start(self) -> None:
-        self._text = await TextModel.open(self._spec, self.setup, self._tuning, self.stepped)
+    async def start(self, context: BackendContext) -> None:
+        self._text = await TextModel.open(self._spec, self.setup, self._tuning, context.stepped)
         self.limits = self._text.limits
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:

@@ -85,8 +85,7 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
         model = workload.model()
     with blame.calling(workload, "processes"):
         processes = workload.processes
-    deterministic = bool(getattr(workload.options, "deterministic", False))
-    setup = replace(setup_of(common), model=model, processes=processes, deterministic=deterministic)
+    setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
     _refuse_what_it_does_not_serve(name, common.backend, registry.load("backends", common.backend), setup)
     backend = _made("backends", common.backend, merged, setup)
     strategy = _made("strategies", common.strategy, merged, setup)

@@ -16,6 +16,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gpuinfer.api import Workload
 from gpuinfer.config import options, registry
 from gpuinfer.config.options import Given
 from gpuinfer.errors import PluginError, UsageError
@@ -197,8 +198,6 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
 
 SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
 SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
-PLACES = ("out", "output")  # options of workloads that name where records or answers go
-GOING_ON = ("resume", "retry_errors")  # and those that go on with what is there
 
 
 def spelled(name: str, values: Mapping[str, Any]) -> str:
@@ -215,16 +214,17 @@ def spelled(name: str, values: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def anew(name: str, values: Mapping[str, Any], options: Any) -> str:
+def anew(name: str, values: Mapping[str, Any], workload: Workload) -> str:
     """The command line that does the same work from its start, beside what this run writes: the verdict's advice is a
     change to it, and would be refused by records that were made with another setting.
     """
     own = dict(values)
-    for key in GOING_ON:
-        if getattr(options, key, False):
+    given = workload.options.model_dump()
+    for key in workload.goes_on_by:
+        if given[key]:
             own[key] = None if values.get(key) else False  # what the environment or the file says needs a flag against
-    for key in PLACES:
-        if (place := getattr(options, key, None)) and _is_written(Path(place)):
+    for key in workload.writes_to:
+        if (place := given[key]) and _is_written(Path(place)):
             own[key] = str(_free(Path(place)))
     return spelled(name, own)
 

@@ -142,7 +142,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         raise UsageError(
             f"requests of {load.most_rows} rows: a batch takes {most}. Raise --max-rows, or ask for fewer."
         )
-    target = options.target or getattr(built.options, "latency_target", None)
+    target = options.target or built.latency_target
     if options.solve and options.replicas > 1:
         raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")
     if options.solve and target is None:

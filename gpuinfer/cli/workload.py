@@ -50,7 +50,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     destination = output.Destination(common.report)
     check_trace(common)
     plan = build(name, merged)
-    writes_stdout = bool(getattr(plan.workload, "writes_stdout", False))
+    writes_stdout = plan.workload.writes_stdout
     if writes_stdout and destination.stdout:
         raise UsageError(f"{name} and --json - both write to standard output. Give one of them a file.")
     log_to_people(common.verbose)
@@ -62,7 +62,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     ending = EndOfRun(plan.workload, merged, display, destination)
     with display, _failed_report(destination):
-        report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload.options))
+        report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload))
     if report["status"] == "failed":
         _say_failures(report["failures"])
     ending.after(report)

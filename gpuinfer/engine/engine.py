@@ -17,7 +17,19 @@ from collections.abc import Callable, Coroutine, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer.api import Backend, BatchRecord, Limits, Priority, Request, Result, Strategy, forward_lane, prompts_lane
+from gpuinfer.api import (
+    Backend,
+    BackendContext,
+    BatchRecord,
+    Limits,
+    Priority,
+    Request,
+    Result,
+    Roofline,
+    Strategy,
+    forward_lane,
+    prompts_lane,
+)
 from gpuinfer.config import blame
 from gpuinfer.engine.admission import Admission, class_of, make_room
 from gpuinfer.engine.answering import answer, as_failure
@@ -60,6 +72,7 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.strategy = PassThrough() if backend.remote else strategy
+        self._given_strategy = strategy  # which a remote backend takes to where batches form
         # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
         self.lanes: list[Lane] = []
         self._max_queue_rows = max_queue_rows
@@ -85,16 +98,19 @@ class Engine:
         self._admits = False  # rows take free slots, and the backend tells its own steps: its lane is one, never taken
         self._warned: set[tuple[object, str]] = set()
 
-    async def start(self) -> None:
-        """Start the backend and open for requests. A backend that cannot start is closed again."""
+    async def start(self, roofline: Roofline | None = None) -> None:
+        """Start the backend and open for requests. A backend that cannot start is closed again.
+
+        `roofline` is what the bare model was measured to do, for the backend to know.
+        """
         self._loop = asyncio.get_running_loop()
         self._hurried = self._loop.create_future()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open = True
-        self.backend.stepped = self._stepped
+        context = BackendContext(strategy=self._given_strategy, roofline=roofline, stepped=self._stepped)
         try:
             with blame.calling(self.backend, "start"):
-                await self._start_backend()
+                await self._start_backend(context)
             with blame.calling(self.backend, "limits"):
                 self._take_limits(self.backend.limits)
         except BaseException:
@@ -102,10 +118,10 @@ class Engine:
             raise
         self._shut = None
 
-    async def _start_backend(self) -> None:
+    async def _start_backend(self, context: BackendContext) -> None:
         self._doing = "starting"
         try:
-            if not await self._ends(self.backend.start()):
+            if not await self._ends(self.backend.start(context)):
                 raise self._given_up or _closed()
         finally:
             self._doing = ""

@@ -49,7 +49,7 @@ def roofline_of(
         seed=setup.seed,
         cores=machine.cores(),
         deterministic=setup.deterministic,
-        compute=getattr(backend.options, "compute", "auto"),
+        compute=backend.compute,
         only=only,
         budget_s=budget_s,
         stopped=stopped,

@@ -104,8 +104,7 @@ class Session(Infer):
 
     async def ready(self) -> Limits:
         if self._starting is None:
-            self._backend.strategy, self._backend.roofline = self._strategy, self.roofline
-            self._starting = asyncio.create_task(self._engine.start())
+            self._starting = asyncio.create_task(self._engine.start(self.roofline))
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
         if not self._started:
             self._started = self._pauses_short = True

@@ -37,6 +37,8 @@ class Adaptive(Strategy):
             None, gt=0, allow_inf_nan=False, description="seconds from submit to result for 95 of 100; default: none"
         )
 
+    options: Options
+
     def __init__(self, setup: api.Setup | None = None, /, **options: object) -> None:
         super().__init__(setup, **options)
         self._timing = Timing()
@@ -48,6 +50,10 @@ class Adaptive(Strategy):
         self._cuts = 0
         self._probed = 0  # batches that were cut to a single request to learn from them
         self._known_fit = ((-1, 0), 1)
+
+    @property
+    def latency_target(self) -> float | None:
+        return self.options.latency_target
 
     def cut_at(self, queue: QueueView) -> float:
         self._admits = queue.limits.slots is not None
@@ -74,8 +80,8 @@ class Adaptive(Strategy):
         if batch.requests == 1:
             self._singles += 1
             self._single = min(self._single or batch.rows, batch.rows)
-        if self.options.latency_target is not None and not self._admits:
-            self._judge(self.options.latency_target)
+        if self.latency_target is not None and not self._admits:
+            self._judge(self.latency_target)
 
     def _judge(self, target_s: float) -> None:
         """Tell once when not even single requests keep the target, and aim for throughput as long as they do not."""
@@ -91,8 +97,8 @@ class Adaptive(Strategy):
 
     def _target(self) -> float:
         """Seconds from submit to result that are to be kept; inf when there is nothing to keep."""
-        target = self.options.latency_target
-        return math.inf if target is None or not self._feasible else float(target)
+        target = self.latency_target
+        return math.inf if target is None or not self._feasible else target
 
     def _size(self, queue: QueueView) -> int:
         """The rows of the next batch at most: what is allowed, or fewer that are served faster, or that may be."""

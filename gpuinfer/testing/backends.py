@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.api import Backend, Event, Limits, Request, Result
+from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
 from gpuinfer.engine.answering import find_fault
 from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Generation, Prompt, Sampling
@@ -173,8 +173,7 @@ class _Examination:
 
     async def _starts(self) -> str | None:
         self._thread = threading.current_thread()
-        self.backend.stepped, self.backend.strategy = self._stepped, Dynamic()
-        await self.backend.start()
+        await self.backend.start(BackendContext(strategy=Dynamic(), stepped=self._stepped))
         limits = getattr(self.backend, "limits", None)
         if not isinstance(limits, Limits):
             return f"its limits are {limits!r}. Set `limits = Limits(max_rows=…)`, at the latest in start()."
@@ -244,11 +243,11 @@ class _Examination:
     async def _tells_steps(self) -> str | None:
         """After all that was asked before."""
         if not self._steps:
-            return "it has answered, and told no step. Call self.stepped(rows, seconds) after each forward step."
+            return "it has answered, and told no step. Call context.stepped(rows, seconds) after each forward step."
         slots = self.backend.limits.slots
         for rows, seconds, on_the_loop in self._steps:
             if not on_the_loop:
-                return "a step was told in another thread. Use loop.call_soon_threadsafe(self.stepped, rows, seconds)."
+                return "a step was told in another thread. Use loop.call_soon_threadsafe(stepped, rows, seconds)."
             if not (0 < rows <= (slots or 0) and seconds >= 0):
                 return f"a step had {rows} rows and took {seconds} s, with {slots} slots. Tell what it had and took."
         return None

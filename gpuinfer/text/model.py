@@ -33,7 +33,7 @@ class TextModel:
     def __init__(
         self,
         driver: Driver,
-        stepped: Callable[[int, float], None] | None,
+        stepped: Callable[[int, float], None],
         gauge: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._driver, self._stepped, self._gauge = driver, stepped, gauge
@@ -49,7 +49,7 @@ class TextModel:
 
     @classmethod
     async def open(
-        cls, spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None] | None
+        cls, spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None]
     ) -> TextModel:
         """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step.
 
@@ -174,9 +174,8 @@ class TextModel:
     # On the loop
 
     def _arrived(self, steps: Sequence[tuple[int, float]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
-        if self._stepped is not None:
-            for rows, seconds in steps:
-                self._stepped(rows, seconds)
+        for rows, seconds in steps:
+            self._stepped(rows, seconds)
         for ticket, outcome in outcomes:
             self._settle(ticket, outcome)
 

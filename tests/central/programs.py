@@ -126,11 +126,11 @@ def ask_in_loop(way: Any, who: int, line: Line, seed: int, widest: int) -> None:
 
 
 async def _ask_in_loop(backend: Remote, who: int, line: Line, seed: int, widest: int) -> None:
-    from gpuinfer.api import Request
+    from gpuinfer.api import BackendContext, Request
 
     chance, asked = random.Random(seed), 0
     try:
-        await backend.start()
+        await backend.start(BackendContext())
         block = backend.block(widest)
         while not line.poll(0):
             block[:widest] = named(who, asked % 60_000, widest)

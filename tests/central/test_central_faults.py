@@ -16,7 +16,7 @@ import pytest
 from programs import ask_forever, ask_in_loop, is_alive, named, own, stop, use_inherited, wait_until_gone, wrong
 from servers import Program, listening, mapped, pid_of, programs, served, serving, until
 
-from gpuinfer.api import Request
+from gpuinfer.api import BackendContext, Request
 from gpuinfer.backends.central import Remote, Way
 from gpuinfer.errors import BackendDied, Closed, Expired, UsageError
 from gpuinfer.stats import since
@@ -68,7 +68,7 @@ def test_clients_that_wait_for_a_killed_server_know_within_a_second(slow):
 
 async def test_whoever_awaits_a_killed_server_knows_within_a_second(slow):
     backend = Remote(slow._setup, address=slow.address)
-    await backend.start()
+    await backend.start(BackendContext())
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2), Request(named(1, 2, 3), 3)]))
     await asyncio.sleep(0.1)
     os.kill(pid_of(slow), signal.SIGKILL)
@@ -84,7 +84,7 @@ async def test_whoever_awaits_a_killed_server_knows_within_a_second(slow):
 async def test_a_cancelled_request_is_taken_back_from_the_server():
     with serving(arguments={"seconds": 0.3}, forwards=1, max_rows=8) as server:
         backend = Remote(server._setup, address=server.address)
-        await backend.start()
+        await backend.start(BackendContext())
         requests = [Request(named(1, number, 8), 8) for number in range(4)]
         asked = asyncio.ensure_future(backend.infer(requests))
         await asyncio.sleep(0.05)
@@ -101,7 +101,7 @@ async def test_a_cancelled_request_is_taken_back_from_the_server():
 
 async def test_a_backend_that_is_closed_fails_whoever_still_waits(slow):
     backend = Remote(slow._setup, address=slow.address)
-    await backend.start()
+    await backend.start(BackendContext())
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))
     await asyncio.sleep(0.05)
     await backend.close()
@@ -163,7 +163,7 @@ def test_a_stopped_server_is_noticed_and_replaced():
 async def test_a_stopped_server_that_will_not_come_back_is_noticed_by_all_who_wait():
     with serving() as server, server.client() as client:
         backend = Remote(server._setup, address=server.address)
-        await backend.start()
+        await backend.start(BackendContext())
         stop(pid_of(server))
         asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))
         try:

@@ -19,7 +19,7 @@ from models import BAD, FEATURES, Faulty, tags
 from programs import is_alive, named, wrong
 from servers import SECONDS, mapped, pid_of, served, serving, until
 
-from gpuinfer.api import ModelSpec, Request
+from gpuinfer.api import BackendContext, ModelSpec, Request
 from gpuinfer.backends.central import Remote
 from gpuinfer.central import memory
 from gpuinfer.central.address import listen
@@ -167,7 +167,7 @@ def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
 
 async def test_an_event_loop_may_ask_for_small_blocks_and_then_for_larger_ones(server):
     backend = Remote(server._setup, address=server.address)
-    await backend.start()
+    await backend.start(BackendContext())
     for rows in (1, 65, 129):
         asked = [Request(named(1, number, rows), rows) for number in range(256)]
         for request, answer in zip(asked, await backend.infer(asked), strict=True):

@@ -14,7 +14,7 @@ import random
 import tempfile
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Limits
+from gpuinfer.api import Backend, BackendContext, Limits
 from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
 
@@ -36,14 +36,16 @@ class Instant(Backend):
         self.limits = Limits(min(slots, self.options.max_rows), in_flight=4, slots=slots)
         self._dice = random.Random(5)
 
+    async def start(self, context: BackendContext) -> None:
+        self._stepped = context.stepped
+
     async def infer(self, batch):
         held_up = os.environ.get("SLUGGISH") if any(one.payload.text == "sluggish" for one in batch) else None
         if held_up is not None:  # until somebody writes to this pipe
             await asyncio.to_thread(lambda: open(held_up).close())
         if self.options.delay:
             await asyncio.sleep(self._dice.random() * self.options.delay)
-        if (stepped := getattr(self, "stepped", None)) is not None:
-            stepped(sum(request.rows for request in batch), self.options.delay)
+        self._stepped(sum(request.rows for request in batch), self.options.delay)
         return [answer(request.payload) for request in batch]
 
 

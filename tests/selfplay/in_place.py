@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matches import random_linear
 
-from gpuinfer.api import Backend, Limits
+from gpuinfer.api import Backend, BackendContext, Limits
 from gpuinfer.errors import BackendError
 from gpuinfer.workloads.selfplay import player
 from gpuinfer.workloads.selfplay.games.blob import Blob
@@ -20,7 +20,7 @@ class InPlace(Backend):
     remote = True
     limits = Limits(4096, 4)
 
-    async def start(self) -> None:
+    async def start(self, context: BackendContext) -> None:
         self.game = Blob()
         self.model = random_linear(self.game)
         self.blocks = []

@@ -8,7 +8,7 @@ from command import records_of, selfplay
 from matches import arena_of, same
 from table import Table
 
-from gpuinfer.api import ModelSpec, Request, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
@@ -47,7 +47,7 @@ async def test_a_row_is_answered_alike_alone_and_in_a_block(model):
     block = arena.features[: arena.play(rounds=5)].copy()
     spec = ModelSpec(model, inputs=256, input_dtype="uint8", arguments={"actions": 52, "seats": 4})
     backend = InProcess(Setup(model=spec, device="cpu"))
-    await backend.start()
+    await backend.start(BackendContext())
     try:
         (together,) = await backend.infer([Request(block, rows=len(block))])
         alone = [(await backend.infer([Request(row[None], rows=1)]))[0] for row in block]

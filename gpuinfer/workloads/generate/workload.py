@@ -38,6 +38,7 @@ class Generate(Workload):
         """They stand in a file of their own."""
 
     options: Options
+    goes_on_by, writes_to = ("resume", "retry_errors"), ("output",)
     max_failures = 1.0  # a row that fails says so in its answer, and where all do the run has failed anyway
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
@@ -87,8 +88,11 @@ class Generate(Workload):
 
     @property
     def writes_stdout(self) -> bool:
-        """Whether standard output carries answers, so that nothing else may be written there."""
         return self.target == "-"
+
+    @property
+    def deterministic(self) -> bool:
+        return self.options.deterministic
 
     def model(self) -> ModelSpec:
         own = self.options

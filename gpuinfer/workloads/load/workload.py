@@ -153,7 +153,7 @@ class Load(Workload):
         yield Progress(0, self.total, "requests", note="making the backend ready", setup=True)
         limits = await infer.ready()
         self._refuse_rows(limits.max_rows)
-        spec = self.model() if getattr(infer, "has_model", True) else None
+        spec = self.model() if infer.has_model else None
         tally = LoadTally()
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
         asker = Requester(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)

@@ -64,6 +64,7 @@ class SelfPlay(Workload):
         temperature_moves: int = Field(8, ge=0, description="moves of a game that are drawn; later ones are the best")
 
     options: Options
+    goes_on_by, writes_to = ("resume",), ("out",)
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
@@ -79,6 +80,10 @@ class SelfPlay(Workload):
             raise UsageError(f"--weights: no file '{self.options.weights}'. Give the file that holds the weights.")
 
         self._games = self.options.games
+
+    @property
+    def deterministic(self) -> bool:
+        return self.options.deterministic
 
     def trial(self, setup: Setup, **changes: Any) -> SelfPlay:
         """Games without end and without records, as many in flight as there are of this one's."""

@@ -17,7 +17,7 @@ class Echo(api.Backend):
         max_rows: int = Field(256, ge=1, description="rows in one batch")
         in_flight: int = Field(1, ge=1, description="batches at once")
 
-    async def start(self) -> None:
+    async def start(self, context: api.BackendContext) -> None:
         self.limits = api.Limits(self.options.max_rows, self.options.in_flight)
 
     async def infer(self, batch: Sequence[api.Request]) -> Sequence[api.Result]:

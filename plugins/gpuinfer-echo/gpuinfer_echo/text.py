@@ -19,7 +19,8 @@ class Starling(api.Backend):
         seconds: float = Field(0.001, ge=0, description="what one forward step takes, which gives each row a token")
         slots: int = Field(16, ge=1, description="rows that are answered at once")
 
-    async def start(self) -> None:
+    async def start(self, context: api.BackendContext) -> None:
+        self._stepped = context.stepped  # tells the run's batches: each forward step, with its rows
         slots = self.options.slots
         spec = self.setup.model
         if spec is not None:  # what the workload wants of its model: see docs/plugins.md
@@ -42,6 +43,6 @@ class Starling(api.Backend):
         said = [words[number % len(words)] for number in range(prompt.sampling.max_tokens)]
         for _ in said:
             await asyncio.sleep(self.options.seconds)
-            self.stepped(request.rows, self.options.seconds)  # the run's batches: each forward step, with its rows
+            self._stepped(request.rows, self.options.seconds)
         completion = Completion(text=" ".join(said), tokens=tuple(range(len(said))), finish_reason="length")
         return api.Event(request, Generation(completions=(completion,) * prompt.samples, prompt_tokens=len(words)))

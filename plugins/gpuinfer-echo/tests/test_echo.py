@@ -8,7 +8,7 @@ from gpuinfer_echo.strategy import Fixed
 from gpuinfer_echo.text import Starling
 from gpuinfer_echo.workload import Ping, ask
 
-from gpuinfer.api import Limits, Reason, Request
+from gpuinfer.api import BackendContext, Limits, Reason, Request
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.testing import (
@@ -63,8 +63,7 @@ def test_echo_answers_with_the_payload():
 def answers_of(*prompts: Prompt) -> list[Any]:
     async def ask_starling() -> list[Any]:
         starling = Starling(seconds=0.01)
-        starling.stepped = lambda rows, seconds: None
-        await starling.start()
+        await starling.start(BackendContext())
         assert starling.limits == Limits(16, 16, 16)
         return [event.error or event.value async for event in starling.stream([Request(prompt) for prompt in prompts])]
 
