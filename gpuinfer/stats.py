@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gpuinfer.host import spending
@@ -40,16 +42,6 @@ class Histogram:
 
     def to_wire(self) -> dict[str, Any]:
         return {"counts": dict(self.counts), "total": self.total, "max": self.maximum}
-
-
-def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    counts: Counter[int] = Counter()
-    total = maximum = 0.0
-    for part in parts:
-        counts.update(part["counts"])
-        total += part["total"]
-        maximum = max(maximum, part["max"])
-    return {"counts": dict(counts), "total": total, "max": maximum}
 
 
 def summarise(wire: Mapping[str, Any]) -> dict[str, float]:
@@ -150,72 +142,33 @@ class ClassCount:
         }
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Frozen counters at one moment, since the start of a run. Snapshots of several processes add up."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one counter of several processes becomes one, and what it counts beyond an earlier moment."""
 
-    requests: int = 0  # settled with a result
-    rows: int = 0
-    batches: Mapping[int, int] = field(default_factory=dict)  # batch size in rows → how many batches
-    batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
-    reasons: Mapping[str, int] = field(default_factory=dict)  # why they were cut → how many
-    latency: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → result
-    queue_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())  # submit → batch
-    errors: Mapping[str, int] = field(default_factory=dict)  # requests, by ERRORS
-    failure: str = ""  # what the first of those that failed was told
-    classes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `ClassCount.to_wire()`
-    notices: tuple[str, ...] = ()  # what the strategy has to say to the user
-    waiting: int = 0  # rows in the queue now
-    slots: int = 0  # rows that may be generated at once: batches are then forward steps. 0: there are no slots
-    lanes: tuple[Mapping[str, Any], ...] = ()
-    """{name, stations{station: seconds}, visits{station: how often}, ran{station: seconds on a core}}"""
-    cpu_s: float = 0.0  # that the processes' threads ran on a core
-    cpu_wait_s: float = 0.0  # that they were ready to run and waited for a core; 0 where the system does not tell
-    rss_peak_mb: float = 0.0
-    device: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values only, for msgpack."""
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
-        return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire.get("notices", ()))})
+    add: Callable[[Sequence[Any]], Any]
+    beyond: Callable[[Any, Any], Any] = lambda late, early: late  # of a level: what it is now
+    in_turn: Callable[[Sequence[Any]], Any] | None = None  # of processes, each in the place of the one before; or `add`
 
 
-def tokens_of(snapshot: Snapshot) -> dict[str, float]:
-    """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
-    return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
+def _added(parts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+    total: Counter[Any] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
-def merge_sums(parts: Iterable[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
-    """Add `Snapshot.batch_s` of several processes up."""
+def _beyond(late: Mapping[Any, float], early: Mapping[Any, float]) -> dict[Any, Any]:
+    return {key: late[key] - early.get(key, 0) for key in late if late[key] != early.get(key, 0)}
+
+
+def _sums_added(parts: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
     total: dict[int, list[float]] = {}
     for part in parts:
         for rows, (count, seconds) in part.items():
             before = total.get(rows, (0, 0.0))
             total[rows] = [before[0] + count, before[1] + seconds]
     return total
-
-
-def merge_classes(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Add `Snapshot.classes` of several processes up."""
-    parts = list(parts)
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _merge_class([part[name] for part in parts if name in part]) for name in names}
-
-
-def _merge_class(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    errors: Counter[str] = Counter()
-    for part in parts:
-        errors.update(part["errors"])
-    return {
-        "requests": sum(part["requests"] for part in parts),
-        "rows": sum(part["rows"] for part in parts),
-        "errors": dict(errors),
-        "latency": merge_histograms(part["latency"] for part in parts),
-        "queue_wait": merge_histograms(part["queue_wait"] for part in parts),
-    }
 
 
 def sums_beyond(
@@ -226,7 +179,54 @@ def sums_beyond(
     return {rows: [now[0] - then[0], now[1] - then[1]] for rows, (now, then) in left.items() if now[0] != then[0]}
 
 
-def merge_devices(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _histogram_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+    return {**late, "counts": _beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
+
+
+def _classes_added(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: {key: rule.add([part[name][key] for part in parts if name in part]) for key, rule in OF_A_CLASS.items()}
+        for name in names
+    }
+
+
+def _classes_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    counts = {
+        name: {key: rule.beyond(count[key], early[name][key]) for key, rule in OF_A_CLASS.items()}
+        if name in early
+        else count
+        for name, count in late.items()
+    }
+    return {name: count for name, count in counts.items() if _any_counted(count)}
+
+
+def _any_counted(count: Mapping[str, Any]) -> bool:
+    """Whether there was any request of a class, as `ClassCount.seen` has it."""
+    return bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values()))
+
+
+def _lanes_beyond(late: Sequence[Mapping[str, Any]], early: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Matched by name; one that was not there counts from its opening."""
+    earlier = {lane["name"]: lane for lane in early}
+    return tuple(
+        {**lane, **{what: _beyond(lane.get(what, {}), earlier.get(lane["name"], {}).get(what, {})) for what in COUNTED}}
+        for lane in late
+    )
+
+
+def _joined(parts: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
+    """Lanes of one name as one, in the order in which the names first appear."""
+    found: dict[str, dict[str, Any]] = {}
+    for lane in itertools.chain.from_iterable(parts):
+        known = found.setdefault(lane["name"], {"name": lane["name"], **{what: {} for what in COUNTED}})
+        for what in COUNTED:
+            for station, counted in lane.get(what, {}).items():
+                known[what][station] = known[what].get(station, 0) + counted
+    return tuple(found.values())
+
+
+def _devices_added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The processes share one device: its name and utilisation are the same for all, what each has taken adds up."""
     known = [part for part in parts if part]
     taken = {name for part in known for name in part if name.endswith("_mb")}
@@ -234,36 +234,87 @@ def merge_devices(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {**known[0], **added} if known else {}
 
 
+def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    counts: Counter[int] = Counter()
+    total = maximum = 0.0
+    for part in parts:
+        counts.update(part["counts"])
+        total += part["total"]
+        maximum = max(maximum, part["max"])
+    return {"counts": dict(counts), "total": total, "max": maximum}
+
+
+COUNT = Rule(sum, operator.sub)
+COUNTS = Rule(_added, _beyond)  # key → how many
+SUMS = Rule(_sums_added, sums_beyond)
+HISTOGRAM = Rule(merge_histograms, _histogram_beyond)
+OF_A_CLASS = {"requests": COUNT, "rows": COUNT, "errors": COUNTS, "latency": HISTOGRAM, "queue_wait": HISTOGRAM}
+CLASSES = Rule(_classes_added, _classes_beyond)
+LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
+PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
+SECONDS = Rule(math.fsum, lambda late, early: max(0.0, late - early))  # threads that ended take theirs along
+FIRST = Rule(lambda parts: next(filter(None, parts), ""))
+WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
+LANES = Rule(lambda parts: tuple(itertools.chain.from_iterable(parts)), _lanes_beyond, _joined)
+DEVICE = Rule(_devices_added, in_turn=lambda parts: next(filter(None, reversed(parts)), {}))
+
+
+def _counter(rule: Rule, default: Any = 0) -> Any:
+    """A field of `Snapshot`; `default` is a value, or makes one."""
+    if callable(default):
+        return field(default_factory=default, metadata={"rule": rule})
+    return field(default=default, metadata={"rule": rule})
+
+
+def _nothing() -> dict[str, Any]:
+    return Histogram().to_wire()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Frozen counters at one moment, since the start of a run. Each says how it adds up over several processes."""
+
+    requests: int = _counter(COUNT)  # settled with a result
+    rows: int = _counter(COUNT)
+    batches: Mapping[int, int] = _counter(COUNTS, dict)  # batch size in rows → how many batches
+    batch_s: Mapping[int, Sequence[float]] = _counter(SUMS, dict)  # size → [batches answered, their seconds]
+    reasons: Mapping[str, int] = _counter(COUNTS, dict)  # why they were cut → how many
+    latency: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # submit → result
+    queue_wait: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # submit → batch
+    errors: Mapping[str, int] = _counter(COUNTS, dict)  # requests, by ERRORS
+    failure: str = _counter(FIRST, "")  # what the first of those that failed was told
+    classes: Mapping[str, Mapping[str, Any]] = _counter(CLASSES, dict)  # name → `ClassCount.to_wire()`
+    notices: tuple[str, ...] = _counter(WORDS, ())  # what the strategy has to say to the user
+    waiting: int = _counter(LEVEL)  # rows in the queue now
+    slots: int = _counter(LEVEL)  # rows that may be generated at once: batches are then forward steps. 0: no slots
+    lanes: tuple[Mapping[str, Any], ...] = _counter(LANES, ())
+    """{name, stations{station: seconds}, visits{station: how often}, ran{station: seconds on a core}}"""
+    cpu_s: float = _counter(SECONDS, 0.0)  # that the processes' threads ran on a core
+    cpu_wait_s: float = _counter(SECONDS, 0.0)  # that they were ready and waited for a core; 0 where it is not told
+    rss_peak_mb: float = _counter(PEAK, 0.0)
+    device: Mapping[str, Any] = _counter(DEVICE, dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values only, for msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:
+        return cls(**{**wire, "lanes": tuple(wire["lanes"]), "notices": tuple(wire.get("notices", ()))})
+
+
+RULES: Mapping[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Snapshot)}
+
+
+def tokens_of(snapshot: Snapshot) -> dict[str, float]:
+    """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
+    return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
+
+
 def merge(parts: Iterable[Snapshot]) -> Snapshot:
     """Add snapshots of several processes up."""
     parts = list(parts)
-
-    def added(name: str) -> dict[Any, int]:
-        total: Counter[Any] = Counter()
-        for part in parts:
-            total.update(getattr(part, name))
-        return dict(total)
-
-    return Snapshot(
-        requests=sum(p.requests for p in parts),
-        rows=sum(p.rows for p in parts),
-        batches=added("batches"),
-        batch_s=merge_sums(p.batch_s for p in parts),
-        reasons=added("reasons"),
-        latency=merge_histograms(p.latency for p in parts),
-        queue_wait=merge_histograms(p.queue_wait for p in parts),
-        errors=added("errors"),
-        failure=next((p.failure for p in parts if p.failure), ""),
-        classes=merge_classes(p.classes for p in parts),
-        notices=tuple(dict.fromkeys(notice for p in parts for notice in p.notices)),
-        waiting=sum(p.waiting for p in parts),
-        slots=sum(p.slots for p in parts),
-        lanes=tuple(lane for p in parts for lane in p.lanes),
-        cpu_s=math.fsum(p.cpu_s for p in parts),
-        cpu_wait_s=math.fsum(p.cpu_wait_s for p in parts),
-        rss_peak_mb=sum(p.rss_peak_mb for p in parts),
-        device=merge_devices(p.device for p in parts),
-    )
+    return Snapshot(**{name: rule.add([getattr(part, name) for part in parts]) for name, rule in RULES.items()})
 
 
 def merge_in_turn(parts: Iterable[Snapshot]) -> Snapshot:
@@ -272,73 +323,10 @@ def merge_in_turn(parts: Iterable[Snapshot]) -> Snapshot:
     Levels are those of the last; the memory is the most that one of them took, as they never ran together.
     """
     parts = list(parts)
-    return replace(
-        merge(parts),
-        waiting=parts[-1].waiting if parts else 0,
-        slots=parts[-1].slots if parts else 0,
-        lanes=_joined(lane for part in parts for lane in part.lanes),
-        rss_peak_mb=max((part.rss_peak_mb for part in parts), default=0.0),
-        device=next((part.device for part in reversed(parts) if part.device), {}),
-    )
-
-
-def _joined(lanes: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Lanes of one name as one, in the order in which the names first appear."""
-    found: dict[str, dict[str, Any]] = {}
-    for lane in lanes:
-        known = found.setdefault(lane["name"], {"name": lane["name"], **{what: {} for what in COUNTED}})
-        for what in COUNTED:
-            for station, counted in lane.get(what, {}).items():
-                known[what][station] = known[what].get(station, 0) + counted
-    return tuple(found.values())
+    values = {name: [getattr(part, name) for part in parts] for name in RULES}
+    return Snapshot(**{name: (rule.in_turn or rule.add)(values[name]) for name, rule in RULES.items()})
 
 
 def since(now: Snapshot, then: Snapshot) -> Snapshot:
-    """What `now` counts beyond `then`, an earlier snapshot of the same process. Maxima and levels stay those of `now`.
-
-    Lanes are matched by name; one that `then` does not know counts from its opening.
-    """
-
-    def beyond(late: Mapping[Any, float], early: Mapping[Any, float]) -> dict[Any, Any]:
-        return {key: late[key] - early.get(key, 0) for key in late if late[key] != early.get(key, 0)}
-
-    def histogram(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-        return {**late, "counts": beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
-
-    def class_beyond(late: Mapping[str, Any], early: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        if early is None:
-            return late
-        return {
-            "requests": late["requests"] - early["requests"],
-            "rows": late["rows"] - early["rows"],
-            "errors": beyond(late["errors"], early["errors"]),
-            "latency": histogram(late["latency"], early["latency"]),
-            "queue_wait": histogram(late["queue_wait"], early["queue_wait"]),
-        }
-
-    def lane_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-        counted = {name: beyond(late.get(name, {}), early.get(name, {})) for name in COUNTED}
-        return {**late, **counted}
-
-    earlier = {lane["name"]: lane for lane in then.lanes}
-    counts = {name: class_beyond(late, then.classes.get(name)) for name, late in now.classes.items()}
-    return replace(
-        now,
-        requests=now.requests - then.requests,
-        rows=now.rows - then.rows,
-        batches=beyond(now.batches, then.batches),
-        batch_s=sums_beyond(now.batch_s, then.batch_s),
-        reasons=beyond(now.reasons, then.reasons),
-        latency=histogram(now.latency, then.latency),
-        queue_wait=histogram(now.queue_wait, then.queue_wait),
-        errors=beyond(now.errors, then.errors),
-        classes={name: count for name, count in counts.items() if _any_counted(count)},
-        lanes=tuple(lane_beyond(lane, earlier.get(lane["name"], {})) for lane in now.lanes),
-        cpu_s=max(0.0, now.cpu_s - then.cpu_s),
-        cpu_wait_s=max(0.0, now.cpu_wait_s - then.cpu_wait_s),  # threads that ended take what they counted along
-    )
-
-
-def _any_counted(count: Mapping[str, Any]) -> bool:
-    """Whether there was any request of a class, as `ClassCount.seen` has it."""
-    return bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values()))
+    """What `now` counts beyond `then`, an earlier snapshot of the same process. Levels and maxima stay its own."""
+    return Snapshot(**{name: rule.beyond(getattr(now, name), getattr(then, name)) for name, rule in RULES.items()})

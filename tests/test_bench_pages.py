@@ -15,6 +15,7 @@ from gpuinfer.bench.pages import write
 from gpuinfer.bench.series import Course
 from gpuinfer.bench.tables import notes
 from gpuinfer.errors import WorkError
+from gpuinfer.report import plotting
 
 RATES = {"inprocess": [100, 102, 98], "central": [131, 133, 129]}
 EVIL = '<script>alert("|")</script>'
@@ -72,7 +73,7 @@ def test_a_comparison_without_runs_has_a_page_and_no_plots():
 
 def test_the_same_comparison_makes_the_same_plots():
     made = document(RATES)
-    once, again = (plots.image(plots.plots(made)["throughput"], "svg") for _ in range(2))
+    once, again = (plotting.image(plots.plots(made)["throughput"], "svg") for _ in range(2))
     assert once == again
 
 

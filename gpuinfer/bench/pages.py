@@ -14,6 +14,7 @@ from typing import Any
 
 from gpuinfer.bench import plots, tables
 from gpuinfer.errors import WorkError
+from gpuinfer.report import plotting
 
 TITLES = {
     "throughput": "The runs",
@@ -118,8 +119,8 @@ def write(folder: Path, document: Mapping[str, Any]) -> None:
     Raises `WorkError` when one of them cannot be written.
     """
     figures = plots.plots(document)
-    svg = {name: plots.image(figure, "svg") for name, figure in figures.items()}
-    png = {name: plots.image(figure, "png") for name, figure in figures.items()}
+    svg = {name: plotting.image(figure, "svg") for name, figure in figures.items()}
+    png = {name: plotting.image(figure, "png") for name, figure in figures.items()}
     texts = {
         "bench.json": json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "bench.md": markdown(document, png),

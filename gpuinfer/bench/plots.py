@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.bench.words import unit, value
+from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import short, whole
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 Document = Mapping[str, Any]
 Report = Mapping[str, Any]
 
-# A palette that the colour-blind can read (Okabe and Ito, "Color universal design", 2008).
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#000000")
 STATIONS = ("search", "forward", "transfer", "encode", "reply", "record")  # each keeps its colour; others follow
 IDLE = "#dddddd"
 WIDTH, BAR, AROUND = 8.0, 0.42, 1.2  # inches: the plot, one bar, axis and title
@@ -39,16 +37,6 @@ def plots(document: Document) -> dict[str, Figure]:
         drawn["batches"] = _drawn(6, lambda axes: batches(axes, reports))
         drawn["queue_wait"] = _drawn(len(reports), lambda axes: queue_wait(axes, reports))
     return drawn
-
-
-def image(figure: Figure, kind: str) -> bytes:
-    """The figure as `png` or `svg`, the same bytes for the same figure."""
-    import matplotlib as mpl
-
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "gpuinfer", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=kind, dpi=144, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
 
 
 def reports_of(document: Document) -> dict[str, list[Report]]:

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpuinfer.cli import flags, generators, output, targets
-from gpuinfer.cli.concluding import (
-    apply_winner,
-    concluded,
-    finished,
-    own_flag,
-    refuse_records,
-    report_folder,
-    single,
-)
+from gpuinfer.cli.concluding import apply_winner, concluded, finished, own_flag, refuse_records, report_folder, single
 from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.errors import UsageError
 

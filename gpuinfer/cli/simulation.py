@@ -22,12 +22,12 @@ from gpuinfer.cli.variants import Axis, addressed, labels_of, parts, with_choice
 from gpuinfer.config import blame, options, registry, settings
 from gpuinfer.config.options import check, natural
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.load.options import classes_of, drawn, refuse_unread, rows_of, schedule_of
 from gpuinfer.simulate import Arrivals, Closed, Mix, Outcome, simulate
 from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted, replayed
 from gpuinfer.simulate.replica import Recorder
 from gpuinfer.simulate.service import ServiceModel
-from gpuinfer.workloads.load.arrivals import classes_of, drawn, refuse_unread, rows_of, schedule_of
 
 NAME = "simulate"
 REQUESTS = 100_000  # of a load that would never end

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.config.options import natural
+from gpuinfer.report.plotting import COLOURS, image
 from gpuinfer.units import number, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A palette that the colour-blind can read (Okabe and Ito, "Color universal design", 2008).
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#000000")
 WIDTH, HEIGHT = 8.0, 3.2  # inches: the plot, one panel
 QUANTILES = {"p50": ":", "p95": "-", "p99": "--"}  # and how each line is drawn
 MOST_LINES = len(COLOURS)
@@ -23,7 +21,6 @@ Run = Mapping[str, Any]
 
 def draw(document: Mapping[str, Any], kind: str) -> bytes:
     """A `gpuinfer.simulation/1` as `png` or `svg`, the same bytes for the same document."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     runs, alone = document["runs"], len(document["runs"]) == 1
@@ -39,10 +36,7 @@ def draw(document: Mapping[str, Any], kind: str) -> bytes:
         _shares(axes[2], reasons, "why batches were cut")
     else:
         _over(axes[0], axes[1], runs)
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "gpuinfer", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=kind, dpi=144, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
+    return image(figure, kind)
 
 
 def _distribution(axes: Axes, run: Run) -> None:

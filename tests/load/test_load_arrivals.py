@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from gpuinfer.api import Priority, Setup
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.load.arrivals import Poisson
-from gpuinfer.workloads.load.arrivals import Constant, Pieces, classes_of, rows_of, schedule_of
+from gpuinfer.load.options import Constant, Pieces, classes_of, rows_of, schedule_of
 from gpuinfer.workloads.load.workload import Load
 
 

@@ -18,7 +18,7 @@ from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host.following import followed
 from gpuinfer.load.arrivals import Arrivals, Closed, Mix, Offer
-from gpuinfer.workloads.load.arrivals import RATES, classes_of, drawn, refuse_unread, rows_of, schedule_of
+from gpuinfer.load.options import RATES, classes_of, drawn, refuse_unread, rows_of, schedule_of
 from gpuinfer.workloads.load.asking import LoadTally, Payloads, Requester
 from gpuinfer.workloads.load.driving import LoadDriver, Open, ThinkingClients
 
