@@ -25,7 +25,14 @@ OURS = 0.25  # of the cores: a run that uses fewer waits for somebody else's thr
 TAKEN = 0.2  # of the cores: other programs that take less are no neighbours to speak of
 WAITED = 0.15  # of the time in which our threads were ready to run: less, and others took what nobody wanted
 AT_WORK = 0.8  # of the cores, ours and the others' together: else some were free
-YIELDS = ("device-saturated", "search-bound", "client-bound", "host-bound", "inconclusive")
+YIELDS = (
+    "device-saturated",
+    "search-bound",
+    "client-bound",
+    "too few rows outstanding",  # of games that are all in flight, say
+    "host-bound",
+    "inconclusive",
+)
 """Classes that neighbours alone can make, where no change of ours would mend them."""
 
 
