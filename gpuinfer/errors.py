@@ -74,6 +74,10 @@ class BadPrompt(RequestError):
     """This prompt, or what is asked of its answer, cannot be served; its neighbours can."""
 
 
+class PromptTooLong(BadPrompt):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
 class BadResult(RequestError):
     """The backend's answer has the wrong shape, a NaN or +inf."""
 

@@ -25,7 +25,7 @@ LAYERS = [
         "gpuinfer.workloads",
     ],
     ["gpuinfer.central", "gpuinfer.peers", "gpuinfer.simulate"],
-    ["gpuinfer.engine", "gpuinfer.load", "gpuinfer.report", "gpuinfer.text"],
+    ["gpuinfer.engine", "gpuinfer.load", "gpuinfer.openai", "gpuinfer.report", "gpuinfer.text"],
     ["gpuinfer.models", "gpuinfer.trace"],
     ["gpuinfer.config", "gpuinfer.stats"],
     ["gpuinfer.host", "gpuinfer.units"],

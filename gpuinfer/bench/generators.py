@@ -19,7 +19,8 @@ from typing import Any
 from gpuinfer.api import Progress, Setup
 from gpuinfer.bench.measure import Variant, reason
 from gpuinfer.bench.series import Course, Measured, Outcome
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import BadPrompt, UsageError, WorkError
+from gpuinfer.openai.rows import prompts_of
 from gpuinfer.peers.child import Child, Ran
 from gpuinfer.peers.programs import PROGRAMS, python_of
 from gpuinfer.report import report
@@ -27,7 +28,6 @@ from gpuinfer.runtime.run import RunPlan
 from gpuinfer.stats import Snapshot
 
 SHORTEST, LONGEST = 8, 24  # tokens of a prompt that is drawn
-CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ Prompts = DrawnPrompts | Given
 
 def from_file(path: Path, language: Any, most: int) -> Given:
     """The first `most` rows of a file such as `generate` takes. Raises `UsageError` for what cannot be a prompt."""
-    from gpuinfer.errors import BadPrompt
-
-    rows = list(islice(_rows(path), most))
+    rows = list(islice(prompts_of(path, "--prompts", strict=False), most))
     if not rows:
         raise UsageError(f"--prompts {path} holds no prompts. Give one JSON object a line.")
     tokens = language.encode(rows)
@@ -79,27 +77,6 @@ def from_file(path: Path, language: Any, most: int) -> Given:
         if isinstance(one, BadPrompt):
             raise UsageError(f"--prompts {path}, row {number}: {one}")
     return Given([one.tolist() for one in tokens])
-
-
-def _rows(path: Path) -> Any:
-    from gpuinfer.workloads.generate.asked import Defaults, Reader
-    from gpuinfer.workloads.generate.splitting import Either
-
-    reader, splitter, number = Reader(Defaults(strict=False)), Either(), 0
-    try:
-        with path.open("rb") as file:
-            while True:
-                data = file.read(CHUNK)
-                for piece in splitter.feed(data) if data else splitter.end():
-                    number += 1
-                    asked = reader.read(piece)
-                    if asked.error is not None:
-                        raise UsageError(f"--prompts {path}, row {number}: {asked.error}")
-                    yield asked.prompt
-                if not data:
-                    return
-    except OSError as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error.strerror}. Give a file of prompts.") from error
 
 
 METRIC = "output_tokens_per_s"

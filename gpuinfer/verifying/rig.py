@@ -7,8 +7,9 @@ Which prompts are asked: the user's own, or a set of different lengths, signs an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,14 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.workloads.generate.asked import Defaults, Reader
-from gpuinfer.workloads.generate.asking import MOST_TOKENS
-from gpuinfer.workloads.generate.splitting import Either, Piece
+from gpuinfer.openai.rows import prompts_of
+from gpuinfer.openai.schema import MOST_TOKENS
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
     from gpuinfer.text.language import Language
     from gpuinfer.text.step import Decoder
 
-CHUNK = 1 << 20
 SHOWN = 60  # characters of a prompt
 ENOUGH = 6  # built-in texts that a tokenizer must know, or prompts are drawn
 DRAWN_LENGTHS = (1, 2, 5, 11, 23, 24, 47, 96, 130)
@@ -81,13 +80,8 @@ def built_in(language: Language, vocabulary: int, room: int, seed: int) -> list[
 def from_file(path: Path, limit: int, language: Language, room: int) -> list[Item]:
     """The first `limit` prompts of a file as `generate` reads it. Raises `UsageError`, naming a row that is wrong."""
     items = []
-    for number, piece in enumerate(_pieces(path), 1):
-        if number > limit:
-            break
-        asked = Reader(Defaults()).read(piece)
-        if asked.prompt is None:
-            raise UsageError(f"--prompts {path}, row {number}: {asked.error}")
-        (tokens,) = language.encode([asked.prompt])
+    for number, prompt in enumerate(islice(prompts_of(path, "--prompts"), limit), 1):
+        (tokens,) = language.encode([prompt])
         if isinstance(tokens, Exception):
             raise UsageError(f"--prompts {path}, row {number}: {tokens}")
         if len(tokens) > room:
@@ -95,7 +89,7 @@ def from_file(path: Path, limit: int, language: Language, room: int) -> list[Ite
                 f"--prompts {path}, row {number}: {len(tokens)} tokens, and the model has room for {room} beside an "
                 "answer. Shorten it, or use fewer --new-tokens."
             )
-        items.append(Item(_called(asked.prompt), tokens, asked.prompt))
+        items.append(Item(_called(prompt), tokens, prompt))
     if not items:
         raise UsageError(f"--prompts {path}: there are no prompts in it. Give one JSON object a line.")
     return items
@@ -111,17 +105,6 @@ def _called(prompt: Prompt) -> str:
     if prompt.messages is not None:
         return shown(str(prompt.messages[-1].get("content", "")))
     return shown(prompt.text if prompt.text is not None else f"tokens {list(prompt.tokens or ())[:12]}")
-
-
-def _pieces(path: Path) -> Iterator[Piece]:
-    splitter = Either()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                yield from splitter.feed(chunk)
-    except OSError as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error.strerror}. Give a file of prompts.") from error
-    yield from splitter.end()
 
 
 LARGEST_BATCH = 4096

@@ -12,10 +12,9 @@ import asking
 from gpuinfer.api import Limits, Setup
 from gpuinfer.testing.fakes import FakeInfer
 from gpuinfer.workloads.generate import ordering
-from gpuinfer.workloads.generate.aside import Aside
 from gpuinfer.workloads.generate.ordering import InOrder
 from gpuinfer.workloads.generate.workload import Generate
-from gpuinfer.workloads.generate.writing import Outlet
+from gpuinfer.workloads.generate.writing import Aside, Outlet
 
 
 def line(number: int) -> bytes:

@@ -9,15 +9,16 @@ import pytest
 from asking import infer_of, lines, run
 
 from gpuinfer.generation import Constraint, Rendering, Sampling
-from gpuinfer.workloads.generate.answers import Writer
-from gpuinfer.workloads.generate.asked import Defaults, Reader
+from gpuinfer.openai.requests import PromptDefaults
+from gpuinfer.openai.rows import RowReader
+from gpuinfer.workloads.generate.lines import LineWriter
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 def asked(row, **defaults):
-    return Reader(Defaults(**defaults)).read((1, row if isinstance(row, bytes) else json.dumps(row).encode()))
+    return RowReader(PromptDefaults(**defaults)).read((1, row if isinstance(row, bytes) else json.dumps(row).encode()))
 
 
 @pytest.mark.parametrize(
@@ -208,22 +209,22 @@ def test_numbers_beyond_64_bits_come_back_as_they_were(tmp_path):
 
 
 def test_an_answer_that_cannot_be_written_is_its_rows_trouble_alone(tmp_path, monkeypatch):
-    answer = Writer.answer
+    answer = LineWriter.answer
 
     def choosy(self, job, *more):
         if job.id == "odd":
             raise OverflowError("too big")
         return answer(self, job, *more)
 
-    monkeypatch.setattr(Writer, "answer", choosy)
+    monkeypatch.setattr(LineWriter, "answer", choosy)
     first, second = run(tmp_path, lines({"id": "odd", "prompt": "a"}, "other"), ordered=True)
     assert "too big" in first["error"]["message"]
     assert second["text"]
 
 
 def test_a_long_row_is_an_error_and_no_other_is(tmp_path, monkeypatch):
+    from gpuinfer.openai.splitting import Either
     from gpuinfer.workloads.generate import pump
-    from gpuinfer.workloads.generate.splitting import Either
 
     monkeypatch.setattr(pump, "Either", lambda: Either(1000))
     rows = run(tmp_path, lines("x" * 2000, "short"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuinfer.workloads.generate.splitting import Either, Unusable
+from gpuinfer.openai.splitting import Either, Unusable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -16,7 +16,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.errors import BadPrompt, RequestError
+from gpuinfer.errors import BadPrompt, PromptTooLong, RequestError
 from gpuinfer.generation import Completion, Constraint, Logprob, Prompt, Sampling
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.step import Decoder
@@ -147,7 +147,7 @@ def _truncated(prompt: Prompt, tokens: Ints, decoder: Decoder) -> Ints:
     if prompt.truncate is None:
         short = "Shorten it, or use --truncate left or right"
         cure = f"{short}, or a longer context (--context N, up to the model's {most})."
-        raise BadPrompt(
+        raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens and the context {length}, one of them at least for the answer. "
             + (cure if length < most else f"The model was made for no more. {short}.")
         )

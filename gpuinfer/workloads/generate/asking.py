@@ -1,163 +1,103 @@
-"""What a row may say: the fields of our own rows, and those of OpenAI's requests. Reading checks types and ranges."""
+"""Asks for the answers to one prompt: at once, or piece by piece when there are more than a batch can take."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+from collections import deque
+from collections.abc import Sequence
 
-from msgspec import Meta, Raw, Struct
+import msgspec
 
-from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
+from gpuinfer.api import Infer
+from gpuinfer.errors import BadResult, QueueFull, unwrap
+from gpuinfer.generation import Generation, Prompt
 
-MOST_SAMPLES = 4096  # of one prompt
-MOST_TOKENS = 1 << 30
-
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
-Some = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
-Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)]
-Stops = Annotated[list[str], Meta(max_length=64)]
-Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
-Texts = str | list[int | str | list[int]]
+AGAIN_S, TRIES = 0.05, 2000  # between two tries at a queue that is full, and how many
 
 
-class Schema(Struct, kw_only=True):
-    """`json_schema` of a response format. `name` and `strict` change nothing: a schema always holds."""
+class Asker:
+    """Asks with at most `rows` rows under way, all askers together; a request has at most `widest`."""
 
-    schema: dict[str, Any] | bool = True
+    def __init__(self, infer: Infer, rows: int, widest: int) -> None:
+        self._infer, self._room, self._widest = infer, Room(rows), widest
 
+    async def ask(self, prompt: Prompt) -> Generation:
+        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend."""
+        if prompt.samples <= self._widest:
+            return await self._one(prompt)
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = [group.create_task(self._one(part)) for part in split(prompt, self._widest)]
+        except BaseExceptionGroup as errors:
+            raise unwrap(errors) from None
+        return joined([part.result() for part in parts])
 
-class Format(Struct, kw_only=True):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
-
-
-class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`."""
-
-    json: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    choice: Words | None = None
-    grammar: str | None = None
-
-
-class Drawing(Struct, kw_only=True):
-    """How the answer of this row is drawn, where that differs from the flags. Null is as good as nothing."""
-
-    max_tokens: Some | None = None
-    max_completion_tokens: Some | None = None
-    max_new_tokens: Some | None = None
-    min_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_REPETITION)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: str | Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
-    logprobs: bool | Logprobs | None = None
-    top_logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    response_format: Format | None = None
-    structured_outputs: Structured | None = None
-    guided_json: dict[str, Any] | str | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: Words | None = None
-    guided_grammar: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
-    truncate: Literal["left", "right"] | None = None
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    async def _one(self, prompt: Prompt) -> Generation:
+        rows, full = prompt.samples, QueueFull()
+        taken = await self._room.take(rows)
+        try:
+            for _ in range(TRIES):
+                try:
+                    found = await self._infer(prompt, rows=rows)
+                    break
+                except QueueFull as error:
+                    full = error
+                    await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            else:
+                raise full
+        finally:
+            self._room.give(taken)
+        if type(found) is not Generation or len(found.completions) != rows:
+            raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
+        return found
 
 
-class Service(Drawing, kw_only=True):
-    """And what concerns a service and its speed, but no answer: passed over."""
-
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    store: Any = None
-    stream_options: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    priority: Any = None
-    request_id: Any = None
-    cache_salt: Any = None
+def split(prompt: Prompt, widest: int) -> list[Prompt]:
+    """Prompts of at most so many samples, which draw the same answers as the whole."""
+    first, end = prompt.first_sample, prompt.first_sample + prompt.samples
+    return [
+        msgspec.structs.replace(prompt, first_sample=start, samples=min(widest, end - start))
+        for start in range(first, end, widest)
+    ]
 
 
-class Wishes(Service, kw_only=True):
-    """And what the APIs know and is not to be had here. Null, false, empty or the usual value asks for nothing."""
-
-    stream: bool | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    audio: Any = None
-    modalities: Any = None
-    verbosity: Any = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: Any = None
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The answers of all parts as one."""
+    return msgspec.structs.replace(
+        parts[0],
+        completions=tuple(one for part in parts for one in part.completions),
+        first_token_s=min(part.first_token_s for part in parts),
+        seconds=max(part.seconds for part in parts),
+    )
 
 
-class Row(Wishes, kw_only=True, forbid_unknown_fields=True):
-    """A row as it stands in the input: one of `prompt`, `prompt_token_ids`, `messages`; or a request of OpenAI's batch
-    format, `custom_id`, `method`, `url` and `body`.
-    """
+class Room:
+    """Room for so many rows. What is wider than all of it gets in alone."""
 
-    id: str | int | None = None
-    prompt: Texts | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    messages: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] | None = None  # goes into the answer as it is
-    custom_id: str | None = None
-    method: str | None = None
-    url: str | None = None
-    body: Raw = Raw()
+    def __init__(self, rows: int) -> None:
+        self._rows = self._free = rows
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    async def take(self, rows: int) -> int:
+        """Wait for room; returns what to give back."""
+        rows = min(rows, self._rows)
+        if self._free >= rows and not self._waiting:
+            self._free -= rows
+            return rows
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((rows, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(rows)
+            raise
+        return rows
 
-class Body(Wishes, kw_only=True, forbid_unknown_fields=True):
-    """The body of an OpenAI request."""
-
-    model: str | None = None
-    prompt: Texts | None = None
-    messages: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] | None = None  # the service's
-
-
-class LooseRow(Row, kw_only=True, forbid_unknown_fields=False):
-    """The same, and fields that we do not know are passed over."""
-
-
-class LooseBody(Body, kw_only=True, forbid_unknown_fields=False):
-    """The same, and fields that we do not know are passed over."""
-
-
-DRAWING = Drawing.__struct_fields__
-OF_CHATS = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
-USUAL: dict[str, Any] = {  # of what is not to be had, the values that ask for nothing; false and empty ones go anywhere
-    "tool_choice": ("auto", "none"),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    **dict.fromkeys(("stream", "echo", "suffix", "functions", "web_search_options", "audio"), ()),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "bad_words"), ()),
-}
+    def give(self, rows: int) -> None:
+        self._free += rows
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
+            wanted, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._free -= wanted
+                turn.set_result(None)

@@ -13,19 +13,19 @@ import numpy as np
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
-from gpuinfer.workloads.generate.answers import REQUEST
+from gpuinfer.workloads.generate.lines import BATCH_ANSWER
 from gpuinfer.workloads.generate.seen import KEY_BYTES, Seen
 
 BLOCK = 1024
 
 
-class _Line(Struct):
+class _DoneLine(Struct):
     id: str | int = ""
     digest: str = ""
     error: Raw = Raw(b"null")
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(_DoneLine).decode
 
 
 def key_of(digest: str) -> bytes:
@@ -40,7 +40,7 @@ def read(line: bytes) -> tuple[bytes, bool] | None:
     """The key of a line's row, and whether the line is an error; None for what no run of ours has written."""
     try:
         found = _decode(line)
-        key = key_of(found.digest or str(found.id).removeprefix(REQUEST))
+        key = key_of(found.digest or str(found.id).removeprefix(BATCH_ANSWER))
     except (ValueError, RecursionError):
         return None
     return (key, bytes(found.error) != b"null") if line.endswith(b"\n") else None
@@ -78,7 +78,7 @@ class Done:
 
 
 def rewrite(path: Path, keeps: Callable[[bytes], object]) -> None:
-    """Leave out all lines but those that `keeps` likes. A crash leaves the old file or the new one."""
+    """Leave out all lines but those that `keeps` has a key for. A crash leaves the old file or the new one."""
     new = path.with_name(f"{path.name}.new")
     try:
         with path.open("rb") as old, new.open("wb") as file:

@@ -11,15 +11,15 @@ from msgspec import Struct
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.generation import Prompt
-from gpuinfer.workloads.generate.asked import Asked
-from gpuinfer.workloads.generate.checking import BadRow
+from gpuinfer.openai.requests import BadRequest
+from gpuinfer.openai.rows import AskedRow
 from gpuinfer.workloads.generate.seen import KEY_BYTES, Seen
 
 NOTHING = Prompt()
 PREFIX = "row-"  # of an id that is made from a row's content
 
 
-class Job(Struct, kw_only=True, gc=False):
+class NamedRow(Struct, kw_only=True, gc=False):
     """A row with its names, to be asked unless it has an error."""
 
     number: int  # its place among the rows of the input, from 1: only for people, as is
@@ -47,23 +47,23 @@ class Namer:
         self._seen = Seen()
         self._number = 0
 
-    def name(self, rows: Sequence[Asked]) -> list[Job]:
+    def name(self, rows: Sequence[AskedRow]) -> list[NamedRow]:
         keys = [_key(row) for row in rows]
         return [
-            self._job(row, key, before) for row, key, before in zip(rows, keys, self._seen.count(keys), strict=True)
+            self._named(row, key, before) for row, key, before in zip(rows, keys, self._seen.count(keys), strict=True)
         ]
 
-    def _job(self, row: Asked, key: bytes, before: int) -> Job:
+    def _named(self, row: AskedRow, key: bytes, before: int) -> NamedRow:
         self._number += 1
         error, name = row.error, row.id
         if name is None:
             name = f"{PREFIX}{key.hex()}-{before + 1}" if before else PREFIX + key.hex()
         elif before:
-            error = BadRow(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
+            error = BadRequest(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
         prompt = row.prompt or NOTHING
         if row.prompt is not None:
-            msgspec.structs.force_setattr(prompt, "key", str(name))  # nobody else has seen it yet
-        return Job(
+            msgspec.structs.force_setattr(prompt, "key", str(name))  # nothing else has seen it yet
+        return NamedRow(
             number=self._number,
             line=row.line,
             id=name,
@@ -81,7 +81,7 @@ class Namer:
         return known.hexdigest()
 
 
-def _key(row: Asked) -> bytes:
+def _key(row: AskedRow) -> bytes:
     """What tells whether a row has come before: its id, or else its content."""
     text = row.content if row.id is None else str(row.id).encode(errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=KEY_BYTES, person=b"id" if row.id is not None else b"content").digest()

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Protocol
+
+from gpuinfer.workloads.generate.writing import Outlet
 
 LEAST_ASIDE = 16 << 20  # bytes that lie aside, before those that wait no more are thrown out
 SHARE = 4  # and how many times as many as those that still wait
-
-
-class Outlet(Protocol):
-    """Where lines go: to their place, or aside as long as they wait for it."""
-
-    def add(self, line: bytes) -> None: ...
-    def put_aside(self, line: bytes) -> None: ...
-    def keep_aside(self, lines: Iterable[bytes]) -> None:
-        """Of all that was put aside, only these still wait."""
-        ...
 
 
 class InOrder:

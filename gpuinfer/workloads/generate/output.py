@@ -1,14 +1,16 @@
 """Where answers go: a file that a run can go on with, or a stream. Beside a file lies a note of how it was made.
 
 The note (`out.jsonl.run.json`) is written before the first answer and stays: it holds the settings and the model's
-fingerprint, and whoever writes to the output holds a lock on it. With ordered output, answers that wait for an earlier
-one lie in `out.jsonl.early`; and what must be put in the midst of old answers (`--retry-errors`) is written anew from
-the start, and old answers come from `out.jsonl.before` until all is done. An output without one answer binds nobody.
+fingerprint, and the run that writes to the output holds a lock on it. With ordered output, answers that wait for an
+earlier one lie in `out.jsonl.early`; and what must be put in the midst of old answers (`--retry-errors`) is written
+anew from the start, and old answers come from `out.jsonl.before` until all is done. An output without one answer binds
+no later run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -19,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.generate.aside import Aside, waiting
 from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite, sync_folder
-from gpuinfer.workloads.generate.note import Note, differences
 from gpuinfer.workloads.generate.seen import Seen
+from gpuinfer.workloads.generate.writing import Aside, waiting
 
 BEFORE, EARLY = ".before", ".early"
+NOTE, NOTE_SCHEMA = ".run.json", "gpuinfer.generate/1"
 
 log = logging.getLogger(__name__)
 
 
-class Output:
+class OpenedOutput:
     """An opened output: `descriptor` takes lines, `done` are the rows that it holds."""
 
     def __init__(self, name: str, descriptor: int) -> None:
@@ -38,11 +40,11 @@ class Output:
         self.done = Seen()
         self.aside: Aside | None = None  # for answers that wait for an earlier one
         self.before: Earlier | None = None
-        self._note: Note | None = None
+        self._note: RunNote | None = None
         self._path = Path(name)
         self._is_ours = self._finished = False
 
-    def bind(self, note: Note, path: Path, is_ours: bool) -> None:
+    def bind(self, note: RunNote, path: Path, is_ours: bool) -> None:
         """The output is a file with a note. `is_ours`: there was no such file before."""
         self._note, self._path, self._is_ours = note, path, is_ours
 
@@ -106,7 +108,7 @@ def check(name: str, input_name: str, resume: bool) -> None:
 
 def open_output(
     name: str, settings: Mapping[str, Any], *, resume: bool = False, retry: bool = False, ordered: bool = False
-) -> Output:
+) -> OpenedOutput:
     """Claim the output for a run of these settings. May take a while: what there is is read.
 
     Raises `UsageError` when there are answers and `resume` is not set, when they were made with other settings, or when
@@ -114,13 +116,13 @@ def open_output(
     """
     if name == "-":
         sys.stdout.flush()
-        return Output("standard output", sys.stdout.fileno())
+        return OpenedOutput("standard output", sys.stdout.fileno())
     path = Path(name)
     try:
         if path.exists() and not path.is_file():  # a device, or a pipe
-            return Output(name, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+            return OpenedOutput(name, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         with contextlib.ExitStack() as if_refused:
-            note = Note(path.resolve())
+            note = RunNote(path.resolve())
             if_refused.callback(note.close)
             output = _opened(path.resolve(), note, json.loads(json.dumps(dict(settings))), resume, retry, ordered)
             if_refused.pop_all()
@@ -129,7 +131,9 @@ def open_output(
         raise UsageError(f"--output {name} cannot be written: {error.strerror}. Give another.") from error
 
 
-def _opened(path: Path, note: Note, settings: Mapping[str, Any], resume: bool, retry: bool, ordered: bool) -> Output:
+def _opened(
+    path: Path, note: RunNote, settings: Mapping[str, Any], resume: bool, retry: bool, ordered: bool
+) -> OpenedOutput:
     if not resume:  # there may be something since it was looked for
         _refuse_overwriting(path)
     _bind(path, note, settings)
@@ -137,7 +141,7 @@ def _opened(path: Path, note: Note, settings: Mapping[str, Any], resume: bool, r
     before, early = _beside(path)
     retry = retry and not before.exists()  # else that has begun already
     done = Seen() if is_ours else _mend(path, before, retry, ordered)
-    output = Output(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    output = OpenedOutput(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
     output.bind(note, path, is_ours)
     output.done = done
     if ordered:
@@ -161,8 +165,8 @@ def _refuse_overwriting(path: Path) -> None:
         raise UsageError(f"{part} exists already. Add --resume to go on with it, or give another --output.")
 
 
-def _bind(path: Path, note: Note, settings: Mapping[str, Any]) -> None:
-    """Note the settings. Raises `UsageError` when there are answers that were made with others."""
+def _bind(path: Path, note: RunNote, settings: Mapping[str, Any]) -> None:
+    """RunNote the settings. Raises `UsageError` when there are answers that were made with others."""
     if parts := _parts(path):
         found = note.settings()
         if found is None:
@@ -202,5 +206,67 @@ def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> Seen:
 
 
 def is_stream(name: str) -> bool:
-    """Whether the output is no regular file, so that nobody can go on with it."""
+    """Whether the output is no regular file, so that no run can go on with it."""
     return name == "-" or (Path(name).exists() and not stat.S_ISREG(os.stat(name).st_mode))
+
+
+class RunNote:
+    """The note of the output at `path`, locked. Raises `UsageError` when another run has it."""
+
+    def __init__(self, output: Path) -> None:
+        self.path = output.with_name(output.name + NOTE)
+        self._descriptor = _locked(self.path, output)
+
+    def settings(self) -> Mapping[str, Any] | None:
+        """Those of the run that began this output; None when nothing legible says them."""
+        try:
+            note: Any = json.loads(os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0))
+            return dict(note["settings"]) if note["schema"] == NOTE_SCHEMA else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        text = json.dumps({"schema": NOTE_SCHEMA, "settings": settings}, indent=2, ensure_ascii=False) + "\n"
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+        os.fsync(self._descriptor)
+
+    def close(self, remove: bool = False) -> None:
+        """Let others have it. A note that says nothing goes."""
+        if remove or not os.fstat(self._descriptor).st_size:
+            self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def _locked(note: Path, output: Path) -> int:
+    while True:
+        lock = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            why = f"{output} is being written by another run. Wait for it, or give another --output."
+            raise UsageError(why) from None
+        except OSError as error:
+            log.info("%s: no locks on this file system (%s)", note, error)
+        if _is(lock, note):
+            return lock
+        os.close(lock)  # the run that had it has removed it meanwhile
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """For people; "" when there are none."""
+    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    return "; ".join(f"{name}: {_short(found.get(name))} there, {_short(wanted.get(name))} here" for name in different)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -14,22 +14,22 @@ from collections.abc import Iterator
 from gpuinfer.api import Infer, Limits
 from gpuinfer.errors import BackendDied, BackendError, BadResult, GpuinferError, RequestError, WorkError
 from gpuinfer.generation import Generation
-from gpuinfer.workloads.generate.answers import Writer
-from gpuinfer.workloads.generate.asked import Reader
+from gpuinfer.openai.rows import RowReader
+from gpuinfer.openai.splitting import Either, Piece
+from gpuinfer.workloads.generate.asking import Asker
 from gpuinfer.workloads.generate.done import key_of
-from gpuinfer.workloads.generate.naming import Job, Namer
+from gpuinfer.workloads.generate.lines import LineWriter
+from gpuinfer.workloads.generate.naming import NamedRow, Namer
 from gpuinfer.workloads.generate.ordering import AsDone, InOrder
-from gpuinfer.workloads.generate.output import Output
+from gpuinfer.workloads.generate.output import OpenedOutput
 from gpuinfer.workloads.generate.reading import Source
-from gpuinfer.workloads.generate.samples import Asker
-from gpuinfer.workloads.generate.splitting import Either, Piece
 from gpuinfer.workloads.generate.writing import Outlet
 
 BLOCK = 512  # rows that are understood before anything else may run
 MOST_UNDER_WAY = 16_384
 
 
-class Tally:
+class RowCounts:
     """What has become of the rows so far."""
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class Pump:
         self,
         infer: Infer,
         source: Source,
-        output: Output,
-        reader: Reader,
+        output: OpenedOutput,
+        reader: RowReader,
         namer: Namer,
-        writer: Writer,
+        writer: LineWriter,
         *,
         ordered: bool = False,
         most: int | None = None,
     ) -> None:
-        self.tally = Tally()
+        self.counts = RowCounts()
         self.splitter = Either()
         self._source, self._output = source, output
         self._reader, self._namer, self._writer = reader, namer, writer
@@ -88,7 +88,7 @@ class Pump:
         self._order: InOrder | AsDone = InOrder(self._outlet, window, output.left) if ordered else AsDone(self._outlet)
         self._most = most
         self._places = 0  # given away
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[NamedRow] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # tasks without a row
         self._hungry = asyncio.Event()
         self._time = asyncio.get_running_loop().time
@@ -131,23 +131,23 @@ class Pump:
             self._enter("understand")
             await self._take_all(self.splitter.end())
         self._enter("idle")
-        self.tally.ended = True
+        self.counts.ended = True
         self._wake(len(self._idle))
 
     async def _take_all(self, pieces: list[Piece]) -> bool:
         """Whether more rows are wanted."""
         for start in range(0, len(pieces), BLOCK):
-            left = BLOCK if self._most is None else self._most - self.tally.read
+            left = BLOCK if self._most is None else self._most - self.counts.read
             if left <= 0:
                 return False
             await self._take(pieces[start : start + min(BLOCK, left)])
-        return self._most is None or self.tally.read < self._most
+        return self._most is None or self.counts.read < self._most
 
     async def _take(self, pieces: list[Piece]) -> None:
         """Understand some rows; those that are not done yet wait to be asked. Returns when few do."""
         self._enter("understand")
         jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
-        self.tally.read += len(jobs)
+        self.counts.read += len(jobs)
         for job in self._not_done(jobs):
             job.place = self._place()
             if job.error is not None:
@@ -163,12 +163,12 @@ class Pump:
             self._hungry.clear()
             await self._hungry.wait()
 
-    def _not_done(self, jobs: list[Job]) -> Iterator[Job]:
+    def _not_done(self, jobs: list[NamedRow]) -> Iterator[NamedRow]:
         done = self._output.done
         before = done.has([key_of(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
         for job, was_done in zip(jobs, before, strict=True):
             line = self._output.take(job.digest)
-            self.tally.before += was_done or line is not None
+            self.counts.before += was_done or line is not None
             if not was_done and line is not None:
                 self._order.add(self._place(), line, kept=True)
             elif not was_done:
@@ -198,12 +198,12 @@ class Pump:
             except (RequestError, BackendError) as error:
                 self._fail(job, error)
             else:
-                self.tally.answer(generation)
+                self.counts.answer(generation)
                 self._order.add(job.place, line)
             if self._outlet.full:
                 await self._outlet.room()
 
-    def _line(self, job: Job, generation: Generation, seconds: float) -> bytes:
+    def _line(self, job: NamedRow, generation: Generation, seconds: float) -> bytes:
         """Raises `BadResult` for an answer that cannot be written: it is its row's trouble alone."""
         try:
             return self._writer.answer(job, generation, seconds)
@@ -211,14 +211,14 @@ class Pump:
             why = f"the answer cannot be written ({type(error).__name__}: {error})"
             raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
 
-    def _fail(self, job: Job, error: GpuinferError) -> None:
-        self.tally.fail(error)
+    def _fail(self, job: NamedRow, error: GpuinferError) -> None:
+        self.counts.fail(error)
         self._order.add(job.place, self._writer.error(job, error))
 
-    async def _next(self) -> Job | None:
+    async def _next(self) -> NamedRow | None:
         """The next row to ask; None when there are no more."""
         while not self._jobs:
-            if self.tally.ended:
+            if self.counts.ended:
                 return None
             waiting = asyncio.get_running_loop().create_future()
             self._idle.append(waiting)

@@ -13,20 +13,20 @@ import msgspec
 
 from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
-from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.following import followed
+from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
+from gpuinfer.openai.requests import PromptDefaults
+from gpuinfer.openai.rows import RowReader
 from gpuinfer.workloads.generate import output, reading
-from gpuinfer.workloads.generate.answers import Writer
-from gpuinfer.workloads.generate.asked import Defaults, Reader
-from gpuinfer.workloads.generate.defaults import check, rendering, sampling
+from gpuinfer.workloads.generate.lines import LineWriter
 from gpuinfer.workloads.generate.naming import Namer
 from gpuinfer.workloads.generate.options import GenerateOptions
-from gpuinfer.workloads.generate.output import Output, open_output
-from gpuinfer.workloads.generate.pump import Pump, Tally
+from gpuinfer.workloads.generate.output import OpenedOutput, open_output
+from gpuinfer.workloads.generate.pump import Pump, RowCounts
 from gpuinfer.workloads.generate.reading import Source
 
-TEST_ROWS = 3
+TEST_ROWS, TEST_TOKENS = 3, 16
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +45,13 @@ class Generate(Workload):
         super().__init__(setup, **options)
         own = self.options
         self.target = "-" if own.test else own.output
-        self._check_model()
+        check_model(own, "generate")
         self._check_files()
-        self.sampling, self.rendering = sampling(own), rendering(own)
+        most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
+        self.sampling = sampling_of(own, max_tokens=most, logprobs=own.logprobs, prompt_logprobs=own.prompt_logprobs)
+        self.rendering = rendering_of(own)
         if own.retry_errors and not own.resume:
             raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
-
-    def _check_model(self) -> None:
-        own = self.options
-        if (own.model is None) == (own.checkpoint is None):
-            both = "generate takes a --model or a --checkpoint, and not both" if own.model else "generate needs a model"
-            raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
-        if own.meta is not None and own.checkpoint is None:
-            raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
-        for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
-            if file is not None and not file.is_file():
-                raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
-        if own.trust_remote_code and "vllm" not in registry.names("backends"):
-            raise UsageError(
-                "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
-                "vllm, which is not installed. Leave the flag out, or install that backend and add --backend vllm."
-            )
 
     def _check_files(self) -> None:
         own = self.options
@@ -95,19 +81,7 @@ class Generate(Workload):
         return self.options.deterministic
 
     def model(self) -> ModelSpec:
-        own = self.options
-        wanted = {
-            "slots": own.batch_size,
-            "context": own.context,
-            "meta": own.meta and str(own.meta),
-            "trust_remote_code": own.trust_remote_code or None,
-        }
-        return ModelSpec(
-            name=own.model or str(own.checkpoint),
-            weights=str(own.checkpoint) if own.checkpoint else None,
-            arguments={name: value for name, value in wanted.items() if value is not None},
-            kind="text",
-        )
+        return model_of(self.options, self.options.batch_size)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
@@ -125,11 +99,11 @@ class Generate(Workload):
             source.close()
             target.close()
 
-    def _open(self) -> tuple[Source, Output, dict[str, Any]]:
+    def _open(self) -> tuple[Source, OpenedOutput, dict[str, Any]]:
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
         settings = self.deciding_settings()
-        check(self.model(), self.sampling)
+        try_out(self.model(), self.sampling)
         target = open_output(
             self.target,
             {**settings, **self.form()},
@@ -144,7 +118,7 @@ class Generate(Workload):
             raise
 
     async def _answer(
-        self, infer: Infer, source: Source, target: Output, settings: Mapping[str, Any]
+        self, infer: Infer, source: Source, target: OpenedOutput, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
         loading = asyncio.create_task(loaded(infer))
         async for _ in followed(loading, infer.stopping):
@@ -156,9 +130,9 @@ class Generate(Workload):
             infer,
             source,
             target,
-            Reader(Defaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict)),
+            RowReader(self.defaults()),
             Namer(settings),
-            Writer(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
+            LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
             ordered=own.ordered,
             most=TEST_ROWS if own.test else None,
         )
@@ -177,31 +151,31 @@ class Generate(Workload):
         finally:
             source.stop()
             await asyncio.wait({counting})
-        self._say_failures(pump.tally)
+        self._say_failures(pump.counts)
         yield self._progress(pump, counting)
 
     def _progress(self, pump: Pump, counting: asyncio.Task[int | None]) -> Progress:
-        tally, total = pump.tally, None
-        if tally.ended:
-            total = tally.read
+        counts, total = pump.counts, None
+        if counts.ended:
+            total = counts.read
         elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
-            total = max(lines, tally.read)
+            total = max(lines, counts.read)
         names = ("input_tokens", "output_tokens", "cached_tokens")
         return Progress(
-            tally.done,
+            counts.done,
             total,
             "rows",
-            counts={name: getattr(tally, name) for name in names},
+            counts={name: getattr(counts, name) for name in names},
             facts={"rows_outstanding": pump.under_way},
-            note=f"{tally.failed} rows with errors" if tally.failed else "",
-            before=tally.before,
-            failed=tally.failed,
+            note=f"{counts.failed} rows with errors" if counts.failed else "",
+            before=counts.before,
+            failed=counts.failed,
         )
 
     def _say_stopped(self, pump: Pump) -> None:
         if output.is_stream(self.target):
             return
-        if not pump.tally.done and not pump.waiting:
+        if not pump.counts.done and not pump.waiting:
             log.warning("stopped before the first answer. Run the same command again.")
             return
         early = (
@@ -211,17 +185,21 @@ class Generate(Workload):
             "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", self.target, early
         )
 
-    def _say_failures(self, tally: Tally) -> None:
+    def _say_failures(self, counts: RowCounts) -> None:
         """Raises `WorkError` when not one row was answered."""
-        if tally.ended and not tally.read:
+        if counts.ended and not counts.read:
             log.warning("no prompts in %s: nothing was asked", self._source_name)
-        if tally.first_failure is None:
+        if counts.first_failure is None:
             return
-        said = f"The first says: {tally.first_failure}"
-        if not tally.answered and tally.failed == tally.done and tally.ended:
-            raise WorkError(f"not one of {tally.failed} rows was answered. {said}")
+        said = f"The first says: {counts.first_failure}"
+        if not counts.answered and counts.failed == counts.done and counts.ended:
+            raise WorkError(f"not one of {counts.failed} rows was answered. {said}")
         cure = "" if output.is_stream(self.target) else " With that mended, run again with --resume --retry-errors."
-        log.warning("%d of %d rows ended with an error. %s%s", tally.failed, tally.done, said, cure)
+        log.warning("%d of %d rows ended with an error. %s%s", counts.failed, counts.done, said, cure)
+
+    def defaults(self) -> PromptDefaults:
+        own = self.options
+        return PromptDefaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict)
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what an answer is: what a row's digest covers beside the row."""

@@ -1,0 +1,199 @@
+"""The same words as flags of commands: which model, and how answers are drawn where no request says otherwise."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic.config import JsonDict
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec
+from gpuinfer.config import registry
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import (
+    MOST_PENALTY,
+    MOST_REPETITION,
+    MOST_TEMPERATURE,
+    Constraint,
+    Rendering,
+    Sampling,
+)
+from gpuinfer.openai.schema import MOST_TOKENS
+
+REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
+FORMS = ("json_schema", "regex", "choice", "grammar")
+SAME = (
+    *("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+MOST_FILE = 1 << 20  # bytes of a schema or a grammar
+
+log = logging.getLogger(__name__)
+
+
+class ModelOptions(api.Options):
+    """Which text model, and how it is run."""
+
+    model: str | None = Field(None, description="a folder with a checkpoint, or tiny or null, which are built in")
+    checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
+    meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="tokens of prompt and answer [the model's]")
+    deterministic: bool = Field(False, description="the same bits for a row in any batch")
+    trust_remote_code: bool = Field(False, description="run code that comes with a checkpoint; only with vllm")
+
+
+class DrawingOptions(api.Options):
+    """How an answer is drawn."""
+
+    max_new_tokens: int = Field(128, ge=1, le=MOST_TOKENS, description="of each answer, at most")
+    min_tokens: int = Field(0, ge=0, le=MOST_TOKENS, description="of each answer, before it may end")
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
+    top_k: int = Field(0, ge=-1, lt=1 << 31, description="draw from so many likeliest tokens; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up this share")
+    min_p: float = Field(0.0, ge=0, le=1, description="leave out what is less likely than this part of the likeliest")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=MOST_REPETITION, description="divides logits of tokens that were there"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="off logits of tokens in the answer"
+    )
+    frequency_penalty: float = Field(0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, for each time")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the answers' texts")
+    chat_template_kwargs: str | None = Field(
+        None, description="JSON that the chat template reads: '{\"enable_thinking\": false}'"
+    )
+    stop: list[str] = Field(
+        [], max_length=64, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
+    )
+    stop_token_ids: list[int] = Field([], max_length=1024, description="end the answer after one of these: 1,2")
+    ignore_eos: bool = Field(False, description="go on past the model's end token")
+    json_schema: Path | None = Field(None, description="answers are JSON that fits the schema in this file")
+    regex: str | None = Field(None, description="answers match this pattern")
+    choice: list[str] = Field([], description="answers are one of these; repeatable", json_schema_extra=REPEATABLE)
+    grammar: Path | None = Field(None, description="answers follow the grammar in this file: Lark or GBNF")
+
+
+def check_model(own: ModelOptions, command: str) -> None:
+    """Raises `UsageError` unless they name one model that may be run."""
+    if (own.model is None) == (own.checkpoint is None):
+        both = f"{command} takes a --model or a --checkpoint, and not both" if own.model else f"{command} needs a model"
+        raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
+    if own.meta is not None and own.checkpoint is None:
+        raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
+    for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    if own.trust_remote_code and "vllm" not in registry.names("backends"):
+        raise UsageError(
+            "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
+            "vllm, which is not installed. Leave the flag out, or install that backend and add --backend vllm."
+        )
+
+
+def model_of(own: ModelOptions, slots: int | None = None) -> ModelSpec:
+    """The model that they name."""
+    wanted = {
+        "slots": slots,
+        "context": own.context,
+        "meta": own.meta and str(own.meta),
+        "trust_remote_code": own.trust_remote_code or None,
+    }
+    return ModelSpec(
+        name=own.model or str(own.checkpoint),
+        weights=str(own.checkpoint) if own.checkpoint else None,
+        arguments={name: value for name, value in wanted.items() if value is not None},
+        kind="text",
+    )
+
+
+def sampling_of(own: DrawingOptions, **more: Any) -> Sampling:
+    """What the flags say on how an answer is drawn, and `more` fields. Raises `UsageError`."""
+    if own.min_tokens > own.max_new_tokens:
+        raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
+    if "" in own.stop:
+        raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
+    found = {name: getattr(own, name) for name in SAME}
+    found |= {"max_tokens": own.max_new_tokens, "top_k": max(0, own.top_k), "constraint": constraint_of(own)}
+    return Sampling(stop=tuple(own.stop), stop_token_ids=tuple(own.stop_token_ids), **(found | more))
+
+
+def rendering_of(own: DrawingOptions) -> Rendering:
+    """What the flags say on how chats are written out. Raises `UsageError`."""
+    if own.chat_template_kwargs is None:
+        return Rendering()
+    given, example = own.chat_template_kwargs, "--chat-template-kwargs '{\"enable_thinking\": false}'"
+    try:
+        variables: Any = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs {given} is not JSON: {error}. Write {example}.") from error
+    if not isinstance(variables, dict) or "messages" in variables:
+        raise UsageError(f"--chat-template-kwargs {given} is no JSON object of settings. Write {example}.")
+    return Rendering(variables=variables)
+
+
+def constraint_of(own: DrawingOptions) -> Constraint | None:
+    """The form that the flags demand of every answer. Raises `UsageError`."""
+    given = [name for name in FORMS if getattr(own, name) not in (None, [])]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
+    if own.json_schema:
+        return Constraint(json_schema=_schema(own.json_schema))
+    if own.grammar:
+        return Constraint(grammar=_text(own.grammar, "--grammar"))
+    if own.choice:
+        return Constraint(choice=tuple(own.choice))
+    return None if own.regex is None else Constraint(regex=own.regex)
+
+
+def try_out(spec: ModelSpec, wanted: Sampling) -> None:
+    """Tries what the flags ask of every answer with the model, so that a mistake is told once and not for each answer.
+
+    Takes seconds at most. Raises `UsageError` for what cannot be. Of a model that only its backend can read nothing is
+    known yet.
+    """
+    if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
+        return
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.language import open_language
+    from gpuinfer.text.sampling.slots import check_sampling
+
+    try:
+        checkpoint = open_checkpoint(spec)
+        language = open_language(checkpoint.language_files(), checkpoint.shape)
+    except UsageError as error:
+        log.info("the flags are not checked for %s: %s", spec.name, error)
+        return
+    name = "stop_token_ids"
+    try:
+        check_sampling(wanted, language.vocabulary)
+        if wanted.constraint is not None:
+            (name,) = [one for one in FORMS if getattr(wanted.constraint, one) is not None]
+            language.matcher(wanted.constraint)
+    except BadPrompt as error:
+        raise UsageError(f"--{name.replace('_', '-')}: {error}") from error
+
+
+def _schema(path: Path) -> dict[str, Any] | bool:
+    try:
+        schema: Any = json.loads(_text(path, "--json-schema"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}. Correct it.") from error
+    if not isinstance(schema, dict) and schema is not True:
+        raise UsageError(
+            f"--json-schema {path} is no JSON schema that an answer can fit: {json.dumps(schema)[:40]}. Give an object."
+        )
+    return schema
+
+
+def _text(path: Path, flag: str) -> str:
+    try:
+        if path.stat().st_size > MOST_FILE:
+            raise UsageError(f"{flag} {path} has more than {MOST_FILE:,} bytes. Give a smaller one.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error}. Give a readable file in UTF-8.") from error

@@ -1,0 +1,137 @@
+"""From what a request says of its answer to the fields of `Sampling` that it changes, and to its chat's `Rendering`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Rendering
+from gpuinfer.openai.schema import DRAWING, Drawing, ResponseFormat, Structured
+
+SAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logit_bias",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first that is given counts
+NOTHING = (None,) * len(DRAWING)
+said = operator.attrgetter(*DRAWING)
+
+
+def says_nothing(request: Drawing) -> bool:
+    """Whether it leaves everything to the defaults; most rows do."""
+    return bool(said(request) == NOTHING)
+
+
+def changes(request: Drawing) -> dict[str, Any]:
+    """The fields of `Sampling` that it sets, by name. Raises `BadPrompt` for what contradicts itself."""
+    found = {name: value for name in SAME if (value := getattr(request, name)) is not None}
+    lengths = [value for name in LENGTHS if (value := getattr(request, name)) is not None]
+    if lengths:
+        found["max_tokens"] = lengths[0]
+    if request.top_k is not None:
+        found["top_k"] = max(0, request.top_k)  # -1: all, as vLLM has it
+    if request.stop is not None:
+        found["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        if "" in found["stop"]:
+            raise BadPrompt("`stop` holds an empty text, which would end every answer. Take it out.")
+    if request.stop_token_ids is not None:
+        found["stop_token_ids"] = tuple(request.stop_token_ids)
+    if request.logprobs is not None or request.top_logprobs is not None:
+        found["logprobs"] = _logprobs(request)
+    return found | _constraint(request)
+
+
+def rendering(request: Drawing, plain: Rendering) -> Rendering:
+    """How its chat is written out, where that differs from the defaults. Raises `BadPrompt`."""
+    variables = {**plain.variables, **(request.chat_template_kwargs or {})}
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    goes_on, begins = bool(request.continue_final_message), request.add_generation_prompt
+    if goes_on and begins:
+        raise BadPrompt(
+            "`continue_final_message` goes on with the last message and `add_generation_prompt` begins a new one. "
+            "Ask for one of them."
+        )
+    return Rendering(
+        tools=tuple(request.tools) if request.tools else None,
+        variables=variables,
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+    )
+
+
+def _logprobs(request: Drawing) -> int | None:
+    """A number as completions have it, or yes and no beside `top_logprobs` as chats have it."""
+    if request.logprobs is False:
+        return None
+    if request.logprobs is True or request.logprobs is None:
+        return request.top_logprobs or 0
+    return request.logprobs
+
+
+def _constraint(request: Drawing) -> dict[str, Any]:
+    found = list(_constraints(request))
+    if len(found) > 1:
+        raise BadPrompt("more than one form of the answer is asked for. Keep one of them.")
+    return {"constraint": found[0]} if found else {}
+
+
+def _constraints(request: Drawing) -> Iterator[Constraint | None]:
+    """None: any text, whatever the defaults say."""
+    if (form := request.response_format) is not None:
+        yield _of_format(form)
+    guided = Structured(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    for one in (request.structured_outputs, guided):
+        if one is not None:
+            yield from _of_structured(one)
+
+
+def _of_format(form: ResponseFormat) -> Constraint | None:
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint(json_schema=True)
+    if form.json_schema is None:
+        raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
+    return Constraint(json_schema=_schema(form.json_schema.schema))
+
+
+def _of_structured(wanted: Structured) -> Iterator[Constraint]:
+    if wanted.json is not None:
+        yield Constraint(json_schema=_schema(wanted.json))
+    if wanted.regex is not None:
+        yield Constraint(regex=wanted.regex)
+    if wanted.choice is not None:
+        yield Constraint(choice=tuple(wanted.choice))
+    if wanted.grammar is not None:
+        yield Constraint(grammar=wanted.grammar)
+
+
+def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
+    """Raises `BadPrompt` for what is no schema, and for the one that nothing fits."""
+    try:
+        schema = msgspec.json.decode(given, type=dict[str, Any] | bool) if isinstance(given, str) else given
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadPrompt(f"the JSON schema is none: {error}. Give a schema as JSON.") from error
+    if schema is False:
+        raise BadPrompt("the JSON schema is false, which no answer fits. Give an object, or leave it out.")
+    return schema

@@ -1,0 +1,166 @@
+"""What a request may say, under the names of OpenAI's API and of vLLM's, and what a row of a file may say beside it.
+
+Reading checks types and ranges. `requests` makes prompts of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
+
+MOST_SAMPLES = 4096  # of one prompt
+MOST_TOKENS = 1 << 30
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Some = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)]
+Stops = Annotated[list[str], Meta(max_length=64)]
+Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
+Texts = str | list[int | str | list[int]]
+
+
+class SchemaFormat(Struct, kw_only=True):
+    """`json_schema` of a response format. `name` and `strict` change nothing: a schema always holds."""
+
+    schema: dict[str, Any] | bool = True
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`."""
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: Words | None = None
+    grammar: str | None = None
+
+
+class Drawing(Struct, kw_only=True):
+    """How the answer is drawn, where that differs from the defaults. Null is as good as nothing."""
+
+    max_tokens: Some | None = None
+    max_completion_tokens: Some | None = None
+    max_new_tokens: Some | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_REPETITION)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
+    logprobs: bool | Logprobs | None = None
+    top_logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    truncate: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class Service(Drawing, kw_only=True):
+    """And what concerns a service and its speed, but no answer: passed over."""
+
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    store: Any = None
+    stream_options: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    priority: Any = None
+    request_id: Any = None
+    cache_salt: Any = None
+
+
+class Wishes(Service, kw_only=True):
+    """And what the APIs know and is not to be had here. Null, false, empty or the usual value asks for nothing."""
+
+    stream: bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    audio: Any = None
+    modalities: Any = None
+    verbosity: Any = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Any = None
+
+
+class InputRow(Wishes, kw_only=True, forbid_unknown_fields=True):
+    """A row as it stands in the input: one of `prompt`, `prompt_token_ids`, `messages`; or a request of OpenAI's batch
+    format, `custom_id`, `method`, `url` and `body`.
+    """
+
+    id: str | int | None = None
+    prompt: Texts | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    messages: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None  # goes into the answer as it is
+    custom_id: str | None = None
+    method: str | None = None
+    url: str | None = None
+    body: Raw = Raw()
+
+
+class RequestBody(Wishes, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to /v1/completions or /v1/chat/completions."""
+
+    model: str | None = None
+    prompt: Texts | None = None
+    messages: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None  # the service's
+
+
+class LooseRow(InputRow, kw_only=True, forbid_unknown_fields=False):
+    """The same, and fields that we do not know are passed over."""
+
+
+class LooseBody(RequestBody, kw_only=True, forbid_unknown_fields=False):
+    """The same, and fields that we do not know are passed over."""
+
+
+DRAWING = Drawing.__struct_fields__
+OF_CHATS = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
+USUAL: dict[str, Any] = {  # of what is not to be had, the values that ask for nothing; false and empty ones go anywhere
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("stream", "echo", "suffix", "functions", "web_search_options", "audio"), ()),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "bad_words"), ()),
+}

@@ -1,0 +1,202 @@
+"""Answers in OpenAI's shapes, whole and in chunks. The names of the fields are those that its own client knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Expired, PromptTooLong, QueueFull
+from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
+from gpuinfer.openai.requests import BadRequest, PromptDefaults, RequestReader
+from gpuinfer.openai.responses import Chunks, Envelope, error_of, response, status_of
+
+CHAT, COMPLETION = Envelope("7", chat=True, model="m"), Envelope("7", chat=False, model="m")
+BOTH = pytest.mark.parametrize("envelope", [CHAT, COMPLETION], ids=["chat", "completion"])
+
+# What openai's types demand, and what else they know; `stop_reason` and `token_ids` are vLLM's.
+WHOLE = {"id", "object", "created", "model", "choices"}
+EXTRA = {"stop_reason", "token_ids"}
+CHOICE = {"chat.completion": "message", "chat.completion.chunk": "delta", "text_completion": "text"}
+
+
+def chosen(token: int) -> Logprob:
+    return Logprob(Candidate(token, -0.5, 1), (Candidate(token, -0.5, 1), Candidate(9, -2.0, 2)))
+
+
+def generation(*texts: str, logprobs: bool = False) -> Generation:
+    """One answer for each text, a token for each character, and one more that ends it."""
+    return Generation(
+        completions=tuple(
+            Completion(
+                text=text,
+                tokens=(*map(ord, text), 0),
+                finish_reason="stop",
+                stop_reason=0,
+                logprobs=tuple(chosen(token) for token in (*map(ord, text), 0)) if logprobs else None,
+            )
+            for text in texts
+        ),
+        prompt_tokens=3,
+        cached_tokens=2,
+    )
+
+
+def parts(whole: Generation, sample: int) -> list[Part]:
+    """Character by character, the end with the last."""
+    one = whole.completions[sample]
+    found = []
+    for place, sign in enumerate(one.text):
+        last = place == len(one.text) - 1
+        tokens = slice(place, None if last else place + 1)
+        found.append(
+            Part(
+                sample=sample,
+                text=sign,
+                tokens=one.tokens[tokens],
+                logprobs=None if one.logprobs is None else one.logprobs[tokens],
+                finish_reason="stop" if last else None,
+                stop_reason=0 if last else None,
+            )
+        )
+    return found
+
+
+def check_shape(body: dict, *, chunk: bool = False) -> None:
+    assert set(body) - {"usage", "prompt_logprobs"} == WHOLE
+    kind = "text_completion" if body["object"] == "text_completion" else "chat.completion" + ".chunk" * chunk
+    assert body["object"] == kind
+    for choice in body["choices"]:
+        assert set(choice) - EXTRA == {"index", "finish_reason", "logprobs", CHOICE[kind]}
+    if body.get("usage"):
+        named = {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
+        assert set(body["usage"]) == named
+    json.dumps(body)
+
+
+def said(chunks: list[dict], sample: int) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == sample]
+    return "".join(one["text"] if "text" in one else one["delta"].get("content", "") for one in choices)
+
+
+@BOTH
+def test_a_whole_response_has_the_fields_that_clients_read(envelope):
+    body = response(envelope, generation("ab", "c", logprobs=True))
+    check_shape(body)
+    assert body["usage"]["total_tokens"] == 8
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    first = body["choices"][0]
+    assert (first["finish_reason"], first["stop_reason"]) == ("stop", 0)
+    if envelope.chat:
+        assert first["message"] == {"role": "assistant", "content": "ab"}
+        assert set(first["logprobs"]["content"][0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    else:
+        assert first["text"] == "ab"
+        assert set(first["logprobs"]) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+
+
+@BOTH
+def test_chunks_of_several_answers_joined_are_the_whole_response(envelope):
+    whole = generation("one", "two", "33", logprobs=True)
+    made = Chunks(envelope, usage=True)
+    chunks = []
+    for step in range(3):  # side by side, as they come
+        for sample in range(3):
+            for part in parts(whole, sample)[step : step + 1]:
+                chunks += made.of(part)
+    chunks += made.end(whole)
+    for chunk in chunks:
+        check_shape(chunk, chunk=True)
+    assert [said(chunks, sample) for sample in range(3)] == ["one", "two", "33"]
+    for sample, one in enumerate(whole.completions):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == sample]
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", 0)
+        if envelope.chat:
+            assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+            assert choices[-1]["delta"] == {}
+            assert not any("role" in choice["delta"] for choice in choices[1:])
+            shown = [one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["content"]]
+        else:
+            shown = [one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["tokens"]]
+        assert len(shown) == len(one.tokens)
+
+
+@BOTH
+def test_how_much_it_took_is_said_once_and_only_on_request(envelope):
+    whole = generation("a")
+    for wanted in (False, True):
+        made = Chunks(envelope, usage=wanted)
+        chunks = [*made.of(parts(whole, 0)[0]), *made.end(whole)]
+        if not wanted:
+            assert not any("usage" in chunk for chunk in chunks)
+            continue
+        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+@BOTH
+@pytest.mark.parametrize("known", [0, 2], ids=["none", "some"])
+def test_what_no_part_has_said_comes_at_the_end(envelope, known):
+    whole = generation("abc")
+    made = Chunks(envelope)
+    chunks = [chunk for part in parts(whole, 0)[:known] for chunk in made.of(part)]
+    chunks += made.end(whole)
+    assert said(chunks, 0) == "abc"
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "stop"
+
+
+@BOTH
+def test_an_answer_of_no_text_still_has_a_beginning_and_an_end(envelope):
+    empty = Generation(completions=(Completion(text="", tokens=(), finish_reason="length"),), prompt_tokens=1)
+    choices = [chunk["choices"][0] for chunk in Chunks(envelope).end(empty)]
+    assert choices[-1]["finish_reason"] == "length"
+    assert said([{"choices": choices}], 0) == ""
+    assert len(choices) == (2 if envelope.chat else 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param", "code"),
+    [
+        (BadPrompt("no. Mend it."), 400, "invalid_request_error", None, None),
+        (BadRequest("no `n`. Mend it.", "n"), 400, "invalid_request_error", "n", None),
+        (PromptTooLong("too long. Mend it."), 400, "invalid_request_error", None, "context_length_exceeded"),
+        (Expired("late. Hurry."), 408, "timeout_error", None, None),
+        (QueueFull("full. Wait."), 429, "rate_limit_error", None, None),
+        (BackendDied("gone. Wait."), 503, "overloaded_error", None, None),
+        (BackendError("broke\nhere. Mend it."), 500, "server_error", None, None),
+    ],
+)
+def test_an_error_has_openais_shape(error, status, kind, param, code):
+    message = " ".join(str(error).split())
+    assert status_of(error) == status
+    assert error_of(error) == {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def test_a_request_may_ask_for_its_answer_in_chunks_where_that_can_be_had():
+    body = b'{"model": "m", "prompt": "p", "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 5}'
+    found = RequestReader(PromptDefaults(), streams=True).read(body, "/v1/completions")
+    assert (found.chat, found.model, found.stream, found.usage) == (False, "m", True, True)
+    assert (found.prompt.text, found.prompt.sampling.max_tokens) == ("p", 5)
+    with pytest.raises(BadRequest, match="`stream` is not to be had") as caught:
+        RequestReader(PromptDefaults()).read(body, "/v1/completions")
+    assert caught.value.param == "stream"
+
+
+@pytest.mark.parametrize(
+    ("body", "why", "param"),
+    [
+        (b"{", "the request is not JSON", None),
+        (b'{"max_token": 5}', "Did you mean `max_tokens`", "max_token"),
+        (b'{"prompt": "a"}', "has no `messages`", "messages"),
+        (b'{"messages": []}', "is empty", "messages"),
+        (b'{"messages": [{"content": "a"}]}', "has no role", "messages[0]"),
+        (b'{"messages": [{"role": "user"}], "echo": true}', "not to be had", "echo"),
+    ],
+)
+def test_a_request_that_cannot_be_names_the_field_that_is_to_blame(body, why, param):
+    with pytest.raises(BadRequest, match=why) as caught:
+        RequestReader(PromptDefaults()).read(body, "/v1/chat/completions")
+    assert caught.value.param == param
