@@ -25,6 +25,7 @@ GREETING_S = 5.0  # for a new client to say who it is
 PAUSE_S = 0.1  # without new clients while there are no descriptors
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MOST_STRANGERS = 256  # that have not yet
+LONGEST_WAIT_S = 3600.0  # at once: the system counts a wait in milliseconds, and refuses one of a month
 FINE_S = 2e-3  # below it a wait needs a finer clock than the selector's milliseconds
 
 Ready = Sequence[tuple[selectors.SelectorKey, int]]
@@ -76,6 +77,8 @@ class ClientLines:
         """What is ready, as soon as anything is, at the latest after so many seconds."""
         if self._strangers:
             seconds = min(seconds, GREETING_S)
+        if LONGEST_WAIT_S < seconds < math.inf:
+            seconds = LONGEST_WAIT_S
         if seconds < FINE_S:
             select.select([self._selector], [], [], max(0.0, seconds))  # type: ignore[list-item]
             seconds = 0

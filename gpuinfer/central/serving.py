@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ class Rows(Protocol):
     def wanted(self) -> bool: ...
 
 
+class Served(NamedTuple):
+    """What came of one batch."""
+
+    errors: Sequence[GpuinferError | None]  # what went wrong with each request, if anything
+    again: bool = False  # each request was run a second time, alone
+    whole: bool = True  # the model answered the batch at once: its time is that of so many rows
+
+
 class Answerer:
     """The model of one server. As many threads as it allows forwards may call `answer` at once."""
 
@@ -36,20 +44,20 @@ class Answerer:
         self.pin = opened.pin
         self._forward, self._layout = opened.forward, opened.answer
 
-    def answer(self, batch: Sequence[Rows]) -> tuple[list[GpuinferError | None], int]:
-        """Write each answer beside its rows. What went wrong with each, if anything; how many ran a second time.
+    def answer(self, batch: Sequence[Rows]) -> Served:
+        """Write each answer beside its rows.
 
-        A batch that the model raises on is run again one by one: whoever brought the row that it cannot take fails
+        A batch that the model raises on is run again one by one: the request with the row that it cannot take fails
         alone.
         """
         try:
             results = self._forward([ask.block.rows[: ask.rows] for ask in batch])
             if len(batch) == 1 or not unlike(results[0], self._layout):  # one odd row makes the answers of all odd
-                return [self._keep(ask, result) for ask, result in zip(batch, results, strict=True)], 0
+                return Served([self._keep(ask, result) for ask, result in zip(batch, results, strict=True)])
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
             if len(batch) == 1:
-                return [failure(error)], 0
-        return [self.answer([ask])[0][0] for ask in batch], len(batch)
+                return Served([failure(error)], whole=False)
+        return Served([self.answer([ask]).errors[0] for ask in batch], again=True, whole=False)
 
     def _keep(self, ask: Rows, result: Result) -> GpuinferError | None:
         """Copy one answer into its block, if it is one."""

@@ -21,12 +21,12 @@ from gpuinfer.cli.building import merge
 from gpuinfer.cli.variants import Axis, addressed, labels_of, parts, with_choices
 from gpuinfer.config import blame, options, registry, settings
 from gpuinfer.config.options import check, natural
+from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.load.options import classes_of, drawn, refuse_unread, rows_of, schedule_of
 from gpuinfer.simulate import Arrivals, Closed, Mix, Outcome, simulate
 from gpuinfer.simulate.events import Drift
 from gpuinfer.simulate.fitting import Fitted, fitted, replayed
-from gpuinfer.simulate.replica import Recorder
 from gpuinfer.simulate.service import ServiceModel
 
 NAME = "simulate"
@@ -104,7 +104,7 @@ class Scenario:
     factory: Callable[[], Strategy]
     drift: Drift
 
-    def simulate(self, replicas: int | None = None, recorder: Callable[[], Recorder] | None = None) -> Outcome:
+    def simulate(self, replicas: int | None = None, recorder: Callable[[], Journal] | None = None) -> Outcome:
         options = self.options
         endless = options.duration is None and self.arrivals.duration is None and self.arrivals.count is None
         return simulate(

@@ -85,6 +85,18 @@ def warn(plugin: Any, method: str, error: BaseException) -> None:
     log.debug("%s", "".join(traceback.format_exception(error)))
 
 
+class WarnOnce:
+    """Says what plugins raise where nothing depends on it: once for each class of plugin and each of its methods."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[type, str]] = set()
+
+    def __call__(self, plugin: Any, method: str, error: BaseException) -> None:
+        if (key := (type(plugin), method)) not in self._said:
+            self._said.add(key)
+            warn(plugin, method, error)
+
+
 @contextlib.contextmanager
 def calling(plugin: Any, method: str) -> Iterator[None]:
     """Say of what is raised inside whose it is. Errors of ours speak for themselves, and so do refused options."""

@@ -1,7 +1,4 @@
-"""What may enter the queue, and what is refused before it costs anything.
-
-Who is turned away when the queue is full: the one that comes, or those that the strategy gives up for it.
-"""
+"""What may enter the queue, what is refused before it costs anything, and which requests give way when it is full."""
 
 from __future__ import annotations
 
@@ -33,17 +30,20 @@ class Admission:
         if self.bound < self.widest:
             raise UsageError(f"max_queue_rows is {self.bound}, less than one batch. Make it at least {self.widest}.")
 
-    def refuse(self, rows: int, timeout: float, waiting_rows: int) -> RequestError | None:
-        """Why a request of that many rows cannot enter now; None when it can."""
-        if 1 <= rows <= self.widest and waiting_rows + rows <= self.bound and timeout > 0:
+    def refuse(self, request: Request, waiting_rows: int) -> RequestError | None:
+        """Why a request cannot enter now; None when it can."""
+        rows = request.rows
+        in_time = request.deadline > request.arrived
+        if 1 <= rows <= self.widest and waiting_rows + rows <= self.bound and in_time:
             return None
         if not 1 <= rows <= self.widest:
             return RequestError(
                 f"a request of {rows} rows can never be served: a batch takes 1 to {self.widest} rows, and no block "
                 f"is split. Submit smaller blocks, or raise the backend's max_rows."
             )
-        if not timeout > 0:
-            return Expired(f"a timeout of {timeout} s is over before it began. Give a positive one.")
+        if not in_time:
+            timeout = request.deadline - request.arrived
+            return Expired(f"a timeout of {timeout:g} s is over before it began. Give a positive one.")
         return QueueFull(
             f"the queue is full: {waiting_rows} of {self.bound} rows wait, and {rows} more do not fit. "
             f"Keep fewer requests outstanding, try again later, or raise max_queue_rows."

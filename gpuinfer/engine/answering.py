@@ -72,22 +72,21 @@ def _is_floating(dtype: Any) -> bool:
 async def answer(
     backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, lane: Lane, clock: Callable[[], float]
 ) -> float:
-    """Have the backend answer, and settle what it answers; returns the seconds that the backend took.
+    """Have the backend answer, and settle what it answers; returns when the backend was done.
 
     Raises whatever the backend raises, and `BadResult` or `BackendError` when it does not answer every request: then
     some are left unsettled.
     """
-    started = clock()
     if backend.streams:
         await _follow(backend, requests, unsettled, clock)
-        return clock() - started
+        return clock()
     results = await backend.infer(requests)
     ended = clock()
     lane.enter("reply")
     _check_count(backend, requests, results)
     for request, result in zip(requests, results, strict=True):
         _settle(backend, request, result, unsettled, ended)
-    return ended - started
+    return ended
 
 
 async def _follow(

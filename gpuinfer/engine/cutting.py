@@ -31,6 +31,9 @@ class Fault:
     requests: tuple[Request, ...]
     error: StrategyError
 
+    def error_of(self, request: Request) -> StrategyError:
+        return self.error
+
 
 class PassThrough(Strategy):
     """Sends on whatever waits: for a remote backend, whose batches are formed beside the model."""

@@ -1,8 +1,9 @@
-"""The only queue: takes requests, asks the strategy when to cut a batch, calls the backend, settles the futures.
+"""The queue core on an event loop: takes requests, does what the core decides, calls the backend, settles the futures.
 
-Everything happens on one event loop and in one order: `submit` queues and wakes, `_dispatch` expires and cuts, `_serve`
-runs one batch in a forward lane and settles it. The dispatcher is woken at most once for each turn of the loop, and not
-at all while the backend has no room: so the queue grows while the backend is busy, and a request costs no task.
+Everything happens on one event loop and in one order: `submit` hands a request to the core and wakes, `_dispatch` does
+what is decided, `_serve` runs one batch in a forward lane and settles it. The dispatcher is woken at most once for each
+turn of the loop, and not at all while the backend has no room: so the queue grows while the backend is busy, and a
+request costs no task.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 from gpuinfer.api import (
     Backend,
     BackendContext,
-    BatchRecord,
     Limits,
     Priority,
     Request,
@@ -31,17 +31,15 @@ from gpuinfer.api import (
     prompts_lane,
 )
 from gpuinfer.config import blame
-from gpuinfer.engine.admission import Admission, class_of, make_room
+from gpuinfer.engine.admission import class_of
 from gpuinfer.engine.answering import answer, as_failure
-from gpuinfer.engine.cutting import Cut, Fault, PassThrough, next_cut, notices_of
-from gpuinfer.engine.queue import Queue
+from gpuinfer.engine.core import Batch, Core, Journal
+from gpuinfer.engine.cutting import Cut, PassThrough
 from gpuinfer.engine.settling import OnPart, Unsettled
-from gpuinfer.engine.tally import Tally
-from gpuinfer.engine.watchdog import Held, Patience, uncut
-from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, WorkError
+from gpuinfer.engine.watchdog import Held, Patience
+from gpuinfer.errors import Closed, WorkError
 from gpuinfer.host.loop import Alarm
 from gpuinfer.stats import Lane, Snapshot
-from gpuinfer.trace.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class Engine:
         strategy: Strategy,
         *,
         max_queue_rows: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = 30.0,
     ) -> None:
@@ -76,18 +74,14 @@ class Engine:
         # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
         self.lanes: list[Lane] = []
         self._max_queue_rows = max_queue_rows
-        self._recorder = recorder
         self._clock = clock
         self._patience_s = patience_s
-        self._queue = Queue()
-        self._tally = Tally()
-        self._unsettled = Unsettled(self._tally, self._left)
+        self._warn = blame.WarnOnce()
+        self._core = Core(self.strategy, recorder, self._warn)
+        self._unsettled = Unsettled(self._settled, clock)
         self._free: list[Lane] = []
-        self._running: dict[asyncio.Task[None], tuple[int, Cut]] = {}  # the batches under way, with their numbers
-        self._batches = 0  # cut so far
+        self._running: dict[asyncio.Task[None], Batch] = {}  # the batches under way
         self._longest_s = 0.0  # that a batch took
-        self._moved = 0  # requests settled, and steps told
-        self._put_off = False  # by the strategy, when it was last asked
         self._doing = ""  # starting or closing
         self._given_up: WorkError | None = None
         self._hurried: asyncio.Future[None]  # since `start`: done when nobody wants to wait
@@ -96,7 +90,6 @@ class Engine:
         self._draining = False
         self._backend_open = False
         self._admits = False  # rows take free slots, and the backend tells its own steps: its lane is one, never taken
-        self._warned: set[tuple[object, str]] = set()
 
     async def start(self, roofline: Roofline | None = None) -> None:
         """Start the backend and open for requests. A backend that cannot start is closed again.
@@ -127,15 +120,14 @@ class Engine:
             self._doing = ""
 
     def _stepped(self, rows: int, seconds: float) -> None:
-        self._moved += 1
         self._longest_s = max(self._longest_s, seconds)
-        self._tally.stepped(rows, seconds)
+        self._core.stepped(rows, seconds)
 
     def _take_limits(self, limits: Limits) -> None:
         self._streams = self.backend.streams
-        self._admission = Admission(limits, self._max_queue_rows)
-        self.limits = limits
         self._admits = limits.slots is not None and self._streams
+        self._core.open(limits, self._max_queue_rows, stepped=self._admits)
+        self.limits = limits
         forwards = 1 if self._admits else limits.in_flight
         self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
@@ -165,11 +157,11 @@ class Engine:
             priority = class_of(priority)
         now = self._clock()
         request = Request(payload, rows, now, priority, now + timeout, group, client, on_part is not None)
-        if self._recorder is not None:
-            self._recorder.arrived(request)
-        if refusal := self._admission.refuse(rows, timeout, self._queue.rows):
-            self._refuse_unless_others_go(request, refusal)
-        self._queue.add(request)
+        if (shed := self._core.arrive(request)) is not None:
+            for other, error in shed.turned_away:
+                self._unsettled.fail(other, error)
+            if shed.refusal is not None:
+                raise shed.refusal
         future = self._loop.create_future()
         self._unsettled.add(request, future, on_part)
         if timeout < math.inf:
@@ -182,25 +174,10 @@ class Engine:
             if request in self._unsettled:  # whoever asked was cancelled
                 self._withdraw(request)
 
-    def _refuse_unless_others_go(self, request: Request, refusal: GpuinferError) -> None:
-        """Raise why this request cannot enter, unless the strategy turns others away for it."""
-        if isinstance(refusal, QueueFull):
-            shed = make_room(self.strategy, self._queue, request, self.limits, refusal, self._admission.bound)
-            for other, error in shed.turned_away:
-                self._unsettled.fail(other, error)
-            if shed.refusal is None:
-                return
-            refusal = shed.refusal
-        kind = "expired" if isinstance(refusal, Expired) else "rejected"
-        self._tally.error(kind, request.priority)
-        if self._recorder is not None:
-            self._recorder.settled(request, kind, request.arrived)
-        raise refusal
-
     def _withdraw(self, request: Request) -> None:
+        waited = self._core.withdraw(request)
         self._unsettled.drop(request)
-        if request in self._queue:
-            self._queue.remove((request,))
+        if waited:
             self._wake()
             return
         with self._harmless(self.backend, "cancel"):
@@ -208,58 +185,37 @@ class Engine:
 
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
-        self._queue.clients.join(client, self._clock())
+        self._core.join(client, self._clock())
         self._wake()
 
     def leave(self, client: Hashable) -> None:
         """Wait no longer for this client. Its outstanding requests stay."""
-        self._queue.clients.leave(client)
+        self._core.leave(client)
         self._wake()
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        slots = self.limits.slots if self._admits else None
-        return self._tally.snapshot(self._queue.rows, self.lanes, notices_of(self.strategy), slots or 0)
+        return self._core.snapshot(self.lanes)
 
     # Cutting
 
     def _wake(self) -> None:
         """Dispatch at the end of this turn of the loop, so that all who submit in it can share a batch."""
-        if self._queue.rows and not self._woken:
+        if self._core.queue.rows and not self._woken:
             self._woken = True
             self._alarm.ring_soon()
 
     def _dispatch(self) -> None:
         self._woken = False
         now = self._clock()
-        for request in self._queue.expire(now):
-            waited = f"its deadline passed after {now - request.arrived:.3f} s in the queue"
-            error = Expired(f"{waited}. Allow more time, or keep fewer requests outstanding.")
-            self._unsettled.fail(request, error)
-        when = min(self._cut_what_is_due(now), self._queue.next_deadline())
-        if when < math.inf:
-            self._alarm.ring_within(max(0.0, when - now))
-
-    def _cut_what_is_due(self, now: float) -> float:
-        """Cut while there is room and a batch is due; returns when to ask again."""
-        while self._free and (room := self._room()).max_rows:
-            step = next_cut(self.strategy, self._queue, now, room, draining=self._draining)
-            self._put_off = False
+        while not isinstance(step := self._core.decide(now, len(self._free), draining=self._draining), float):
             if isinstance(step, Cut):
                 self._launch(step, now)
-            elif isinstance(step, Fault):
-                self._unsettled.fail_all(step.requests, step.error)
             else:
-                self._put_off = True
-                return step
-        return math.inf
-
-    def _room(self) -> Limits:
-        """The limits of the next batch: narrower than the backend's while its slots are taken."""
-        if self.limits.slots is None:
-            return self.limits
-        taken = self._unsettled.rows - self._queue.rows
-        return replace(self.limits, max_rows=min(self.limits.max_rows, self.limits.slots - taken))
+                for request in step.requests:
+                    self._unsettled.fail(request, step.error_of(request))
+        if step < math.inf:
+            self._alarm.ring_within(max(0.0, step - now))
 
     def _launch(self, cut: Cut, now: float) -> None:
         gone = [request for request in cut.requests if self._unsettled.cancelled(request)]
@@ -269,24 +225,16 @@ class Engine:
             wanted = tuple(request for request in cut.requests if request in self._unsettled)
             cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
         if cut.requests:
-            if self._admits:
-                self._tally.admitted(cut, now)
-                lane = self._free[0]
-            else:
-                self._tally.cut(cut, now)
-                lane = self._free.pop()
-            number = 0 if self._recorder is None else self._recorder.cut(cut.requests, cut.rows, cut.reason, now)
-            task = self._loop.create_task(self._serve(cut, lane, now, number), name=lane.name)
-            self._batches += 1
-            self._running[task] = (self._batches, cut)
-            task.add_done_callback(functools.partial(self._ended, cut, lane))
+            batch = self._core.launch(cut, now)
+            lane = self._free[0] if self._admits else self._free.pop()
+            task = self._loop.create_task(self._serve(batch, lane), name=lane.name)
+            self._running[task] = batch
+            task.add_done_callback(functools.partial(self._ended, lane))
 
     # Serving
 
-    async def _serve(self, cut: Cut, lane: Lane, cut_at: float, number: int) -> None:
-        """Run one batch in one lane. Whatever happens, each of its requests is settled. The recorder knows it by
-        `number`.
-        """
+    async def _serve(self, batch: Batch, lane: Lane) -> None:
+        """Run one batch in one lane. Whatever happens, each of its requests is settled."""
         forward_lane.set(lane)
         if self._admits:
             prompts_lane.set(self.lanes[-1])
@@ -294,37 +242,27 @@ class Engine:
             lane.enter("forward")
         started = self._clock()
         try:
-            seconds = await answer(self.backend, cut.requests, self._unsettled, lane, self._clock)
-            self._longest_s = max(self._longest_s, seconds)
-            if not self._admits:
-                self._tally.ran(cut.rows, seconds)
-            if self._recorder is not None:
-                self._recorder.ran(number, seconds, self._clock())
-            waited = cut_at - min(request.arrived for request in cut.requests)
-            with self._harmless(self.strategy, "observe"):
-                self.strategy.observe(BatchRecord(cut.rows, len(cut.requests), started, seconds, waited, cut.reason))
+            ended = await answer(self.backend, batch.requests, self._unsettled, lane, self._clock)
+            self._longest_s = max(self._longest_s, seconds := ended - started)
+            self._core.ended(batch, started, seconds, ended)
         except BaseException as error:
-            self._unsettled.fail_all(cut.requests, as_failure(self.backend, error))
+            self._unsettled.fail_all(batch.requests, as_failure(self.backend, error))
             if not isinstance(error, Exception | asyncio.CancelledError):  # an interrupt is not ours to keep
                 raise
         finally:
             if not self._admits:
                 lane.enter("idle")
 
-    def _ended(self, cut: Cut, lane: Lane, task: asyncio.Task[None]) -> None:
+    def _ended(self, lane: Lane, task: asyncio.Task[None]) -> None:
+        batch = self._running.pop(task)
         if task.cancelled():  # before its first step
-            self._unsettled.fail_all(cut.requests, as_failure(self.backend, asyncio.CancelledError()))
-        self._running.pop(task, None)
+            self._unsettled.fail_all(batch.requests, as_failure(self.backend, asyncio.CancelledError()))
         if not self._admits:
             self._free.append(lane)
         self._wake()
 
-    def _left(self, request: Request, outcome: str) -> None:
-        now = self._clock()
-        self._moved += 1
-        self._queue.clients.answered(request.client, now)
-        if self._recorder is not None:
-            self._recorder.settled(request, outcome, now)
+    def _settled(self, request: Request, outcome: str, now: float, told: object) -> None:
+        self._core.settled(request, outcome, now, told)
         if self.limits.slots is not None:  # those it took are free, though its batch runs on
             self._wake()
 
@@ -334,9 +272,7 @@ class Engine:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            if (plugin, method) not in self._warned:
-                self._warned.add((plugin, method))
-                blame.warn(plugin, method, error)
+            self._warn(plugin, method, error)
 
     # Who holds what
 
@@ -351,18 +287,19 @@ class Engine:
             limit_s = patience.start_s if self._doing == "starting" else math.inf  # `close` has a limit of its own
             yield Held(self._doing, self.backend, f"has been {self._doing} for {{age}}", limit_s)
         if batches := list(self._running.values()):  # the oldest first
-            yield self._held_batch(*batches[0], patience)
-        elif self._put_off and self._queue.rows:
-            yield uncut(self.strategy, self._batches, len(self._unsettled), patience)
+            yield self._held_batch(batches[0], patience)
+        else:
+            yield from self._core.held(patience)
 
-    def _held_batch(self, number: int, cut: Cut, patience: Patience) -> Held:
+    def _held_batch(self, batch: Batch, patience: Patience) -> Held:
         """A batch; where answers come one by one, or from a far side, that none has come."""
         remote = self.backend.remote
         limit_s = patience.batch_s(self._longest_s, remote)
-        what = f"{_counted(len(cut.requests), 'request')}, {_counted(cut.rows, 'row')}"
+        number = batch.number
+        what = f"{_counted(len(batch.requests), 'request')}, {_counted(batch.rows, 'row')}"
         if remote or self._streams:
             doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked)"
-            return Held(("answers", self._moved + self._unsettled.parts), self.backend, doing, limit_s)
+            return Held(("answers", self._core.moved + self._unsettled.parts), self.backend, doing, limit_s)
         return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
 
     def give_up(self, error: WorkError) -> None:
@@ -372,8 +309,7 @@ class Engine:
         self._given_up, self._shut = error, "was given up."
         self.hurry()
         for request in self._unsettled:
-            if request in self._queue:
-                self._queue.remove((request,))
+            self._core.withdraw(request)
             self._unsettled.fail(request, error)
         for task in tuple(self._running):
             task.cancel()
@@ -439,8 +375,7 @@ class Engine:
 
     def _fail_waiting(self) -> None:
         for request in self._unsettled:
-            if request in self._queue:
-                self._queue.remove((request,))
+            if self._core.withdraw(request):
                 self._unsettled.fail(request, _closed())
 
     async def _abandon(self) -> None:

@@ -7,28 +7,26 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gpuinfer.api import Request, Result
-from gpuinfer.engine.tally import Tally
-from gpuinfer.errors import Expired, GpuinferError, QueueFull
+from gpuinfer.engine.core import outcome_of
+from gpuinfer.errors import GpuinferError
 from gpuinfer.generation import Part
 
 OnPart = Callable[[Part], None]
 
+Settled = Callable[[Request, str, float, object], None]
+"""Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, and what it was told."""
+
 
 class Unsettled:
-    """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing.
+    """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing."""
 
-    `left` is called with each request as it leaves, and with how it ended: "ok", or one of `stats.ERRORS`.
-    """
+    __slots__ = ("_clock", "_futures", "_on_part", "_settled", "parts")
 
-    __slots__ = ("_futures", "_left", "_on_part", "_tally", "parts", "rows")
-
-    def __init__(self, tally: Tally, left: Callable[[Request, str], None]) -> None:
-        self.rows = 0
+    def __init__(self, settled: Settled, clock: Callable[[], float]) -> None:
         self.parts = 0  # handed over so far
         self._futures: dict[Request, asyncio.Future[Any]] = {}
         self._on_part: dict[Request, OnPart] = {}  # of the requests that are read as they grow
-        self._tally = tally
-        self._left = left
+        self._settled, self._clock = settled, clock
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -42,12 +40,11 @@ class Unsettled:
     def add(self, request: Request, future: asyncio.Future[Result], on_part: OnPart | None = None) -> None:
         """`on_part` is handed the parts of the answer as they come; it must neither wait nor raise."""
         self._futures[request] = future
-        self.rows += request.rows
         if on_part is not None:
             self._on_part[request] = on_part
 
     def cancelled(self, request: Request) -> bool:
-        """Whether its asker has given up, though it may not have said so yet."""
+        """Whether its client has given up, though it may not have said so yet."""
         return self._futures[request].done()
 
     def hand_over(self, request: Request, part: Part) -> None:
@@ -57,13 +54,11 @@ class Unsettled:
             on_part(part)
 
     def answer(self, request: Request, result: Result, now: float) -> None:
-        if future := self._release(request, "ok"):
-            self._tally.answered(request, now)
+        if future := self._release(request, "ok", now):
             future.set_result(result)
 
     def fail(self, request: Request, error: GpuinferError) -> None:
-        if future := self._release(request, kind := kind_of(error)):
-            self._tally.error(kind, request.priority, error)
+        if future := self._release(request, outcome_of(error), self._clock(), error):
             future.set_exception(error)
 
     def fail_all(self, requests: Iterable[Request], error: GpuinferError) -> None:
@@ -71,27 +66,17 @@ class Unsettled:
             self.fail(request, error)
 
     def drop(self, request: Request) -> None:
-        """Forget a request whose asker wants no answer any more."""
+        """Forget a request whose client wants no answer any more."""
         self._futures[request].cancel()
-        self._release(request, "cancelled")
+        self._release(request, "cancelled", self._clock())
 
-    def _release(self, request: Request, outcome: str) -> asyncio.Future[Result] | None:
-        """Take a request off the books. Its future is for the caller to settle; None when nobody waits for it."""
+    def _release(self, request: Request, outcome: str, now: float, told: object = "") -> asyncio.Future[Result] | None:
+        """Take a request off the books. Its future is for the caller to settle; None when it has been cancelled."""
         future = self._futures.pop(request, None)
         if future is None:
             return None
-        self.rows -= request.rows
         if request.parts:
             self._on_part.pop(request, None)
-        self._left(request, "cancelled" if future.done() else outcome)
-        if future.done():
-            self._tally.error("cancelled", request.priority)
-            return None
-        return future
-
-
-def kind_of(error: BaseException) -> str:
-    """As which of `stats.ERRORS` a request counts that ends with this error."""
-    if isinstance(error, QueueFull):
-        return "rejected"
-    return "expired" if isinstance(error, Expired) else "failed"
+        gone = future.done()
+        self._settled(request, "cancelled" if gone else outcome, now, told)
+        return None if gone else future

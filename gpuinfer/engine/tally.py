@@ -22,13 +22,10 @@ class Tally:
         self._reasons: Counter[str] = Counter()
         self._failure = ""
 
-    def cut(self, batch: Cut, now: float) -> None:
-        """Count a batch as it is cut."""
-        self._batches[batch.rows] += 1
-        self.admitted(batch, now)
-
-    def admitted(self, batch: Cut, now: float) -> None:
-        """Count why these requests were sent to the backend, and how long they had waited."""
+    def cut(self, batch: Cut, now: float, *, a_batch: bool = True) -> None:
+        """Count why these requests are sent to the backend, how long they have waited, and the batch, if it is one."""
+        if a_batch:
+            self._batches[batch.rows] += 1
         self._reasons[batch.reason.value] += 1
         for request in batch.requests:
             self._classes[request.priority].queue_wait.add(now - request.arrived)

@@ -68,12 +68,6 @@ class Held:
     grace: float = 1.0  # of the patience until the first word
 
 
-def uncut(strategy: Strategy, batches: int, waiting: int, patience: Patience) -> Held:
-    """A strategy that cuts nothing, though so many requests wait and nothing is under way; it has cut `batches`."""
-    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
-    return Held(("cut", batches), strategy, f"does not cut: {wait}, for {{age}} now", patience.strategy_s)
-
-
 Looks = Callable[[], Iterable[Held]]
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuinfer.api import Limits, Request, Strategy
+from gpuinfer.config.blame import WarnOnce
+from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UsageError
 from gpuinfer.load.arrivals import Arrivals, Closed
 from gpuinfer.simulate.feed import ClosedFeed, OpenFeed
 from gpuinfer.simulate.outcome import Outcome
-from gpuinfer.simulate.replica import Batch, Recorder, Replica
+from gpuinfer.simulate.replica import Replica, Running
 from gpuinfer.simulate.routing import route
 from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import Lane, Snapshot, merge
@@ -41,7 +43,7 @@ def simulate(
     warmup: float = WARM_UP,
     max_queue_rows: int | None = None,
     drift: Drift = (),
-    recorder: Callable[[], Recorder] | None = None,
+    recorder: Callable[[], Journal] | None = None,
 ) -> Outcome:
     """Simulate until so many requests, or so many seconds of them, have come, and all of them are settled.
 
@@ -100,7 +102,7 @@ class Simulation:
         self._feed = self._closed or OpenFeed(arrivals, dice, most, until)
         self._warm_taken = math.ceil(warmup * requests) if warmup and requests is not None else math.inf
         self._warm_at = warmup * duration if warmup and duration is not None else math.inf
-        self._events: list[tuple[float, int, Replica, Batch | None]] = []  # a heap
+        self._events: list[tuple[float, int, Replica, Running | None]] = []  # a heap
         self._numbers = itertools.count()
         self._rows_taken = 0
         self._ebbs = False  # no more comes, or a client has left
@@ -117,13 +119,14 @@ class Simulation:
         replicas: int,
         routing: str,
         max_queue_rows: int | None,
-        recorder: Callable[[], Recorder] | None,
+        recorder: Callable[[], Journal] | None,
     ) -> None:
         """Start the replicas, and let the clients join."""
         if replicas < 1:
             raise UsageError(f"{replicas} replicas serve nobody. Give 1 or more.")
         self._joined = self._closed is not None and replicas == 1
         self.replicas: list[Replica] = []
+        warn = WarnOnce()
         for number in range(replicas):
             dice = self._dice("service", number)
             prefix = f"replica {number} " if replicas > 1 else ""
@@ -138,11 +141,12 @@ class Simulation:
                 self._schedule,
                 self._left if self._closed is not None else None,
                 recorder() if recorder is not None else None,
+                warn,
             )
             self.replicas.append(replica)
         if self._joined and self._closed is not None:
             for client in self._closed.clients:
-                self.replicas[0].queue.clients.join(client, 0.0)
+                self.replicas[0].core.join(client, 0.0)
         self._route = route(routing, self.replicas, self._dice("routing"))
 
     def _service_s(self, dice: random.Random, rows: int, now: float) -> float:
@@ -152,8 +156,8 @@ class Simulation:
                 return seconds * factor
         return seconds
 
-    def _schedule(self, when: float, replica: Replica, batch: Batch | None) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), replica, batch))
+    def _schedule(self, when: float, replica: Replica, running: Running | None) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), replica, running))
 
     def _left(self, request: Request, now: float, queued: bool) -> None:
         """A client has its answer, or was turned away: then it comes back no sooner than something has been served."""
@@ -162,7 +166,7 @@ class Simulation:
         if not self._closed.answered(request.client, now, least_s):
             self._ebbs = True
             if self._joined:
-                self.replicas[0].queue.clients.leave(request.client)
+                self.replicas[0].core.leave(request.client)
 
     def run(self) -> None:
         """Until everything has come and everything is settled."""
@@ -187,11 +191,11 @@ class Simulation:
                     touched.append(replica)
                 if not events or events[0][0] > now:
                     break
-                _, _, replica, batch = heapq.heappop(events)
-                if batch is None:
+                _, _, replica, running = heapq.heappop(events)
+                if running is None:
                     replica.ring(now)
                 else:
-                    replica.end(batch, now)
+                    replica.end(running, now)
                 touched.append(replica)
             if feed.taken >= warm_taken or now >= warm_at:
                 self._count_from_here()
@@ -211,7 +215,7 @@ class Simulation:
         """
         for replica in self.replicas:
             asks_again = self._closed is not None and self._closed.wants_more(self.now)
-            if replica.queue.rows and (asks_again or not replica.has_cut):
+            if replica.core.queue.rows and (asks_again or not replica.core.batches):
                 raise replica.uncut()
             replica.dispatch(self.now, draining=True)
         return bool(self._events)

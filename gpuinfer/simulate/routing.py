@@ -44,7 +44,7 @@ def least_outstanding(replicas: Sequence[Replica], dice: random.Random) -> Route
     order = list(replicas)
 
     def pick() -> Replica:
-        best = min(order, key=lambda replica: replica.outstanding)
+        best = min(order, key=lambda replica: replica.core.rows)
         order.remove(best)
         order.append(best)
         return best
@@ -61,7 +61,7 @@ def power_of_two(replicas: Sequence[Replica], dice: random.Random) -> Route:
     def pick() -> Replica:
         first, second = below(count), below(count - 1)
         one, other = replicas[first], replicas[second + (second >= first)]
-        return one if one.outstanding <= other.outstanding else other
+        return one if one.core.rows <= other.core.rows else other
 
     return pick
 

@@ -198,7 +198,7 @@ def test_a_strategy_that_never_cuts_ends_the_simulation(load, later):
         def cut_at(self, queue: QueueView) -> float:
             return queue.now + later
 
-    with pytest.raises(StrategyError, match=r"strategy 'Never' \(module .*\): it does not cut, though \d+ rows wait"):
+    with pytest.raises(StrategyError, match=r"strategy 'Never' \(module .*\) does not cut: \d+ requests? wait"):
         simulate(load, PLAIN, Never, Limits(64), requests=100)
 
 
