@@ -21,6 +21,8 @@ def computes_in(dtype: torch.dtype, device: torch.device, *, deterministic: bool
     with `deterministic` too, for there the same sums come out on any processor. It is a matter of what the processor
     can do, never of a measurement, so that a run that goes on computes as it began.
     """
+    import torch
+
     if device.type == "cpu" and dtype == torch.bfloat16 and (deterministic or not multiplies_bfloat16()):
         return FLOAT32
     return str(dtype).removeprefix("torch.")
