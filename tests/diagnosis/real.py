@@ -104,7 +104,7 @@ def slow_output(base: Command) -> Command:
 
 
 def _capped(flag: str) -> Callable[[Command, random.Random], Command]:
-    return lambda base, chance: base.adding(flag, f"max_rows={chance.choice([4, 8])}")
+    return lambda base, chance: base.adding(flag, f"max_rows={chance.choice([8, 16, 32])}")
 
 
 def _beside(plant: Callable[[Command, random.Random], Command]) -> Callable[[Command, random.Random], Command]:
@@ -112,7 +112,7 @@ def _beside(plant: Callable[[Command, random.Random], Command]) -> Callable[[Com
 
 
 def _few_games(base: Command, chance: random.Random) -> Command:
-    return base.adding("--games-in-flight", str(chance.choice([4, 8])))
+    return base.adding("--games-in-flight", str(chance.choice([8, 16, 32])))
 
 
 def _nothing(base: Command, chance: random.Random) -> Command:
