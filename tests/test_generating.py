@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 import jsonschema
 import numpy as np
 import pytest
-from text.toy import alone, toy_generator
+from text.toy import alone, joined, toy_generator
 
 from gpuinfer.api import Backend, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema
@@ -283,6 +284,47 @@ async def test_a_stream_that_nobody_follows_gives_its_slots_back():
         await stream.aclose()
         assert await outcomes(asked(engine, *PROMPTS)) == answers(PROMPTS)
         assert engine.backend.driver.counters()["finished"] == 1 + len(PROMPTS)
+
+
+def reading(engine, one):
+    return PartStream(lambda on_part: engine.submit(one, rows=one.samples, on_part=on_part))
+
+
+@run
+async def test_what_is_read_as_it_grows_is_what_is_answered():
+    async with serving() as engine:
+        wanted = [
+            *PROMPTS,
+            prompt("xyz", samples=3),
+            prompt("stopped", 40, stop=("e", "qu")),
+            prompt("told", logprobs=1),
+        ]
+        streams = [reading(engine, one) for one in wanted]
+        others = asked(engine, *PROMPTS)
+        for one, stream in zip(wanted, streams, strict=True):
+            assert joined([part async for part in stream]) == list(alone(one))
+            assert stream.result.completions == alone(one)
+        assert await outcomes(others) == answers(PROMPTS)
+
+
+@run
+async def test_a_reader_that_leaves_frees_its_slots_at_the_next_step():
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator)
+    async with serving(generator) as engine:
+        leaving, staying = reading(engine, prompt("ab", 9, samples=2)), reading(engine, prompt("c", 9, samples=2))
+        await gate.closed_on_a_step()
+        await leaving.aclose()
+        gate.open.set()
+        assert joined([part async for part in staying]) == list(alone(prompt("c", 9, samples=2)))
+        assert {len(step.slots) for step in generator.decoder.steps[1:]} == {2}
+
+
+@run
+async def test_a_prompt_that_cannot_be_served_says_so_to_its_reader():
+    async with serving() as engine:
+        with pytest.raises(BadPrompt):
+            await anext(reading(engine, prompt("what the alphabet lacks: ¿")))
 
 
 def text_backend(name, **options):

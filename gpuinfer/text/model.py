@@ -10,11 +10,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError
-from gpuinfer.generation import Generation, Prompt
+from gpuinfer.generation import Generation, Part, Prompt
 
 if TYPE_CHECKING:
     from gpuinfer.text.generator import Driver, Prepared
@@ -83,7 +84,7 @@ class TextModel:
         return {**self._gauge(), **told}
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Each answer as it comes. A prompt that cannot be served gets its own error."""
+        """Each answer as it comes, in parts where they are wanted. A prompt that cannot be served gets an error."""
         if self._driver.lane is None:
             self._driver.lane = forward_lane.get()
         answers = _Answers(self._loop)
@@ -92,12 +93,12 @@ class TextModel:
             self._submit(batch, await self._prepare([request.payload for request in batch]), answers)
             left = len(batch)
             while left:
-                for request, outcome in await answers.take():
+                for request, news in await answers.take():
+                    if isinstance(news, Part):
+                        yield Event(request, news, last=False)
+                        continue
                     left -= 1
-                    if isinstance(outcome, Exception):
-                        yield Event(request, error=outcome)
-                    else:
-                        yield Event(request, outcome)
+                    yield Event(request, error=news) if isinstance(news, Exception) else Event(request, news)
         finally:
             self._early.difference_update(batch)
             for request in batch:
@@ -125,7 +126,7 @@ class TextModel:
             elif request not in self._early:
                 answers.put(request, _cancelled())
             else:
-                good.append((request, one))
+                good.append((request, replace(one, parts=True) if request.parts else one))
         tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
         for ticket, (request, _) in zip(tickets, good, strict=True):
             self._tickets[request] = ticket
@@ -163,19 +164,28 @@ class TextModel:
     def _count(self, rows: int, seconds: float) -> None:
         self._steps.append((rows, seconds))
         if len(self._steps) >= STEPS or time.monotonic() - self._told_at >= TELL_S:
-            self._deliver(())
+            self._deliver((), ())
 
-    def _deliver(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
-        """Answers go to the loop once a step, however many there are."""
+    def _deliver(self, parts: Sequence[tuple[int, Part]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        """Answers and their parts go to the loop once a step, however many there are."""
         steps, self._steps, self._told_at = self._steps, [], time.monotonic()
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrived, steps, outcomes)
+            self._loop.call_soon_threadsafe(self._arrived, steps, parts, outcomes)
 
     # On the loop
 
-    def _arrived(self, steps: Sequence[tuple[int, float]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
+    def _arrived(
+        self,
+        steps: Sequence[tuple[int, float]],
+        parts: Sequence[tuple[int, Part]],
+        outcomes: Sequence[tuple[int, Outcome]],
+    ) -> None:
         for rows, seconds in steps:
             self._stepped(rows, seconds)
+        for ticket, part in parts:
+            if (asked := self._asked.get(ticket)) is not None:  # else it was cancelled
+                request, answers = asked
+                answers.put(request, part)
         for ticket, outcome in outcomes:
             self._settle(ticket, outcome)
 
@@ -194,15 +204,15 @@ class _Answers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._arrived: list[tuple[Request, Outcome]] = []
+        self._arrived: list[tuple[Request, Outcome | Part]] = []
         self._waiting: asyncio.Future[None] | None = None
 
-    def put(self, request: Request, outcome: Outcome) -> None:
-        self._arrived.append((request, outcome))
+    def put(self, request: Request, news: Outcome | Part) -> None:
+        self._arrived.append((request, news))
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def take(self) -> list[tuple[Request, Outcome]]:
+    async def take(self) -> list[tuple[Request, Outcome | Part]]:
         """All that has come; waits for the first."""
         if not self._arrived:
             self._waiting = self._loop.create_future()

@@ -64,7 +64,8 @@ def test_what_is_submitted_is_answered(driver):
 def test_the_outcomes_of_a_step_are_delivered_together(generator):
     deliveries, complete = [], threading.Event()
 
-    def deliver(outcomes):
+    def deliver(parts, outcomes):
+        assert parts == []
         deliveries.append(outcomes)
         if sum(map(len, deliveries)) == 3:
             complete.set()
@@ -117,7 +118,7 @@ def test_a_cancelled_prompt_has_no_outcome_and_the_others_have(generator):
     gate = Gate(generator)
     outcomes, complete = {}, threading.Event()
 
-    def deliver(some):
+    def deliver(parts, some):
         outcomes.update(some)
         if len(outcomes) == 2:
             complete.set()

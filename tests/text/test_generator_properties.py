@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import pytest
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text.toy import LETTERS, alone, toy_generator
+from text.toy import LETTERS, alone, joined, toy_generator
 
 from gpuinfer.errors import BackendError
-from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.generation import Generation, Part, Prompt, Sampling
 
 BEGINNINGS = ["", "the same beginning of them all, ", "the same beginning of some, but not of all. "]
 STOPS = [("a",), ("e", "th"), ("qu", "x.")]
@@ -20,11 +21,14 @@ STRINGS = [one for stop in STOPS for one in stop]
 
 @dataclass(frozen=True)
 class Arrival:
-    """A prompt, the step before which it comes, and the step before which nobody wants it any more."""
+    """A prompt, the step before which it comes, and the step before which nobody wants it any more; whether its answer
+    is given out in parts.
+    """
 
     prompt: Prompt
     step: int
     cancelled: int | None
+    parts: bool = False
 
 
 samplings = st.builds(
@@ -55,6 +59,7 @@ arrivals = st.builds(
     prompts,
     step=st.integers(0, 40),
     cancelled=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 60)),
+    parts=st.booleans(),
 )
 mixes = {
     "coming": st.lists(arrivals, min_size=1, max_size=14),
@@ -70,14 +75,19 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gath
     waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
     prepared = generator.prepare([arrival.prompt for arrival in coming])
     outcomes: dict[object, object] = {}
+    given: dict[object, list[Part]] = defaultdict(list)
     dropped = set()
     step = 0
     while waiting or generator.busy:
         while waiting and waiting[0][1].step <= step and waiting[0][1].prompt.samples <= generator.free_slots:
             number, _ = waiting.pop(0)
-            generator.add(number, prepared[number])
+            generator.add(number, replace(prepared[number], parts=coming[number].parts))
         dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
-        for number, outcome in generator.step().finished:
+        stepped = generator.step()
+        for number, part in stepped.parts:
+            assert number not in outcomes
+            given[number].append(part)
+        for number, outcome in stepped.finished:
             assert number not in outcomes
             outcomes[number] = outcome
         step += 1
@@ -87,6 +97,7 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gath
         assert isinstance(outcome, Generation)
         assert outcome.completions == alone(coming[number].prompt, length)
         assert outcome.prompt_tokens == len(prepared[number].tokens)
+        assert joined(given[number]) == (list(outcome.completions) if coming[number].parts else [])
     assert generator.free_slots == slots
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from language_samples import KINDS, Files, shape
 from tokenizers import Tokenizer
 
+from gpuinfer.generation import Prompt
 from gpuinfer.text.language import Language, open_language
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.subwords import Subwords
@@ -46,15 +47,16 @@ def grown(language: Language, tokens: list[int], stop: tuple[str, ...] = ()) -> 
 
 def check_growth(kind: str, tokens: list[int]) -> None:
     language = LANGUAGES[kind]
-    growing, shown = language.growing(), [""]
+    growing, shown, certain = language.growing(), "", 0
+    whole = language.decode(tokens)
     for count, token in enumerate(tokens, 1):
         growing.push(token)
         assert growing.text == language.decode(tokens[:count])
-        assert growing.shown.startswith(shown[-1])
-        shown.append(growing.shown)
+        before, (new, certain) = certain, growing.settled()
+        shown += new
+        assert whole.startswith(shown)
+        assert before <= certain <= count
     assert growing.kept == len(tokens)
-    whole = language.decode(tokens)
-    assert all(whole.startswith(one) for one in shown)
 
 
 @pytest.mark.parametrize("kind", LANGUAGES)
@@ -100,7 +102,7 @@ def test_half_a_character_is_never_shown():
         growing = language.growing()
         for token in byte_tokens(language, "日本😀"):
             growing.push(token)
-            assert "�" not in growing.shown
+            assert "�" not in growing.settled()[0]
         assert growing.text == "日本😀"
 
 
@@ -135,20 +137,59 @@ def test_stop_strings_are_found_wherever_the_tokens_end(kind, data):
         return  # where a run of bytes turns out to be no text, its characters had counted until then
     growing, found = grown(language, tokens, stop)
     assert (growing.text, found) == first_stop(whole, stop)
-    assert growing.shown == growing.text[: len(growing.shown)]
     assert language.decode(tokens[: growing.kept]).startswith(growing.text)
     if found and growing.kept:
         assert not language.decode(tokens[: growing.kept - 1]).startswith(growing.text)
 
 
+@pytest.mark.parametrize("kind", LANGUAGES)
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data())
+def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
+    """Some stop strings come too early to count. At each token: what has been told is the beginning of what there would
+    be if the answer ended there, with a stop string or without, in characters and in tokens.
+    """
+    language = LANGUAGES[kind]
+    tokens = data.draw(tokens_of(language))
+    whole = language.decode(tokens)
+    within = st.tuples(st.integers(0, 40), st.integers(1, 5)).map(lambda at: whole[at[0] : sum(at)])
+    stop = data.draw(st.lists(st.one_of(within, st.text("ab 日�", max_size=3)), max_size=4))
+    growing, told, certain = language.growing(stop), "", 0
+    for count, token in enumerate(tokens, 1):
+        found = growing.push(token)
+        ends = [(language.decode(tokens[:count]), count)] + ([(growing.text, growing.kept)] if found else [])
+        for text, kept in ends:
+            assert text.startswith(told)
+            assert certain <= kept
+        new, certain = growing.settled()
+        told += new
+        for text, kept in ends:
+            assert text.startswith(told)
+            assert certain <= kept
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_without_stop_strings_nothing_waits_but_half_characters(kind):
+    language = LANGUAGES[kind]
+    growing, told = language.growing(), ""
+    for count, token in enumerate(language.encode([Prompt(text="abc")])[0].tolist(), 1):
+        growing.push(token)
+        new, certain = growing.settled()
+        told += new
+        assert (told, certain) == (growing.text, count)
+
+
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none():
-    language = LANGUAGES["bytes"]
-    growing = language.growing(["###", "\n\n"])
-    shown = []
-    for byte in b"a##b\nc":
-        growing.push(byte)
-        shown.append(growing.shown)
-    assert shown == ["a", "a", "a", "a##b", "a##b", "a##b\nc"]
+    growing = LANGUAGES["bytes"].growing(["###", "\n\n"])
+    told = [(growing.push(byte), growing.settled())[1] for byte in b"a##b\nc"]
+    assert told == [("a", 1), ("", 1), ("", 1), ("##b", 4), ("", 4), ("\nc", 6)]
+
+
+def test_what_two_stop_strings_share_waits_for_the_longer_when_the_shorter_does_not_count():
+    growing = LANGUAGES["bytes"].growing(["bc", "abcd"])
+    assert [(growing.push(byte), growing.settled()[0]) for byte in b"xabc"][-1] == ("bc", "")
+    assert growing.push(ord("d")) == "abcd"
+    assert (growing.text, growing.kept) == ("x", 1)
 
 
 def test_a_stop_string_that_did_not_count_stays_in_the_text():

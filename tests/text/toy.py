@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuinfer.generation import Completion, Prompt, Sampling
+from gpuinfer.generation import Completion, Part, Prompt, Sampling
 from gpuinfer.text.generator import Generator
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
@@ -180,6 +180,31 @@ def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
             return _said(sampling, growing.text, answer[: growing.kept], logprobs, "stop", stop)
         history = mixed(history, token, len(tokens) + len(answer) - 1)
     return _said(sampling, language.decode(answer), answer, logprobs, "length", None)
+
+
+def joined(parts: Sequence[Part]) -> list[Completion]:
+    """The answers that these parts are of, in the order of their numbers. Each ends with its one last part."""
+    own: dict[int, list[Part]] = {}
+    for part in parts:
+        own.setdefault(part.sample, []).append(part)
+    assert sorted(own) == list(range(len(own)))
+    for one in own.values():
+        assert all(part.finish_reason is part.stop_reason is None for part in one[:-1])
+        assert all(part.text or part.tokens for part in one[:-1])
+        assert all(part.logprobs is None or len(part.logprobs) == len(part.tokens) for part in one)
+    return [_whole(own[sample]) for sample in sorted(own)]
+
+
+def _whole(parts: Sequence[Part]) -> Completion:
+    assert parts[-1].finish_reason is not None
+    logprobs = [one for part in parts for one in part.logprobs or ()]
+    return Completion(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        finish_reason=parts[-1].finish_reason,
+        stop_reason=parts[-1].stop_reason,
+        logprobs=None if parts[-1].logprobs is None else tuple(logprobs),
+    )
 
 
 def _said(sampling: Sampling, text: str, answer: list[int], logprobs: list[Any], reason: Any, cause: Any) -> Completion:

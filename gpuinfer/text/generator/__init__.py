@@ -6,6 +6,7 @@ prepared.py         a prompt's tokens and limits, checked before it takes a slot
 admission.py        which slot a row gets, what it takes over from others, whom it waits for
 cache.py            what every slot holds: free ones, how their tokens begin, what is copied between them
 composing.py        the tokens of the next step
+giving.py           what is given out of an answer while it grows
 settling.py         what drawn tokens mean for the rows: first tokens, ends, answers
 troubles.py         a step that raised: fewer tokens at once, or the row at fault found
 driver.py           the thread that steps

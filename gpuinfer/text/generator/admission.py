@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from gpuinfer.text.generator.cache import LEAST, Copies, Places, Prefixes, PrefixMatch, SlotTable
+from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.prepared import Language, PromptWork, Row, Sampler
 from gpuinfer.text.step import Decoder
 
@@ -121,8 +122,9 @@ class Admission:
         sampling = prepared.sampling
         for number, slot in enumerate(slots):
             row = Row(work, number, slot)
-            if sampling.stop:
+            if sampling.stop or prepared.parts:
                 row.growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens)
+                row.given = Given(number, row.growing) if prepared.parts else None
             if prepared.matcher is not None:
                 row.matcher = prepared.matcher.copy()
             if sampling.logprobs is not None:

@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendDied, Closed
-from gpuinfer.generation import Generation
+from gpuinfer.generation import Generation, Part
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.generator import Generator, Stepped
 from gpuinfer.text.generator.prepared import Prepared
@@ -21,7 +22,7 @@ logger = logging.getLogger("gpuinfer")
 CLOSE_S = 10.0  # how long `close` waits for the step under way
 Outcome = Generation | Exception
 Done = Callable[[Outcome], None]
-Deliver = Callable[[Sequence[tuple[int, Outcome]]], None]
+Deliver = Callable[[Sequence[tuple[int, Part]], Sequence[tuple[int, Outcome]]], None]
 
 
 @dataclass(slots=True)
@@ -55,8 +56,9 @@ class Counters:
 class Driver:
     """Owns the generator from now on; every call of the decoder but those that made it comes from this one thread.
 
-    Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), or one by one to the
-    `done` of their submission. Neither may block. `on_step` is told the rows and seconds of each step.
+    Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the (ticket, part)
+    that came before them, or one by one to the `done` of their submission, which gets no parts. Neither may block.
+    `on_step` is told the rows and seconds of each step.
     """
 
     def __init__(
@@ -202,10 +204,11 @@ class Driver:
             self._counters.add(stepped, seconds)
             if self.on_step is not None:
                 self._told(self.on_step, stepped.rows, seconds)
-        if stepped.finished:
-            self._hand_out([(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)])
+        if stepped.finished or stepped.parts:
+            outcomes = [(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)]
+            self._hand_out(outcomes, cast(Sequence[tuple[int, Part]], stepped.parts))
 
-    def _hand_out(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+    def _hand_out(self, outcomes: Sequence[tuple[int, Outcome]], parts: Sequence[tuple[int, Part]] = ()) -> None:
         with self._wake:
             # those that closing has failed in the meantime are no longer open
             wanted = [(ticket, outcome, self._open.pop(ticket)) for ticket, outcome in outcomes if ticket in self._open]
@@ -215,7 +218,7 @@ class Driver:
             else:
                 self._counters.failed += 1
         if self.deliver is not None:
-            self._told(self.deliver, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
+            self._told(self.deliver, parts, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
         for _, outcome, done in wanted:
             if done is not None:
                 self._told(done, outcome)

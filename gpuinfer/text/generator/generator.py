@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import Completion, Generation, Prompt
+from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Composer, StepPlan
@@ -31,6 +31,7 @@ class Stepped:
     """What one step did."""
 
     finished: Sequence[tuple[Hashable, Generation | Exception]]
+    parts: Sequence[tuple[Hashable, Part]] = ()  # of answers that are given out while they grow, before `finished`
     rows: int = 0  # that took part
     tokens: int = 0  # that went through the decoder
     prompt_tokens: int = 0  # of them, those of prompts
@@ -113,9 +114,7 @@ class Generator:
         if prepared.limit or prepared.sampling.prompt_logprobs is not None:
             self._admission.add(work)
             return
-        nothing = Completion(text="", tokens=(), finish_reason="length")
-        work.completions = [nothing] * prepared.samples
-        self._settling.complete(work, now)
+        self._settling.answer_nothing(work, now)
 
     def cancel(self, ticket: Hashable) -> bool:
         """Nobody wants this answer any more: its slots are free at once. False when it is finished or unknown."""
@@ -131,17 +130,17 @@ class Generator:
             self._settling.fail(work, error)
         plan = self._compose()
         if plan is None:
-            return Stepped(self._taken())
+            return Stepped(*self._taken())
         try:
             drawn, echoes = self._run(plan)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
-            return Stepped(self._taken())
+            return Stepped(*self._taken())
         self.enter("reply")
         self._troubles.passed()
         self._settling.settle(plan, drawn, echoes, time.perf_counter())
         return Stepped(
-            self._taken(),
+            *self._taken(),
             rows=plan.rows,
             tokens=len(plan.step.tokens),
             prompt_tokens=plan.prompt_tokens,
@@ -215,9 +214,11 @@ class Generator:
         if guilty is not None:
             self._settling.fail(guilty.work, alone(error))
 
-    def _taken(self) -> Sequence[tuple[Hashable, Generation | Exception]]:
-        finished, self._settling.finished = self._settling.finished, []
-        return finished
+    def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
+        settling = self._settling
+        finished, parts = settling.finished, settling.parts
+        settling.finished, settling.parts = [], []
+        return finished, parts
 
 
 def _sampler(decoder: Decoder, seed: int, end_tokens: Sequence[int], threads: int, deterministic: bool) -> Sampler:

@@ -18,20 +18,11 @@ from torch import Tensor
 
 from gpuinfer.errors import BadPrompt, PromptTooLong, RequestError
 from gpuinfer.generation import Completion, Constraint, Logprob, Prompt, Sampling
+from gpuinfer.text.generator.giving import Given, Growing
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.step import Decoder
 
 Ints = NDArray[np.int32]
-
-
-class Growing(Protocol):
-    """An answer's text as it grows."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def kept(self) -> int: ...
-    def push(self, token: int) -> str | None: ...
 
 
 class Matcher(Protocol):
@@ -87,6 +78,7 @@ class Prepared:
     first_sample: int
     key: str
     matcher: Matcher | None  # each sample works on a copy
+    parts: bool = False  # the answers are given out while they grow
 
 
 Enter = Callable[[str], None]
@@ -158,11 +150,12 @@ def _truncated(prompt: Prompt, tokens: Ints, decoder: Decoder) -> Ints:
 class Row:
     """One sample of a prompt: it has a slot from its placement until its answer is complete."""
 
-    __slots__ = ("growing", "logprobs", "matcher", "number", "owner", "shared", "slot", "source", "work")
+    __slots__ = ("given", "growing", "logprobs", "matcher", "number", "owner", "shared", "slot", "source", "work")
 
     def __init__(self, work: PromptWork, number: int, slot: int) -> None:
         self.work, self.number, self.slot = work, number, slot
-        self.growing: Growing | None = None  # for stop strings
+        self.growing: Growing | None = None  # for stop strings, and for what is given out
+        self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
         self.logprobs: list[Logprob] | None = None
         self.owner: Row | None = None  # whose prefill it waits for

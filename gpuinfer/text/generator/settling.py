@@ -12,11 +12,12 @@ from typing import Literal, cast
 import numpy as np
 
 from gpuinfer.errors import BackendError, GpuinferError
-from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.generation import Completion, Generation, Logprob, Part
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
+from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.prepared import Drawn, Language, PromptWork, Row
 
 
@@ -32,6 +33,7 @@ class Ending:
 END_TOKEN = Ending("stop", silent=True)
 COMPLETE = Ending("stop")
 FULL = Ending("length")
+NOTHING = Completion(text="", tokens=(), finish_reason="length")
 
 
 def ending(row: Row, token: int, count: int, *, full: bool) -> Ending | None:
@@ -70,7 +72,7 @@ Echo = Sequence[Logprob]
 class Settling:
     """Writes steps' tokens down. Arrays do it for rows that go on; Python sees those that end or are watched.
 
-    `finished` gathers answers and failures until someone takes them.
+    `finished` gathers answers and failures until someone takes them, `parts` what rows give out before that.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Settling:
         self._enter = enter
         self.works: dict[Hashable, PromptWork] = {}
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
+        self.parts: list[tuple[Hashable, Part]] = []
 
     def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
         """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
@@ -126,6 +129,13 @@ class Settling:
         self._composer.changed()
         work.rows = []
 
+    def answer_nothing(self, work: PromptWork, now: float) -> None:
+        """A prompt of which nothing is wanted: its answers are empty."""
+        work.completions = [NOTHING] * work.prepared.samples
+        for sample in range(work.prepared.samples) if work.prepared.parts else ():
+            self.parts.append((work.ticket, Given(sample, self._language.growing(())).rest(NOTHING)))
+        self.complete(work, now)
+
     def complete(self, work: PromptWork, now: float) -> None:
         """All of its answers are there."""
         del self.works[work.ticket]
@@ -154,7 +164,7 @@ class Settling:
             self._composer.changed()
             if not chunk.draws:
                 for row in work.rows:
-                    self._finish(row, Completion(text="", tokens=(), finish_reason="length"), now)
+                    self._finish(row, NOTHING, now)
 
     def _look(self, row: Row, at: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
         """One row that may end with its token at position `at`."""
@@ -170,12 +180,16 @@ class Settling:
                 self._enter("reply")
             if end is not None:
                 self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
+            elif row.given is not None and (part := row.given.more(tokens[prompt:], row.logprobs)) is not None:
+                self.parts.append((row.work.ticket, part))
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
 
     def _finish(self, row: Row, answer: Completion, now: float) -> None:
         work = row.work
         work.completions[row.number] = answer
+        if row.given is not None:
+            self.parts.append((work.ticket, row.given.rest(answer)))
         self._admission.release(row)
         self._composer.changed()
         work.left -= 1

@@ -29,6 +29,7 @@ class Growing:
         self._length = 0  # characters in parts
         self._ends: list[int] = []  # characters after each token, for `kept`
         self._cut: int | None = None  # where the text ends, if a stop string has just been completed
+        self._said = self._said_tokens = 0  # characters and tokens that `settled` has told
         self._bytes = _utf8("replace" if spelling.raw else "strict")
         self._first = True
         self._strip = spelling.strip
@@ -56,16 +57,19 @@ class Growing:
             return "".join(self._parts[: self._run.parts]) + REPLACEMENT * self._run.bytes
         return "".join(self._parts) + self._rest()
 
-    @property
-    def shown(self) -> str:
-        """What may be shown already, as no later token can change it: no half characters, nothing that may turn out to
-        be the beginning of a stop string. `text` begins with it, now and later.
+    def settled(self) -> tuple[str, int]:
+        """What has become certain since the last call: the text that no later token can take back, and how many tokens
+        are certain in all.
+
+        Half characters wait, and whatever may turn out to be the beginning of a stop string; so do the tokens of which
+        a stop string would leave nothing. Texts joined are the beginning of `text`, now and later, and the tokens never
+        more than `kept` if the answer ended with a stop string.
         """
-        if self._cut is not None:
-            return self.text
-        unsure = self._run.open and not self._run.broken
-        text = "".join(self._parts[: self._run.parts] if unsure else self._parts)
-        return text[: len(text) - self._held(text)]
+        certain = self._certain()
+        new = self._since(self._said)[: certain - self._said] if certain > self._said else ""
+        self._said += len(new)
+        self._said_tokens = max(self._said_tokens, self._certain_tokens())
+        return new, self._said_tokens
 
     @property
     def kept(self) -> int:
@@ -140,6 +144,32 @@ class Growing:
         if found is not None:
             self._cut = self._length - len(window) + best[1]
         return found
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether what was written last may still turn out to be no text."""
+        return self._run.open and not self._run.broken
+
+    def _certain(self) -> int:
+        """How many characters no later token can change."""
+        length, tail = (self._run.length, self._run.tail) if self._unsure else (self._length, self._tail)
+        certain = length - self._held(tail)
+        return certain if self._cut is None else min(certain, self._cut)
+
+    def _certain_tokens(self) -> int:
+        if not (self._stop or self._unsure or self._bytes.getstate()[0]):
+            return len(self._ends)
+        return bisect_left(self._ends, self._said) + 1 if self._said else 0
+
+    def _since(self, place: int) -> str:
+        """The text from this character on."""
+        lacking, found = self._length - place, []
+        for part in reversed(self._parts):
+            found.append(part)
+            lacking -= len(part)
+            if lacking <= 0:
+                break
+        return "".join(reversed(found))[-lacking:] if lacking else "".join(reversed(found))
 
     def _rest(self) -> str:
         """What the bytes that wait for more would be if nothing followed."""

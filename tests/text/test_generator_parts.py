@@ -1,0 +1,190 @@
+"""Answers given out while they grow: joined, the parts are the answer, in every vocabulary and however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from counts import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from text.test_language_growing import LANGUAGES, tokens_of
+from text.toy import LETTERS, ToyDecoder, joined, toy_generator
+
+from gpuinfer.errors import BackendError
+from gpuinfer.generation import Candidate, Constraint, Generation, Logprob, Part, Prompt, Sampling
+from gpuinfer.text.generator import Generator
+
+LENGTH = 128
+
+
+class Blind(ToyDecoder):
+    """Computes nothing: the sampler knows what comes."""
+
+    def __init__(self, slots: int, vocabulary: int) -> None:
+        super().__init__(slots, LENGTH)
+        self.shape = replace(self.shape, vocabulary=vocabulary)
+
+    def forward(self, step):
+        return torch.zeros(len(step.wanted), 1)
+
+
+@dataclass
+class Dictated:
+    """Draws for each sample the tokens of its script, one after another."""
+
+    scripts: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        self._at: dict[int, tuple[int, int]] = {}
+
+    def admit(self, slot, sampling, prompt_tokens, key, sample):
+        self._at[slot] = sample, 0
+
+    def release(self, slot):
+        del self._at[slot]
+
+    def draw(self, logits, slots, masks):
+        drawn = [self._next(slot) for slot in slots.tolist()]
+        logprobs = [Logprob(Candidate(token, -1.0 - at, 1)) for token, at in drawn]
+        return Dictation(np.array([token for token, _ in drawn], np.int32), logprobs)
+
+    def _next(self, slot):
+        sample, at = self._at[slot]
+        self._at[slot] = sample, at + 1
+        return self.scripts[sample][at], at
+
+    def close(self):
+        pass
+
+
+@dataclass
+class Dictation:
+    tokens: np.ndarray
+    logprobs: Sequence[Logprob]
+    bad: Mapping[int, Exception] = ()
+
+    def __post_init__(self) -> None:
+        self.bad = {}
+
+
+def answered(language, scripts, sampling, parts):
+    """The completions, and what was given out of them, step by step."""
+    decoder = Blind(len(scripts), language.vocabulary)
+    generator = Generator(
+        decoder,
+        language,
+        seed=0,
+        end_tokens=language.end_tokens,
+        step_tokens=32,
+        threads=1,
+        deterministic=True,
+        sampler=Dictated(scripts),
+    )
+    [prepared] = generator.prepare([Prompt(tokens=(1,), samples=len(scripts), sampling=sampling)])
+    generator.add("it", replace(prepared, parts=parts))
+    return run_to_the_end(generator)
+
+
+def run_to_the_end(generator):
+    given, outcome = [], None
+    while generator.busy:
+        stepped = generator.step()
+        given += [part for _, part in stepped.parts]
+        if stepped.finished:
+            [(_, outcome)] = stepped.finished
+    return outcome, given
+
+
+@st.composite
+def samplings(draw: st.DrawFn, language, scripts) -> Sampling:
+    """Stop strings of which most occur in the answers; whatever else ends one early or changes its text."""
+    text = "".join(language.decode(script) for script in scripts)
+    within = st.tuples(st.integers(0, 40), st.integers(1, 6)).map(lambda at: text[at[0] : sum(at)])
+    stop = draw(st.lists(st.one_of(within, st.text("ab 日�", max_size=3)), max_size=3))
+    longest = min(map(len, scripts))
+    return Sampling(
+        max_tokens=longest,
+        min_tokens=draw(st.integers(0, longest)),
+        stop=tuple(one for one in stop if one),
+        stop_token_ids=draw(st.sampled_from([(), (), tuple(scripts[0][-2:])])),
+        ignore_eos=draw(st.booleans()),
+        skip_special_tokens=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, 0])),
+    )
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("kind", LANGUAGES)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_parts_joined_are_the_answer_and_nothing_changes_because_they_are_read(kind, data):
+    language = LANGUAGES[kind]
+    tokens = tokens_of(language).filter(bool)
+    scripts = data.draw(st.lists(tokens, min_size=1, max_size=3))
+    sampling = data.draw(samplings(language, scripts))
+    whole, nothing = answered(language, scripts, sampling, parts=False)
+    streamed, given = answered(language, scripts, sampling, parts=True)
+    assert isinstance(whole, Generation), whole
+    assert nothing == []
+    assert streamed.completions == whole.completions
+    assert joined(given) == list(whole.completions)
+
+
+def told(sampling: Sampling, text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """What is given out, of an answer of letters, step by step."""
+    script = [LETTERS.index(letter) for letter in text]
+    _, given = answered(toy_generator().language, [script], sampling, parts=True)
+    return [(part.text, len(part.tokens)) for part in given]
+
+
+def test_what_a_stop_string_may_take_back_waits():
+    sampling = Sampling(max_tokens=8, stop=("the end",))
+    assert told(sampling, "a the tx") == [("a", 1), (" ", 1), ("the ", 4), ("tx", 2)]
+    assert told(sampling, "a the end") == [("a", 1), (" ", 1), ("the en", 6)]
+    assert told(Sampling(max_tokens=9, stop=("the end",)), "a the end") == [("a", 1), (" ", 1), ("", 0)]
+
+
+def test_a_prompt_of_which_nothing_is_wanted_gives_out_its_end():
+    generator = toy_generator()
+    for number, sampling in enumerate([Sampling(max_tokens=0), Sampling(max_tokens=0, prompt_logprobs=1)]):
+        [prepared] = generator.prepare([Prompt(text="abc", samples=2, sampling=sampling)])
+        generator.add(number, replace(prepared, parts=True))
+        outcome, given = run_to_the_end(generator)
+        assert joined(given) == list(outcome.completions)
+        assert [part.sample for part in given] == [0, 1]
+
+
+def test_a_constrained_answer_is_given_out_as_it_grows():
+    generator = toy_generator()
+    sampling = Sampling(max_tokens=20, constraint=Constraint(choice=("hello there.", "good bye.")))
+    [prepared] = generator.prepare([Prompt(text="abc", sampling=sampling)])
+    generator.add("it", replace(prepared, parts=True))
+    outcome, given = run_to_the_end(generator)
+    assert joined(given) == list(outcome.completions)
+    assert len(given) == len(outcome.completions[0].tokens)
+
+
+def test_who_leaves_gets_no_more_and_its_slots_are_free_at_once():
+    generator = toy_generator()
+    prepared = generator.prepare([Prompt(text=text, sampling=Sampling(max_tokens=9, ignore_eos=True)) for text in "ab"])
+    for number, one in enumerate(prepared):
+        generator.add(number, replace(one, parts=True))
+    assert {number for number, _ in generator.step().parts} == {0, 1}
+    generator.cancel(0)
+    assert generator.free_slots == generator.slots - 1
+    assert {number for number, _ in generator.step().parts} == {1}
+
+
+def test_parts_of_a_prompt_that_fails_end_without_a_last_one():
+    generator = toy_generator()
+    generator.decoder.poison = LETTERS.index("?")
+    bias = {LETTERS.index("?"): 100.0}
+    [prepared] = generator.prepare([Prompt(text="abc", sampling=Sampling(max_tokens=9, logit_bias=bias))])
+    generator.add("it", replace(prepared, parts=True))
+    outcome, given = run_to_the_end(generator)
+    assert isinstance(outcome, BackendError)
+    assert given == [Part(sample=0, text="?", tokens=(LETTERS.index("?"),))]
