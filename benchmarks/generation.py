@@ -207,7 +207,7 @@ def ragged(given: argparse.Namespace) -> None:
     mean, new = int(prompts.mean()), int(answers.mean())
     arguments = {"slots": SLOTS, "context": PROMPT[1] + ANSWER[1]}
     spec = ModelSpec(given.model, arguments=arguments, kind="text")
-    generator = open_generator(spec, Setup(model=spec, device="cpu"), Tuning())
+    generator = open_generator(spec, Setup(model=spec, devices=("cpu",)), Tuning())
     driver, vocabulary = Driver(generator), generator.decoder.shape.vocabulary
 
     def seconds(lengths: Sequence[int], wanted: Sequence[int]) -> float:

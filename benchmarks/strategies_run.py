@@ -83,7 +83,7 @@ def with_turn(place: Place, **load: Any) -> Place:
 def live(place: Place, strategy: Build, *, seed: int = 1, trace: Path | None = None, **load: Any) -> dict[str, Any]:
     """The report of one run on the real engine."""
     workload = Load(Setup(seed=seed), model=place.model, **load)
-    setup = Setup(model=workload.model(), device="cpu", seed=seed, trace=str(trace) if trace else None)
+    setup = Setup(model=workload.model(), devices=("cpu",), seed=seed, trace=str(trace) if trace else None)
     built = strategy()
     return run(Load(setup, model=place.model, **load), place.backend(setup, **place.options), built, roofline=False)
 

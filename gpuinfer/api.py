@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from gpuinfer.errors import UsageError
+
 if TYPE_CHECKING:
     from gpuinfer.generation import Part
 
@@ -139,14 +141,25 @@ class Setup:
     """What a run tells every plugin that it builds."""
 
     model: ModelSpec | None = None
-    device: str = "auto"
+    devices: Sequence[str] = ("auto",)  # each auto, cpu, cuda or cuda:1
     dtype: str = "float32"
     seed: int = 0
     processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
     deterministic: bool = False  # same answer for a row whatever it shares its batch with
     trace: str | None = None  # where each engine records what happens (`gpuinfer.trace`); None: nowhere
     patience: float = 10.0  # seconds for which a plugin may hold something before it is named
-    give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.engine.engine.watchdog`)
+    give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.engine.watchdog`)
+    max_queue_rows: int | None = None  # rows that may wait in each queue; None: as many as the engine thinks right
+
+    @property
+    def device(self) -> str:
+        """The device, of a plugin that serves one. Raises `UsageError` for several."""
+        if len(self.devices) != 1:
+            raise UsageError(
+                f"--device names {len(self.devices)} devices ({', '.join(self.devices)}), and only one can be served. "
+                f"Name one: --device {self.devices[0] if self.devices else 'auto'}."
+            )
+        return self.devices[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +233,7 @@ class Backend(Plugin, ABC):
 
     limits: Limits
     serves: ClassVar[Sequence[ModelKind]] = ("rows",)  # the kinds of model whose payloads it answers
+    several_devices: ClassVar[bool] = False  # whether more than one of `Setup.devices` may be given
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
     notices: Sequence[str] = ()  # what the user should know before the run: each is shown once
 

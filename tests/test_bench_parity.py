@@ -28,7 +28,7 @@ class Asks(Counting):
 
 
 def plan(backend, dtype="float32"):
-    setup = Setup(model=SPEC, device="cpu", dtype=dtype, seed=3)
+    setup = Setup(model=SPEC, devices=("cpu",), dtype=dtype, seed=3)
     return RunPlan(Asks(), backend(setup, threads=1), AtOnce(), {})
 
 
@@ -80,7 +80,7 @@ def test_rows_of_every_dtype_are_checked(dtype):
         def model(self):
             return spec
 
-    made = RunPlan(Asked(), InProcess(Setup(model=spec, device="cpu", seed=3), threads=1), AtOnce(), {})
+    made = RunPlan(Asked(), InProcess(Setup(model=spec, devices=("cpu",), seed=3), threads=1), AtOnce(), {})
     assert check(made, lambda update: None).holds
 
 
@@ -94,8 +94,8 @@ def test_what_lies_in_the_backends_own_memory_is_checked_too():
             return spec
 
     for backend in (Central, CrookedBlocks):
-        setup = Setup(model=spec, device="cpu", seed=3)
-        answers[backend] = check(RunPlan(Asked(), backend(setup, forwards=1), Dynamic(), {}), lambda update: None)
+        setup = Setup(model=spec, devices=("cpu",), seed=3)
+        answers[backend] = check(RunPlan(Asked(), backend(setup, in_flight=1), Dynamic(), {}), lambda update: None)
     assert answers[Central].holds
     assert not answers[CrookedBlocks].holds
 

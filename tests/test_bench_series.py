@@ -160,7 +160,7 @@ class Idle(Counting):
 
 def running(name, workload, backend=InProcess, dtype="float32"):
     def build(seed):
-        setup = Setup(model=workload().model(), device="cpu", dtype=dtype, seed=seed)
+        setup = Setup(model=workload().model(), devices=("cpu",), dtype=dtype, seed=seed)
         return RunPlan(workload(), backend(setup), AtOnce(), {})
 
     return Variant(name, build, {}, f"gpuinfer {name}")
@@ -300,7 +300,7 @@ def test_a_winner_whose_answers_are_not_the_models_wins_no_longer(monkeypatch, l
         backend, _ = backends[point["backend"]]
 
         def plan(seed):
-            setup = Setup(model=Model().model(), device="cpu", seed=seed)
+            setup = Setup(model=Model().model(), devices=("cpu",), seed=seed)
             return RunPlan(Model(), backend(setup), AtOnce(), {})
 
         return Variant(point["backend"], plan, dict(point), "gpuinfer model")

@@ -293,7 +293,7 @@ def test_ctrl_c_before_the_start_exits_3(gpuinfer, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpuinfer.cli.building.build", interrupted)
+    monkeypatch.setattr("gpuinfer.cli.workload.build", interrupted)
     code, _, err = gpuinfer(*RUN)
     assert (code, err) == (3, "")
 
@@ -322,6 +322,18 @@ def test_the_command_line_is_spelled_again_without_what_is_about_output():
     values = {"games": "5", "games_in_flight": "2", "resume": False, "live": True, "json": "-", "verbose": 1}
     again = spelled("count", {**values, "backend_options": ["a=b c"], "seed": None})
     assert again == "gpuinfer count --games 5 --games-in-flight 2 --no-resume -B 'a=b c'"
+
+
+def test_the_bound_of_the_queue_and_the_device_reach_the_backend(monkeypatch):
+    monkeypatch.setenv("GPUINFER_MAX_QUEUE_ROWS", "70")
+    setup = build("count", merge("count", {"backend": "parrot", "strategy": "at-once", "device": "cpu"})).backend.setup
+    assert (setup.max_queue_rows, setup.devices) == (70, ("cpu",))
+
+
+def test_several_devices_are_refused_before_anything_starts(gpuinfer):
+    code, _, said = gpuinfer(*RUN, "--device", "cuda:0,cuda:1")
+    assert code == 2
+    assert "--device names 2 devices (cuda:0, cuda:1), and only one can be served. Name one" in said
 
 
 class Keeping(Counting):

@@ -13,10 +13,11 @@ from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.config.registry import load
 from gpuinfer.errors import UsageError
-from gpuinfer.models import processor
 from gpuinfer.models import processor as formats
 from gpuinfer.models.load import build
-from gpuinfer.models.processor import computed_in, notices
+from gpuinfer.models.processor import computed_in
+from gpuinfer.text import arithmetic
+from gpuinfer.text.arithmetic import notices
 
 NARROW = ("bfloat16", "float16")
 SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
@@ -25,7 +26,7 @@ SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
 @pytest.fixture(params=[pytest.param(True, id="a processor with products"), pytest.param(False, id="one without")])
 def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(formats, "NARROW", {name: lambda: request.param for name in NARROW})
-    monkeypatch.setattr(processor, "has_bfloat16_in_mkl", lambda: request.param)
+    monkeypatch.setattr(arithmetic, "multiplies_bfloat16", lambda: request.param)
     return bool(request.param)
 
 
@@ -49,13 +50,13 @@ def test_weights_are_not_computed_with_in_a_format_that_they_do_not_have(dtype: 
 
 
 def test_whom_it_concerns_is_told_before_the_run(has_products: bool) -> None:
-    narrow = Setup(SPEC, "cpu", "bfloat16")
+    narrow = Setup(SPEC, ("cpu",), "bfloat16")
     for backend in (InProcess(narrow), Central(narrow)):
         assert len(backend.notices) == (0 if has_products else 1)
     assert not InProcess(narrow, compute="bfloat16").notices
-    assert not notices(Setup(SPEC, "cpu", "float32"), "auto")
-    assert not notices(Setup(SPEC, "cuda", "bfloat16"), "auto")
-    assert not notices(Setup(None, "cpu", "bfloat16"), "auto")
+    assert not notices(Setup(SPEC, ("cpu",), "float32"), "auto")
+    assert not notices(Setup(SPEC, ("cuda",), "bfloat16"), "auto")
+    assert not notices(Setup(None, ("cpu",), "bfloat16"), "auto")
 
 
 @pytest.mark.parametrize("name", ["blobnet", "blobnet-small", "torch.nn:Linear"])
@@ -82,7 +83,7 @@ def test_a_run_says_what_it_computes_in_and_answers_in_it(dtype: str, has_produc
     block = np.random.default_rng(0).integers(0, 2, (7, 32), dtype=np.uint8)
 
     async def asked(**options: str) -> tuple[np.ndarray, str]:
-        backend = InProcess(Setup(SPEC, "cpu", dtype), **options)
+        backend = InProcess(Setup(SPEC, ("cpu",), dtype), **options)
         await backend.start(BackendContext())
         try:
             ((_, values),) = await backend.infer([Request(block, 7)])
@@ -109,7 +110,7 @@ def test_an_option_of_this_name_is_had_by_both_backends() -> None:
 def test_a_text_model_in_bfloat16_says_what_it_computes_in_or_that_company_shows(
     dtype: str, deterministic: bool, has_products: bool
 ) -> None:
-    setup = Setup(ModelSpec("tiny", kind="text"), "cpu", dtype, deterministic=deterministic)
+    setup = Setup(ModelSpec("tiny", kind="text"), ("cpu",), dtype, deterministic=deterministic)
     if dtype != "bfloat16" or (deterministic and has_products):
         assert notices(setup, "auto") == ()
     else:
@@ -118,4 +119,4 @@ def test_a_text_model_in_bfloat16_says_what_it_computes_in_or_that_company_shows
 
 def test_a_text_model_leaves_no_choice_of_it() -> None:
     with pytest.raises(UsageError, match="Leave it out"):
-        InProcess(Setup(ModelSpec("tiny", kind="text"), "cpu", "bfloat16"), compute="float32")
+        InProcess(Setup(ModelSpec("tiny", kind="text"), ("cpu",), "bfloat16"), compute="float32")

@@ -328,7 +328,7 @@ async def test_a_prompt_that_cannot_be_served_says_so_to_its_reader():
 
 
 def text_backend(name, **options):
-    return InProcess(Setup(device="cpu", model=ModelSpec(name, kind="text")), context=64, **options)
+    return InProcess(Setup(devices=("cpu",), model=ModelSpec(name, kind="text")), context=64, **options)
 
 
 def test_the_backend_in_this_process_keeps_all_promises_of_one_with_slots():

@@ -216,7 +216,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog)
 
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_the_backend_serves_from_the_device(deterministic):
-    setup = Setup(spec("blobnet"), device="cuda", dtype="bfloat16", deterministic=deterministic)
+    setup = Setup(spec("blobnet"), devices=("cuda",), dtype="bfloat16", deterministic=deterministic)
     backend = InProcess(setup, max_rows=1024)
     await backend.start(BackendContext())
     ((policy, values),) = await backend.infer([Request(positions(77), 77)])

@@ -24,7 +24,7 @@ FEATURES, ACTIONS, SEATS = 32, 9, 4
 
 def setup(**changes):
     model = ModelSpec("blobnet-small", None, FEATURES, "uint8", {"actions": ACTIONS, "seats": SEATS})
-    return Setup(**{"model": model, "device": "cpu", "processes": cores(), **changes})
+    return Setup(**{"model": model, "devices": ("cpu",), "processes": cores(), **changes})
 
 
 def request(rows, seed=0):

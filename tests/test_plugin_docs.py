@@ -13,7 +13,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.testing import assert_ok, check_backend
 
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
-MODEL = Setup(model=ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8), device="cpu")
+MODEL = Setup(model=ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8), devices=("cpu",))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 from helpers import AtOnce, Doubler, Unreachable
 from remotes import Far
 
-from gpuinfer.api import Roofline
-from gpuinfer.errors import Closed, UsageError
+from gpuinfer.api import Roofline, Setup
+from gpuinfer.errors import Closed, QueueFull, UsageError
 from gpuinfer.runtime.session import Session
 
 
@@ -22,6 +22,20 @@ def lines(path):
 
 async def test_a_request_is_answered():
     async with session() as infer:
+        assert await infer(21) == 42
+
+
+async def test_no_more_rows_wait_than_the_setup_allows():
+    setup = Setup(max_queue_rows=64)
+    async with Session(Doubler(setup), AtOnce()) as infer:
+        asked = await asyncio.gather(*(infer(number) for number in range(200)), return_exceptions=True)
+    refused = [answer for answer in asked if isinstance(answer, QueueFull)]
+    assert len(refused) == 136
+    assert "raise --max-queue-rows" in str(refused[0])
+
+
+async def test_rows_that_wait_on_the_far_side_are_bounded_there():
+    async with Session(Far(Setup(max_queue_rows=1)), AtOnce()) as infer:
         assert await infer(21) == 42
 
 

@@ -202,13 +202,6 @@ CASES = [
         id="moving takes longer although it overlaps",
     ),
     pytest.param(
-        a_run(lane("forward 0", forward=3.0, transfer=6.0), options={"-B": {"forwards": 1}}),
-        "transfer-bound",
-        "6.0 s moving rows",
-        "gpuinfer selfplay -B forwards=2",
-        id="a server names its lanes otherwise",
-    ),
-    pytest.param(
         a_run(*(lane(f"worker {n}: search", search=9.5) for n in range(4)), cores=2, facts={"workers": 4}),
         "oversubscribed CPUs",
         "3.8 threads wanted a core at once and there are 2",

@@ -25,7 +25,7 @@ from gpuinfer.verifying.witness import Witness, history
 @pytest.fixture
 def rig():
     options = Options(model=str(tiny_checkpoint("llama")), batch_sizes=[3], new_tokens=4, limit=9)
-    opened = open_rig(options, Setup(device="cpu"))
+    opened = open_rig(options, Setup(devices=("cpu",)))
     yield opened
     opened.close()
 

@@ -19,6 +19,7 @@ from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import processor as formats
+from gpuinfer.text import arithmetic
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -128,7 +129,7 @@ class Central(Remote):
         )
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
         step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
-        forwards: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
+        in_flight: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
         compute: formats.Compute = Field("auto", description=formats.COMPUTE)
@@ -143,7 +144,7 @@ class Central(Remote):
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self._server: CentralServer | None = None
-        self.notices = formats.notices(self.setup, self.options.compute)
+        self.notices = arithmetic.notices(self.setup, self.options.compute)
 
     @property
     def compute(self) -> str:
@@ -163,7 +164,7 @@ class Central(Remote):
             self.setup,
             ServerTuning(
                 max_rows=given.max_rows,
-                in_flight=given.forwards,
+                in_flight=given.in_flight,
                 threads=given.threads,
                 chunk_rows=given.chunk_rows,
                 compute=given.compute,

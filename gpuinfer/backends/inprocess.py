@@ -15,6 +15,7 @@ from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Requ
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.models import processor as formats
 from gpuinfer.models.layouts import misfit
+from gpuinfer.text import arithmetic
 from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class InProcess(Backend):
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
-        self.notices = formats.notices(self.setup, self.options.compute)
+        self.notices = arithmetic.notices(self.setup, self.options.compute)
         self._opened: Opened | None = None
         self._text: TextModel | None = None
         self._threads: ThreadPoolExecutor | None = None

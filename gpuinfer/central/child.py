@@ -116,7 +116,16 @@ def _open_text(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pul
 
     backend, strategy = Texts(spec, order.setup, order.tuning), _strategy(order)
     recorder = Recorder.of(order.setup, None, type(strategy).__name__.lower())
-    desk = TextDesk(backend, strategy, listener, order.token, pulse, most_clients=order.most_clients, recorder=recorder)
+    desk = TextDesk(
+        backend,
+        strategy,
+        listener,
+        order.token,
+        pulse,
+        most_clients=order.most_clients,
+        max_queue_rows=order.setup.max_queue_rows,
+        recorder=recorder,
+    )
     return desk, backend, recorder
 
 
@@ -137,6 +146,7 @@ def _open_rows(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pul
         order.token,
         pulse,
         most_clients=order.most_clients,
+        max_queue_rows=order.setup.max_queue_rows,
         recorder=recorder,
     )
     return desk, opened, recorder

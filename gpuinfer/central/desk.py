@@ -60,6 +60,7 @@ class Desk:
         pulse: int,
         *,
         most_clients: int,
+        max_queue_rows: int | None = None,
         recorder: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +76,7 @@ class Desk:
         self._clock = clock
         welcome = pack(Record(Kind.WELCOME, body={"form": form.to_wire(), "max_rows": limits.max_rows}))
         self._lines = ClientLines(listener, token, most_clients, (welcome, pulse), answerer.pin)
-        self._queue = RowQueue(form, limits, strategy, self._lines.send, recorder, clock)
+        self._queue = RowQueue(form, limits, max_queue_rows, strategy, self._lines.send, recorder, clock)
         self._lead = threading.Lock()  # of the thread that watches the lines
         self._state = threading.Lock()  # queue and callers; held for moments
         self._pace = Pace()

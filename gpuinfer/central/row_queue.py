@@ -46,13 +46,14 @@ class RowQueue:
         self,
         form: BlockForm,
         limits: Limits,
+        max_queue_rows: int | None,
         strategy: Strategy,
         send: Send,
         recorder: Journal | None,
         clock: Callable[[], float],
     ) -> None:
         self._core = Core(strategy, recorder)
-        self._core.open(limits)
+        self._core.open(limits, max_queue_rows)
         self._form, self._limits, self._send, self._clock = form, limits, send, clock
         self._waiting: dict[tuple[int, int], Request] = {}  # by caller and number, until they are cut
 

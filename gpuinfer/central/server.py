@@ -53,7 +53,7 @@ class CentralServer:
     ```
 
     `model` is `module:factory`, such a function itself, or a `ModelSpec`; `strategy` a name or an object. On a CPU
-    there are as many single-threaded forwards at once as cores, unless `forwards` and `threads` say otherwise. With
+    there are as many single-threaded forwards at once as cores, unless `in_flight` and `threads` say otherwise. With
     `restart` a server that died comes back, and its clients ask again for what they had outstanding.
     """
 
@@ -71,19 +71,27 @@ class CentralServer:
         deterministic: bool = False,
         strategy: str | Strategy = "dynamic",
         max_rows: int | None = None,
-        forwards: int | None = None,
+        in_flight: int | None = None,
         threads: int | None = None,
         max_clients: int = 256,
+        max_queue_rows: int | None = None,
         batch_timeout: float = 300.0,
         restart: bool = False,
     ) -> None:
         """Nothing is started yet. Raises `UsageError`."""
-        _refuse_odd(inputs=inputs, max_rows=max_rows, forwards=forwards, threads=threads, max_clients=max_clients)
+        _refuse_odd(
+            inputs=inputs,
+            max_rows=max_rows,
+            in_flight=in_flight,
+            threads=threads,
+            max_clients=max_clients,
+            max_queue_rows=max_queue_rows,
+        )
         if not batch_timeout > 0:
             raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
         spec = _spec(model, inputs, input_dtype, weights, arguments or {})
-        setup = Setup(spec, device, dtype, seed, deterministic=deterministic)
-        tuning = ServerTuning(max_rows, forwards, threads)
+        setup = Setup(spec, (device,), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows)
+        tuning = ServerTuning(max_rows, in_flight, threads)
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
 
@@ -225,11 +233,7 @@ class CentralServer:
     def _shares(self) -> ServerTuning:
         """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
         tuning = self._tuning
-        if (
-            self._is_text
-            or self._setup.device.startswith("cuda")
-            or (self._setup.device == "auto" and machine.has_cuda())
-        ):
+        if self._is_text or machine.wants_cuda(self._setup.devices):
             return tuning
         threads = tuning.threads or max(1, machine.cores() // (tuning.in_flight or machine.cores()))
         return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, machine.cores() // threads))

@@ -92,12 +92,13 @@ class TextDesk:
         pulse: int,
         *,
         most_clients: int,
+        max_queue_rows: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """Loads the model, and takes as long. Raises `UsageError` when it cannot be had."""
         self.fault: WorkError | None = None  # why it cannot go on
         self._recorder = recorder
-        self._engine = Engine(backend, strategy, max_queue_rows=MOST_WAITING, recorder=recorder)
+        self._engine = Engine(backend, strategy, max_queue_rows=max_queue_rows or MOST_WAITING, recorder=recorder)
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
         self._replies: dict[Caller, list[bytes]] = {}  # of this turn of the loop
         self._latest = Snapshot()

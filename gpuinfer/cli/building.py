@@ -62,12 +62,13 @@ def setup_of(common: settings.Common) -> Setup:
     """What the settings alone say of a run's setup."""
     trace = None if common.trace is None else os.path.realpath(common.trace)  # of a link, what it leads to
     return Setup(
-        device=common.device,
+        devices=common.devices,
         dtype=common.dtype,
         seed=common.seed,
         trace=trace,
         patience=common.patience,
         give_up=common.give_up,
+        max_queue_rows=common.max_queue_rows,
     )
 
 
@@ -86,7 +87,10 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
     with blame.calling(workload, "processes"):
         processes = workload.processes
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
-    _refuse_what_it_does_not_serve(name, common.backend, registry.load("backends", common.backend), setup)
+    serving = registry.load("backends", common.backend)
+    _refuse_what_it_does_not_serve(name, common.backend, serving, setup)
+    if not serving.several_devices:
+        setup.device  # noqa: B018  raises for several
     backend = _made("backends", common.backend, merged, setup)
     strategy = _made("strategies", common.strategy, merged, setup)
     return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))

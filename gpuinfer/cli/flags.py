@@ -61,6 +61,9 @@ def common() -> Parameters:
         "max_failures": _text(
             "max_failures", "--max-failures", "SHARE", "Exit 1 when more of the requests fail, as 0.01.", "0"
         ),
+        "max_queue_rows": _text(
+            "max_queue_rows", "--max-queue-rows", "N", "Rows that may wait; more are refused.", "64 full batches"
+        ),
         "quiet": _switch("quiet", "--quiet", "No progress: only the result, and errors.", None),
         "verbose": _parameter(
             "verbose", int, ["--verbose", "-v"], "Say more; -vv shows tracebacks.", count=True, panel=EVERYWHERE

@@ -114,7 +114,7 @@ def _work(
         batch_sizes=sizes,
         new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
         prompts=_prompts(own["prompts"] or given.get("input"), checkpoint, common.seed, max(sizes) * course.repeats),
-        setup=Setup(device=common.device, dtype=common.dtype, seed=common.seed),
+        setup=Setup(devices=common.devices, dtype=common.dtype, seed=common.seed),
         folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
         weights=weights,
         arguments=arguments,

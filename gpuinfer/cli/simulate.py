@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpuinfer.config.settings import Common
     from gpuinfer.simulate import Outcome
 
-COMMON = ("strategy", "strategy_options", "seed", "json", "trace", "quiet", "verbose", "config")
+COMMON = ("strategy", "strategy_options", "seed", "max_queue_rows", "json", "trace", "quiet", "verbose", "config")
 SUFFIXES = (".png", ".svg")
 TEXT = """Simulate the strategies on a virtual clock, for capacity planning.
 

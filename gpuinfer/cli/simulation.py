@@ -76,7 +76,6 @@ class Options(api.Options):
         None, ge=1, le=10**9, description="in one batch; default: 64, or as in the --service trace"
     )
     in_flight: int | None = Field(None, ge=1, le=10**4, description="batches at once; default: 1, or as in the trace")
-    max_queue_rows: int | None = Field(None, ge=1, le=10**12, description="rows that may wait; default: as in a run")
     replicas: int = Field(1, ge=1, le=10**4, description="servers behind the router")
     routing: Literal["least-outstanding", "power-of-two", "round-robin", "random"] = Field(
         "least-outstanding", description="which replica a request goes to"
@@ -101,6 +100,7 @@ class Scenario:
     target_s: float | None
     options: Options
     seed: int
+    max_queue_rows: int | None
     factory: Callable[[], Strategy]
     drift: Drift
 
@@ -118,7 +118,7 @@ class Scenario:
             requests=REQUESTS if endless and options.requests is None else options.requests,
             duration=options.duration,
             warmup=options.warmup,
-            max_queue_rows=options.max_queue_rows,
+            max_queue_rows=self.max_queue_rows,
             drift=self.drift,
             recorder=recorder,
         )
@@ -157,6 +157,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         target,
         options,
         merged.common.seed,
+        merged.common.max_queue_rows,
         partial(plugin, setup, **given),
         drift(options.drift),
     )
@@ -295,7 +296,7 @@ def _number(flag: str, text: str, cure: str, above: float | None = None) -> floa
 
 
 NOT_SWEPT = ("plot", "solve")
-COMMON = ("strategy", "seed")
+COMMON = ("strategy", "seed", "max_queue_rows")
 
 
 def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, str]]]:

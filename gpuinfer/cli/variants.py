@@ -77,7 +77,7 @@ def with_choices(values: Values, chosen: Mapping[Axis, str]) -> dict[str, Any]:
 
 
 def addressed(words: Sequence[str], kind: str, plugin: str) -> list[str]:
-    """The `key=value` words for this plugin: `central.forwards=2` is for central alone, and for it `forwards=2`.
+    """The `key=value` words for this plugin: `central.max_clients=2` is for central alone, and for it `max_clients=2`.
 
     Raises `UnknownName` for a word to a plugin that is not there.
     """

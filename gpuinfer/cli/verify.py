@@ -57,7 +57,7 @@ def execute(values: Mapping[str, Any]) -> int:
     destination = output.Destination(common.report)
     options = Options(**check(Options, merged.table(NAME), NAME))
     log_to_people(common.verbose)
-    setup = Setup(device=common.device, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
+    setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
     verification = Verification(options, setup, say=_silent if common.quiet else _say)
     stopped = False
     with interruptible():

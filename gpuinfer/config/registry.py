@@ -32,7 +32,7 @@ BASES = {"backends": "Backend", "strategies": "Strategy", "workloads": "Workload
 COMMANDS = ("bench", "tune", "verify", "simulate", "plugins", "doctor", "config")  # ours, whoever is installed
 SETTINGS = (
     "backend", "strategy", "device", "dtype", "seed", "json", "trace", "live", "quiet", "verbose", "roofline",
-    "trial", "patience", "give_up", "max_failures", "disabled_plugins", "backends", "strategies",
+    "trial", "patience", "give_up", "max_failures", "max_queue_rows", "disabled_plugins", "backends", "strategies",
 )  # fmt: skip
 """Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
 

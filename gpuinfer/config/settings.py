@@ -41,7 +41,11 @@ class Common(BaseModel):
 
     backend: str = Field("inprocess", description="who answers the requests")
     strategy: str = Field("dynamic", description="when waiting requests become a batch")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:1")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|(cpu|cuda(:\d+)?)(,(cpu|cuda(:\d+)?))*)$",
+        description="auto, cpu, cuda or cuda:1; several as cuda:0,cuda:1",
+    )
     dtype: Dtype = Field("float32", description="number format of the model")
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
@@ -57,8 +61,15 @@ class Common(BaseModel):
     max_failures: float | None = Field(
         None, ge=0, le=1, description="share of the requests that may fail; none: as the workload has it"
     )
+    max_queue_rows: int | None = Field(
+        None, ge=1, le=10**12, description="rows that may wait; none: 64 full batches, and no less than 4096"
+    )
     trial: bool | None = Field(None, description="try the advice at the run's end; none: on a terminal")
     disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.device.split(","))
 
 
 @dataclass(frozen=True)

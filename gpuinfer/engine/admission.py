@@ -28,7 +28,7 @@ class Admission:
             raise UsageError(f"the backend can take nothing: {limits}. Make every limit at least 1.")
         self.bound = max(4096, 64 * self.widest) if max_queue_rows is None else max_queue_rows
         if self.bound < self.widest:
-            raise UsageError(f"max_queue_rows is {self.bound}, less than one batch. Make it at least {self.widest}.")
+            raise UsageError(f"--max-queue-rows {self.bound} is less than one batch. Make it at least {self.widest}.")
 
     def refuse(self, request: Request, waiting_rows: int) -> RequestError | None:
         """Why a request cannot enter now; None when it can."""
@@ -46,7 +46,7 @@ class Admission:
             return Expired(f"a timeout of {timeout:g} s is over before it began. Give a positive one.")
         return QueueFull(
             f"the queue is full: {waiting_rows} of {self.bound} rows wait, and {rows} more do not fit. "
-            f"Keep fewer requests outstanding, try again later, or raise max_queue_rows."
+            f"Keep fewer requests outstanding, try again later, or raise --max-queue-rows."
         )
 
 
@@ -114,5 +114,5 @@ def _told(strategy: Strategy, view: QueueView, request: Request, error: QueueFul
 def _shed_by(arriving: Request) -> QueueFull:
     return QueueFull(
         f"the queue is full, and this request was turned away for one of class {arriving.priority.name.lower()}. "
-        "Keep fewer requests outstanding, try again later, or raise max_queue_rows."
+        "Keep fewer requests outstanding, try again later, or raise --max-queue-rows."
     )

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,13 @@ def thread_waited_s() -> float:
 def has_cuda() -> bool:
     """Whether an NVIDIA driver is at work here, without asking torch, which takes a second to import."""
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def wants_cuda(devices: Sequence[str]) -> bool:
+    """Whether what is computed on these devices (`api.Setup.devices`) is computed on CUDA, as far as that is known
+    without asking torch.
+    """
+    return any(device.startswith("cuda") for device in devices) or ("auto" in devices and has_cuda())
 
 
 def memory_available() -> int:

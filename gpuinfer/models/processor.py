@@ -1,9 +1,8 @@
 """Which narrow number formats the processor multiplies by itself. Those that it does not are computed in a detour.
 
-Asked of what the system says of the processor, never of a stopwatch: the answer, and so a run's numbers, do not depend
-on what else the machine is doing.
-
-The number format that a model of rows is computed in: the one of its weights, unless the processor crawls in it.
+A model of rows is computed in the format of its weights, unless the processor crawls in it. That is asked of what the
+system says of the processor, never of a stopwatch: the answer, and so a run's numbers, do not depend on what else the
+machine is doing.
 """
 
 from __future__ import annotations
@@ -94,37 +93,12 @@ def computed_in(dtype: str, compute: str, on_cpu: bool) -> str:
 
 
 def notices(setup: Setup, compute: str) -> tuple[str, ...]:
-    """What the user should know of it before the run. Asks no device, so that it costs nothing.
-
-    Raises `UsageError` where there is no choice: a text model takes what the processor does best, or `deterministic`.
-    """
-    spec = setup.model
-    on_cpu = setup.device == "cpu" or (setup.device == "auto" and not machine.has_cuda())
-    if spec is not None and spec.kind == "text":
-        return text_notices(setup, compute, on_cpu)
-    if spec is None or spec.kind != "rows" or not on_cpu or compute != "auto":
+    """What the user should know before the run of a model of rows. Asks no device, so that it costs nothing."""
+    if setup.model is None or machine.wants_cuda(setup.devices) or compute != "auto":
         return ()
-    if (computed := computed_in(setup.dtype, compute, on_cpu)) == setup.dtype:
+    if (computed := computed_in(setup.dtype, compute, on_cpu=True)) == setup.dtype:
         return ()
     return (
         f"this processor has no products of {setup.dtype}: weights are rounded to {setup.dtype} and computed with in "
         f"{computed}, which is several times as fast here (-B compute={setup.dtype} prevents that).",
-    )
-
-
-def text_notices(setup: Setup, compute: str, on_cpu: bool) -> tuple[str, ...]:
-    if compute != "auto":
-        raise UsageError("-B compute is for models of rows; a text model is computed in what is fastest. Leave it out.")
-    if not on_cpu or setup.dtype != "bfloat16":
-        return ()
-    if not has_bfloat16_in_mkl():
-        return (
-            "on this processor a text model in bfloat16 has its weights rounded to bfloat16 and is computed with in "
-            "float32, which is faster here.",
-        )
-    if setup.deterministic:
-        return ()
-    return (
-        "in bfloat16 what shares a step with an answer may change it here, in its last bits; --deterministic computes "
-        "in float32, where nothing does.",
     )

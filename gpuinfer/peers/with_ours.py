@@ -22,7 +22,7 @@ def load(order: Order) -> tuple[str, Run]:
 
     arguments = {**order["arguments"], "slots": order["rows"], "context": order["length"]}
     spec = ModelSpec(order["model"], weights=order["weights"], arguments=arguments, kind="text")
-    setup = Setup(model=spec, device=order["device"], dtype=order["dtype"], seed=order["seed"])
+    setup = Setup(model=spec, devices=(order["device"],), dtype=order["dtype"], seed=order["seed"])
     generator = open_generator(spec, setup, Tuning())
     driver = Driver(generator)
 

@@ -20,7 +20,6 @@ WORTH = 1.15  # what a larger batch must promise before its size is to blame
 BUSY = 0.80  # of the lanes' time: more cannot be had of lanes that take turns with those who ask
 UNEVEN = 0.75  # the workers' mean use of the busiest one's: below it one holds the others up
 SLOWER = 1.3  # a worker's time for a block, of the middle worker's
-LANES = ("in_flight", "forwards")  # what a backend may call its option for batches at once
 ROOM = 1.1  # times what the cores do now: less than that is no room for anything else
 MOST_WORKERS = 8  # times those there are: nothing measured reaches further
 
@@ -69,7 +68,7 @@ def _transfer(case: Case, moving: float, computing: float) -> Verdict:
         return Verdict("transfer-bound", "transfer", why, "Send fewer bytes for each row: uint8 or bits.")
     most = _spare(run) if run.on_cpu else (moving + computing) / moving
     gain = case.gain_of(lambda now: with_lanes(now, 1), most)
-    change = run.change("-B", lanes // queues + 1, *LANES)
+    change = run.change("-B", lanes // queues + 1, "in_flight")
     return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
 
 

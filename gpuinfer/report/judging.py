@@ -116,7 +116,7 @@ QUICK = {
         "step_tokens",
         "chunk_rows",
     ),
-    *("threads", "in_flight", "forwards"),
+    *("threads", "in_flight"),
 }
 UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval around 1 does not say that nothing is won
 

@@ -99,7 +99,7 @@ def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:
         "gpuinfer": _version("gpuinfer"),
         "python": platform.python_version(),
         "torch": _version("torch"),
-        "device": setup.device,
+        "device": ",".join(setup.devices),
         "device_name": device.get("name"),
         "cpu_count": machine.cores(),
         "dtype": setup.dtype,

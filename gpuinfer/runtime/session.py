@@ -57,7 +57,9 @@ class Session(Infer):
         self._backend, self._strategy = backend, strategy
         self._recorder = _recorder(backend, strategy)
         patience = Patience.of(backend.setup)
-        self._engine = Engine(backend, strategy, recorder=self._recorder, patience_s=patience.close_s)
+        self._engine = Engine(
+            backend, strategy, max_queue_rows=_bound(backend), recorder=self._recorder, patience_s=patience.close_s
+        )
         self._on_fault = on_fault
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
         self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
@@ -314,3 +316,8 @@ def _served(far: Snapshot) -> Snapshot:
     nothing = {"requests": 0, "rows": 0, "errors": {}, "latency": Snapshot().latency}
     classes = {name: {**count, **nothing} for name, count in far.classes.items()}
     return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried, failure="", classes=classes)
+
+
+def _bound(backend: Backend) -> int | None:
+    """How many rows may wait here. Of a remote backend they wait over there."""
+    return None if backend.remote else backend.setup.max_queue_rows

@@ -19,7 +19,7 @@ from gpuinfer.testing.strategies import check_strategy
 from gpuinfer.testing.workloads import check_workload
 
 ROWS = ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8)
-SETUP = Setup(model=ROWS, device="cpu")
+SETUP = Setup(model=ROWS, devices=("cpu",))
 """What plugins are built with: a model of rows that costs nothing. That of text is a folder with a tiny checkpoint."""
 
 

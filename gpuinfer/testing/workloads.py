@@ -97,7 +97,7 @@ class _Watched:
 def backend_for(workload: Workload) -> Backend:
     """The backend of a model of rows itself, in this process; for the rest one that makes answers up."""
     spec: Any = workload.model()
-    setup = replace(workload.setup, model=spec, processes=workload.processes, device="cpu")
+    setup = replace(workload.setup, model=spec, processes=workload.processes, devices=("cpu",))
     if spec is not None and spec.kind == "rows" and workload.asks:
         from gpuinfer.backends.inprocess import InProcess
 

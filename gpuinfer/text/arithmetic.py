@@ -1,4 +1,7 @@
-"""In which number format the products of a text model are computed: its weights' own, or a wider one that is faster."""
+"""In which number format the products of a text model are computed: its weights' own, or a wider one that is faster.
+
+And what the user should know of it, by the same rule.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from gpuinfer.api import Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
 from gpuinfer.models import processor
 
 if TYPE_CHECKING:
@@ -21,11 +26,13 @@ def computes_in(dtype: torch.dtype, device: torch.device, *, deterministic: bool
     with `deterministic` too, for there the same sums come out on any processor. It is a matter of what the processor
     can do, never of a measurement, so that a run that goes on computes as it began.
     """
-    import torch
+    name = str(dtype).removeprefix("torch.")
+    return FLOAT32 if device.type == "cpu" and widens(name, deterministic=deterministic) else name
 
-    if device.type == "cpu" and dtype == torch.bfloat16 and (deterministic or not multiplies_bfloat16()):
-        return FLOAT32
-    return str(dtype).removeprefix("torch.")
+
+def widens(dtype: str, *, deterministic: bool) -> bool:
+    """Whether rows are wider than weights of this format, on this machine's CPU."""
+    return dtype == "bfloat16" and (deterministic or not multiplies_bfloat16())
 
 
 def computes_in_here(setup: Setup) -> str:
@@ -42,6 +49,34 @@ def multiplies_bfloat16() -> bool:
     """Whether the processor does, and there is a library that has it do so: MKL, on processors of its own maker. On an
     AMD it took 16 times as long as our own kernels for a row of bfloat16.
     """
+    if not processor.has_bfloat16_in_mkl():
+        return False  # known without importing torch
+    import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.text.decoder import blas
 
-    return processor.has_bfloat16_in_mkl() and blas.find() is not None
+    return blas.find() is not None
+
+
+def notices(setup: Setup, compute: str) -> tuple[str, ...]:
+    """What the user should know of the arithmetic before the run, whatever kind of model it has.
+
+    Raises `UsageError` for a `compute` where there is no choice: a text model takes what the processor does best, or
+    `deterministic`.
+    """
+    if setup.model is None or setup.model.kind != "text":
+        return processor.notices(setup, compute)
+    if compute != "auto":
+        raise UsageError("-B compute is for models of rows; a text model is computed in what is fastest. Leave it out.")
+    if setup.dtype != "bfloat16" or machine.wants_cuda(setup.devices):
+        return ()
+    if not multiplies_bfloat16():
+        return (
+            "on this machine a text model in bfloat16 has its weights rounded to bfloat16 and is computed with in "
+            "float32, which is faster here.",
+        )
+    if widens(setup.dtype, deterministic=setup.deterministic):
+        return ()
+    return (
+        "in bfloat16 what shares a step with an answer may change it here, in its last bits; --deterministic computes "
+        "in float32, where nothing does.",
+    )

@@ -165,7 +165,7 @@ def own(line: Line, restart: bool, clients: int) -> None:
 
     from gpuinfer.central.server import CentralServer
 
-    server = CentralServer("models:tagged", inputs=FEATURES, restart=restart, forwards=2, threads=1)
+    server = CentralServer("models:tagged", inputs=FEATURES, restart=restart, in_flight=2, threads=1)
     server.start()
     context = multiprocessing.get_context("fork")
     children, ends = [], []

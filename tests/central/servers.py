@@ -20,7 +20,7 @@ SECONDS = 60  # after which something that does not come about has failed
 
 
 def served(model: str = "models:tagged", **options: Any) -> CentralServer:
-    return CentralServer(model, **{"inputs": FEATURES, "forwards": 2, "threads": 1, **options})
+    return CentralServer(model, **{"inputs": FEATURES, "in_flight": 2, "threads": 1, **options})
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from programs import named, wrong
 from servers import serving
 
@@ -16,7 +17,7 @@ LOW, HIGH = 80, 10
 def test_a_full_server_turns_the_lowest_class_away_and_says_when_to_come_again():
     slow = {"seconds": 0.05}
     with (
-        serving(arguments=slow, forwards=1, max_rows=WIDTH, strategy=ByPriority()) as server,
+        serving(arguments=slow, in_flight=1, max_rows=WIDTH, strategy=ByPriority()) as server,
         server.client() as client,
     ):
         client.evaluate(named(1, 0, WIDTH))  # from now on it knows what a batch takes
@@ -38,3 +39,24 @@ def test_a_full_server_turns_the_lowest_class_away_and_says_when_to_come_again()
     assert counted["low"]["errors"]["rejected"] == len(refused)
     assert counted["normal"]["requests"] == 1
     assert all(sum(count["latency"]["counts"].values()) == count["requests"] for count in counted.values())
+
+
+@pytest.mark.thorough
+def test_no_more_rows_wait_in_the_server_than_it_was_told():
+    slow = {"seconds": 0.3}
+    with (
+        serving(arguments=slow, in_flight=1, max_rows=WIDTH, max_queue_rows=WIDTH) as server,
+        server.client() as client,
+    ):
+        asked = [client.submit(named(1, number, WIDTH)) for number in range(4)]
+        refused = [error for pending in asked if (error := failure(pending)) is not None]
+    assert 2 <= len(refused) <= 3  # the first may be in the model before the second comes
+    assert all("raise --max-queue-rows" in str(error) for error in refused)
+
+
+def failure(pending):
+    try:
+        pending.result(60)
+    except QueueFull as error:
+        return error
+    return None

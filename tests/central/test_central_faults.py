@@ -82,7 +82,7 @@ async def test_whoever_awaits_a_killed_server_knows_within_a_second(slow):
 
 @pytest.mark.thorough
 async def test_a_cancelled_request_is_taken_back_from_the_server():
-    with serving(arguments={"seconds": 0.3}, forwards=1, max_rows=8) as server:
+    with serving(arguments={"seconds": 0.3}, in_flight=1, max_rows=8) as server:
         backend = Remote(server._setup, address=server.address)
         await backend.start(BackendContext())
         requests = [Request(named(1, number, 8), 8) for number in range(4)]

@@ -152,7 +152,7 @@ def test_many_small_requests_leave_room_for_larger_ones():
 
 @pytest.mark.thorough
 def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
-    with serving("models:faulty", forwards=1) as server, server.client() as client:
+    with serving("models:faulty", in_flight=1) as server, server.client() as client:
         client.submit(poisoned(Faulty.HANGS))
         for number in range(191):
             client.submit(named(1, number, 1))
@@ -240,7 +240,7 @@ def test_a_model_that_hangs_is_given_up_however_often_the_owner_asks_for_statist
 
 
 def test_a_timeout_holds_while_the_model_hangs_and_sending_never_blocks():
-    with serving("models:faulty", forwards=1) as server, server.client() as client:
+    with serving("models:faulty", in_flight=1) as server, server.client() as client:
         client.submit(poisoned(Faulty.HANGS))
         started = time.monotonic()
         asked = [client.submit(named(1, number, 1), timeout=600) for number in range(180)]
@@ -423,7 +423,7 @@ def test_infinities_pass_as_they_are(client):
     assert well(client)
 
 
-@pytest.mark.parametrize("given", [{"inputs": "4"}, {"max_rows": 0}, {"forwards": 1.5}, {"batch_timeout": 0}], ids=str)
+@pytest.mark.parametrize("given", [{"inputs": "4"}, {"max_rows": 0}, {"in_flight": 1.5}, {"batch_timeout": 0}], ids=str)
 def test_a_server_that_cannot_be_is_refused_before_it_starts(given):
     with pytest.raises(UsageError, match=next(iter(given))):
         served(**given)

@@ -14,7 +14,7 @@ from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Prompt, Sampling
 
-SETUP = Setup(ModelSpec("tiny", kind="text"), device="cpu", deterministic=True)
+SETUP = Setup(ModelSpec("tiny", kind="text"), devices=("cpu",), deterministic=True)
 SLOTS, CONTEXT = 4, 2048
 
 

@@ -19,7 +19,7 @@ from gpuinfer.central.server import CentralServer
 
 def main() -> None:
     before = set(Path("/dev/shm").iterdir())
-    with CentralServer("models:tagged", inputs=8, forwards=1, threads=1) as server, server.client() as client:
+    with CentralServer("models:tagged", inputs=8, in_flight=1, threads=1) as server, server.client() as client:
         block = client.block(100)
         block[:] = named(1, 1, 100)
         faults = [wrong(block, client.evaluate(block)), wrong(named(1, 2, 3), client.evaluate(named(1, 2, 3)))]

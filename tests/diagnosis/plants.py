@@ -31,7 +31,7 @@ class Plan:
     """One run's settings: the workload's options, the backend's and the strategy's."""
 
     workload: Mapping[str, Any] = field(default_factory=dict)
-    backend: Mapping[str, Any] = field(default_factory=lambda: {"forwards": 2, "threads": 1})
+    backend: Mapping[str, Any] = field(default_factory=lambda: {"in_flight": 2, "threads": 1})
     strategy: Mapping[str, Any] = field(default_factory=dict)
     roofline: bool = True
 
@@ -58,7 +58,7 @@ def report_of(plan: Plan) -> dict[str, Any]:
     os.environ["OMP_WAIT_POLICY"] = "active"  # of the server and its threads: those without work keep their core
     workload = Planted(**plan.workload)
     spec = workload.model()
-    setup = Setup(model=spec, device="cpu", processes=workload.processes)
+    setup = Setup(model=spec, devices=("cpu",), processes=workload.processes)
     backend = registry.load("backends", "central")(setup, **plan.backend)
     strategy = registry.load("strategies", "dynamic")(setup, **plan.strategy)
     named = {
@@ -83,7 +83,7 @@ def roofline_of(plan: Plan) -> Roofline:
     """Exact, of a model that sleeps."""
     given = Planted(**plan.workload).options
     seconds = service_s(given.knee, given.fixed_s, given.row_s, given.knee)
-    lanes = plan.backend["forwards"]
+    lanes = plan.backend["in_flight"]
     return Roofline(lanes * given.knee / seconds, given.knee, f"{lanes} forwards × 1 thread")
 
 

@@ -20,8 +20,10 @@ SEARCH = {"determinizations": 2, "simulations": 6}
 
 
 def go(backend, out, **options):
-    match = SelfPlay(Setup(device="cpu"), **{"out": out, "workers": 1, "model": "blobnet-small", **SEARCH, **options})
-    served = backend(Setup(model=match.model(), device="cpu", processes=match.processes))
+    match = SelfPlay(
+        Setup(devices=("cpu",)), **{"out": out, "workers": 1, "model": "blobnet-small", **SEARCH, **options}
+    )
+    served = backend(Setup(model=match.model(), devices=("cpu",), processes=match.processes))
     return run(match, served, AtOnce(), roofline=False)
 
 

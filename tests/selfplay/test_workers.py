@@ -46,7 +46,7 @@ async def test_a_row_is_answered_alike_alone_and_in_a_block(model):
     arena.add_games(range(40))
     block = arena.features[: arena.play(rounds=5)].copy()
     spec = ModelSpec(model, inputs=256, input_dtype="uint8", arguments={"actions": 52, "seats": 4})
-    backend = InProcess(Setup(model=spec, device="cpu"))
+    backend = InProcess(Setup(model=spec, devices=("cpu",)))
     await backend.start(BackendContext())
     try:
         (together,) = await backend.infer([Request(block, rows=len(block))])

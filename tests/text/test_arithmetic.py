@@ -36,14 +36,14 @@ def test_all_else_is_computed_in_the_format_of_its_weights(multiplies, dtype, de
 
 def test_a_run_that_goes_on_must_compute_in_the_same_format(multiplies, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('"a"\n')
-    setup = Setup(device="cpu", dtype="bfloat16")
+    setup = Setup(devices=("cpu",), dtype="bfloat16")
     own = Generate(setup, model="tiny", input=str(tmp_path / "prompts.jsonl"))
     assert own.deciding_settings()["computes_in"] == ("bfloat16" if multiplies else "float32")
 
 
 def test_a_device_that_is_not_here_is_left_to_the_backend(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('"a"\n')
-    own = Generate(Setup(device="cuda:77", dtype="bfloat16"), model="tiny", input=str(tmp_path / "prompts.jsonl"))
+    own = Generate(Setup(devices=("cuda:77",), dtype="bfloat16"), model="tiny", input=str(tmp_path / "prompts.jsonl"))
     assert own.deciding_settings()["computes_in"] == "bfloat16"
 
 
@@ -51,7 +51,7 @@ def test_a_device_that_is_not_here_is_left_to_the_backend(tmp_path):
 def test_the_facts_tell_what_is_computed_in(dtype):
     generator = open_generator(
         ModelSpec(name="tiny", kind="text", arguments={"context": 64}),
-        Setup(device="cpu", dtype=dtype, deterministic=True),
+        Setup(devices=("cpu",), dtype=dtype, deterministic=True),
         Tuning(slots=1, threads=1),
     )
     generator.close()

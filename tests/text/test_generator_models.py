@@ -29,7 +29,7 @@ TEXTS = [
 def opened(folder, *, slots=4, step_tokens=24, seed=0, deterministic=True, dtype="float32", **spec):
     return open_generator(
         ModelSpec(name=str(folder), kind="text", **spec),
-        Setup(device="cpu", dtype=dtype, seed=seed, deterministic=deterministic),
+        Setup(devices=("cpu",), dtype=dtype, seed=seed, deterministic=deterministic),
         Tuning(slots=slots, step_tokens=step_tokens, threads=1),
     )
 
@@ -127,7 +127,7 @@ def test_what_was_opened_is_told_with_what_was_estimated():
 
 def test_what_the_tuning_says_comes_before_what_the_model_s_arguments_say():
     spec = ModelSpec(name="null", kind="text", arguments={"slots": 5, "context": 77, "step_tokens": 9})
-    own = open_generator(spec, Setup(device="cpu"), Tuning(slots=3, threads=1))
+    own = open_generator(spec, Setup(devices=("cpu",)), Tuning(slots=3, threads=1))
     assert [own.facts[name] for name in ("slots", "context", "step_tokens")] == [3, 77, 9]
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, mo
 
     monkeypatch.setattr(Checkpoint, "weights", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match=message):
-        open_generator(ModelSpec(name="tiny", kind="text"), Setup(device="cpu"), tuning)
+        open_generator(ModelSpec(name="tiny", kind="text"), Setup(devices=("cpu",)), tuning)
 
 
 def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():

@@ -119,7 +119,7 @@ class SelfPlay(Workload):
 
     @property
     def on_cuda(self) -> bool:
-        return self.setup.device.startswith("cuda") or (self.setup.device == "auto" and machine.has_cuda())
+        return machine.wants_cuda(self.setup.devices)
 
     @property
     def halves(self) -> int:
