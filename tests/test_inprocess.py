@@ -246,7 +246,7 @@ async def test_a_batch_in_which_nothing_fits_is_answered_with_errors():
     ("changes", "error", "said"),
     [
         pytest.param({"model": None}, UsageError, "names none", id="no model"),
-        pytest.param({"device": "tpu"}, UnknownName, "no device named 'tpu'", id="no such device"),
+        pytest.param({"devices": ("tpu",)}, UnknownName, "no device named 'tpu'", id="no such device"),
         pytest.param({"dtype": "float8"}, UnknownName, "no number format", id="no such number format"),
         pytest.param({"model": ModelSpec("blobnet", input_dtype="int64")}, UnknownName, "int64", id="input dtype"),
     ],
