@@ -68,8 +68,8 @@ class Batch:
 class Core:
     """The queue of one backend. Not thread-safe: one thread, or one lock, at a time.
 
-    `stepped` says that the backend tells its own steps (`BackendContext.stepped`): those are the run's batches then, and not
-    what was admitted at once. `warn` may be shared by cores whose strategies are alike.
+    `stepped` says that the backend tells its own steps (`BackendContext.stepped`): those are the run's batches then,
+    and not what was admitted at once. `warn` may be shared by cores whose strategies are alike.
     """
 
     def __init__(self, strategy: Strategy, journal: Journal | None = None, warn: WarnOnce | None = None) -> None:
