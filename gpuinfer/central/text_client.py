@@ -18,6 +18,7 @@ from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import SharedPulse
+from gpuinfer.central.resuming import Had
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     NOBODY,
@@ -27,9 +28,11 @@ from gpuinfer.central.wire import (
     error_from_wire,
     generation_from_wire,
     pack,
+    part_from_wire,
 )
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendError, Closed, GpuinferError
+from gpuinfer.generation import Part
 
 AHEAD = 3  # times as many rows with the server as it has slots: one that becomes free finds a row waiting there
 LEAST_AHEAD = 64  # rows, where there are few slots and answers come faster than they travel
@@ -43,6 +46,7 @@ class Sent(NamedTuple):
     client: int
     priority: int
     deadline: float
+    had: Had | None = None  # by a reader who reads along, where the server may come back
 
 
 class TextConnection(Connection):
@@ -72,12 +76,14 @@ class TextConnection(Connection):
         priority: int = Priority.NORMAL,
         deadline: float = float("inf"),
         group: Hashable = None,
+        parts: bool = False,
     ) -> int:
         """Send a prompt soon; returns its number. Raises `BadPrompt` for one that cannot travel, `Closed`."""
         if self._socket is None:
             raise Closed("the way to the central server is closed. Open another.")
         refuse_group(group)
-        sent = Sent(asked_to_wire(payload, group), rows, client, class_of(priority), deadline)
+        had = Had() if parts and self.comes_back else None
+        sent = Sent(asked_to_wire(payload, group, parts), rows, client, class_of(priority), deadline, had)
         self._numbers = (self._numbers + 1) % 2**32
         self._sent[self._numbers] = sent
         self._post(_packed(self._numbers, sent))
@@ -100,11 +106,16 @@ class TextConnection(Connection):
 
     def _ask_again(self) -> None:
         self._outbox.clear()
+        for sent in self._sent.values():
+            if sent.had is not None:
+                sent.had.begin_anew()
         self._put(b"".join(_packed(number, sent) for number, sent in self._sent.items()))
 
     def _settle(self, record: Record) -> tuple[int, Any] | None:
         if record.kind == Kind.GOODBYE:
             raise parting(record)
+        if record.kind == Kind.PART:
+            return self._part(record)
         if self._sent.pop(record.number, None) is None:  # nobody waits for it any more
             return None
         if record.kind == Kind.GENERATION:
@@ -113,12 +124,28 @@ class TextConnection(Connection):
             return record.number, error_from_wire(record.body)
         return record.number, BackendError("the central server sent an answer of no known kind. Start it again.")
 
+    def _part(self, record: Record) -> tuple[int, Any] | None:
+        """A part, or the error that ends its request: None for what its reader has had, or does not want any more."""
+        if (sent := self._sent.get(record.number)) is None:
+            return None
+        outcome: Part | GpuinferError | None = part_from_wire(record.body)
+        if isinstance(outcome, Part) and sent.had is not None:
+            try:
+                outcome = sent.had.fresh(outcome)
+            except BackendError as error:
+                outcome = error
+        if isinstance(outcome, GpuinferError):
+            self.abandon(record.number)
+        return None if outcome is None else (record.number, outcome)
+
 
 class TextLink(Link):
     """One loop's connection. Its waiting requests are those of the streams that are followed."""
 
+    _connection: TextConnection
+
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Each answer as it comes. Whoever stops following cancels what is unanswered."""
+        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
         await self._up.wait()
         if self._lost is not None:
             raise self._lost
@@ -126,8 +153,11 @@ class TextLink(Link):
         for request in batch:
             self._send(request, answers)
         try:
-            for _ in batch:
-                yield await answers.get()
+            left = len(batch)
+            while left:
+                event = await answers.get()
+                left -= event.last
+                yield event
         finally:
             for request in batch:
                 self.cancel(request)
@@ -143,6 +173,7 @@ class TextLink(Link):
                 priority=request.priority,
                 deadline=request.deadline,
                 group=request.group,
+                parts=request.parts,
             )
         except GpuinferError as error:
             answers.put_nowait(Event(request, error=error))
@@ -151,6 +182,11 @@ class TextLink(Link):
         self._numbers[request] = number
 
     def _settle(self, number: int, outcome: Any) -> None:
+        if isinstance(outcome, Part):
+            if (asked := self._waiting.get(number)) is not None:
+                request, answers = asked
+                answers.put_nowait(Event(request, outcome, last=False))
+            return
         if (asked := self._waiting.pop(number, None)) is None:
             return
         request, answers = asked

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import socket
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
 from gpuinfer.central.caller import Bounds, Caller
 from gpuinfer.central.lines import ClientLines
+from gpuinfer.central.outgoing import Outgoing
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     LARGEST_PROMPT,
@@ -100,7 +102,7 @@ class TextDesk:
         self._recorder = recorder
         self._engine = Engine(backend, strategy, max_queue_rows=max_queue_rows or MOST_WAITING, recorder=recorder)
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
-        self._replies: dict[Caller, list[bytes]] = {}  # of this turn of the loop
+        self._outgoing: dict[Caller, Outgoing] = {}
         self._latest = Snapshot()
         self._moved: dict[str, int] = {}
         self._moved_at = time.monotonic()
@@ -167,6 +169,9 @@ class TextDesk:
     def _turn(self) -> None:
         try:
             self._lines.take_in(self._lines.look(), self._on_record, self._forget)
+            for outgoing in self._outgoing.values():
+                if outgoing.waits:  # its line has just taken what it had been sent before
+                    outgoing.flush()
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
             self._loop.remove_reader(self._lines.fileno())
             self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
@@ -176,6 +181,7 @@ class TextDesk:
             self._ask(caller, record)
         elif record.kind == Kind.CANCEL:
             self._cancel((caller.number, record.number))
+            self._to(caller).drop(record.number)
         else:
             raise Garbled(f"a record of kind {record.kind}")
 
@@ -186,7 +192,7 @@ class TextDesk:
         try:
             asked = asked_from_wire(record.body)
         except BadPrompt as error:
-            self._reply(caller, _failed(record.number, error))
+            self._to(caller).reply(record.number, _failed(record.number, error))
             return
         group, who = _hashable(asked.group), None
         hash(group)  # raises for what cannot be one, before anything is done
@@ -207,6 +213,7 @@ class TextDesk:
                 timeout=record.left_s,
                 group=group,
                 client=who,
+                on_part=functools.partial(self._to(caller).part, record.number) if asked.parts else None,
             )
             reply = pack(Record(Kind.GENERATION, number=record.number, body=generation_to_wire(generation)))
         except BackendDied as error:
@@ -218,7 +225,7 @@ class TextDesk:
             reply = _failed(record.number, BackendError(f"the central server failed: {error!r}. Report this."))
         finally:
             self._under_way.pop((caller.number, record.number), None)
-        self._reply(caller, reply)
+        self._to(caller).reply(record.number, reply)
 
     def _cancel(self, key: tuple[int, int]) -> None:
         task = self._under_way.pop(key, None)
@@ -231,16 +238,13 @@ class TextDesk:
             self._cancel(key)
         for who in caller.names:
             self._engine.leave(who)
+        self._outgoing.pop(caller, None)
 
-    def _reply(self, caller: Caller, data: bytes) -> None:
-        """Answers of one turn of the loop go out together."""
-        waiting = self._replies.setdefault(caller, [])
-        if not waiting:
-            self._loop.call_soon(self._send, caller)
-        waiting.append(data)
-
-    def _send(self, caller: Caller) -> None:
-        self._lines.send(caller, b"".join(self._replies.pop(caller)))
+    def _to(self, caller: Caller) -> Outgoing:
+        outgoing = self._outgoing.get(caller)
+        if outgoing is None:
+            outgoing = self._outgoing[caller] = Outgoing(self._lines, caller, self._loop)
+        return outgoing
 
     async def _close(self) -> None:
         self._loop.remove_reader(self._lines.fileno())

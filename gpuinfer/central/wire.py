@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.errors import BackendError, BadPrompt, GpuinferError, QueueFull
-from gpuinfer.generation import Generation, Prompt
+from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.host.error_wire import nearest, rebuilt
 
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
 NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
@@ -43,10 +43,11 @@ class Kind(enum.IntEnum):
     FAILED = 7  # request `number` failed; body: error
     GOODBYE = 8  # this client is not served, or not any more; body: error
     GENERATION = 10  # the answer to request `number`; body: `generation.Generation`
+    PART = 11  # of the answer to request `number`, which grows; body: `generation.Part`
 
 
 KINDS = frozenset(Kind)
-TYPED = frozenset({Kind.PROMPT, Kind.GENERATION})  # their bodies are bytes here: others know their types
+TYPED = frozenset({Kind.PROMPT, Kind.GENERATION, Kind.PART})  # their bodies are bytes here: others know their types
 
 
 class Record(NamedTuple):
@@ -147,14 +148,16 @@ class TextRequest(Struct, frozen=True, array_like=True):
 
     prompt: Prompt
     group: Any = None  # a hashable value; a tuple arrives as a list
+    parts: bool = False  # the answer is read as it grows
 
 
 _encoder = msgspec.msgpack.Encoder()
 _asked, _generation = msgspec.msgpack.Decoder(TextRequest), msgspec.msgpack.Decoder(Generation)
+_part = msgspec.msgpack.Decoder(Part)
 UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
-def asked_to_wire(prompt: Any, group: Any) -> bytes:
+def asked_to_wire(prompt: Any, group: Any, parts: bool = False) -> bytes:
     """Raises `BadPrompt` for what cannot travel."""
     if not isinstance(prompt, Prompt):
         raise BackendError(
@@ -162,7 +165,7 @@ def asked_to_wire(prompt: Any, group: Any) -> bytes:
             "Submit gpuinfer.generation.Prompt."
         )
     try:
-        data = _encoder.encode(TextRequest(prompt, group))
+        data = _encoder.encode(TextRequest(prompt, group, parts))
     except UNFIT as error:
         raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
     if len(data) > LARGEST_PROMPT:
@@ -200,3 +203,15 @@ def generation_from_wire(data: bytes) -> Generation | BackendError:
         return _generation.decode(data)
     except UNFIT as error:
         return BackendError(f"the central server sent no answer: {error}. Let both ends run the same version.")
+
+
+def part_to_wire(part: Part) -> bytes:
+    return _encoder.encode(part)
+
+
+def part_from_wire(data: bytes) -> Part | BackendError:
+    """What has arrived; an error in its place when it is no part."""
+    try:
+        return _part.decode(data)
+    except UNFIT as error:
+        return BackendError(f"the central server sent no part of an answer: {error}. Let both ends run one version.")
