@@ -19,7 +19,16 @@ from texts import SLOTS, asking, long, serving_text, short
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.wire import HEADER, LARGEST_PROMPT, VERSION, Kind, Record, Unpacker, pack
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, RequestError, UsageError
+from gpuinfer.errors import (
+    BackendDied,
+    BackendError,
+    BadPrompt,
+    Closed,
+    Expired,
+    PromptTooLong,
+    RequestError,
+    UsageError,
+)
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 
 SECONDS = 120  # after which what does not come about has failed
@@ -81,7 +90,7 @@ BAD = [
     pytest.param(
         Prompt(text="a", sampling=Sampling(constraint=Constraint(regex="("))), BadPrompt, "regex", id="a bad regex"
     ),
-    pytest.param(Prompt(text="a" * 10_000), BadPrompt, "2,048|2048|context", id="one that does not fit"),
+    pytest.param(Prompt(text="a" * 10_000), PromptTooLong, "2,048|2048|context", id="one that does not fit"),
     pytest.param(Prompt(text=5), BadPrompt, "Expected `str", id="a field of another type"),
     pytest.param(Prompt(text="\ud800"), BadPrompt, "travel|Unicode|UTF", id="text that is none"),
     pytest.param(Prompt(text="a" * LARGEST_PROMPT), BadPrompt, "at most", id="one that is too large to travel"),
