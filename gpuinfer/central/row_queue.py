@@ -51,6 +51,7 @@ class RowQueue:
         send: Send,
         recorder: Journal | None,
         clock: Callable[[], float],
+        max_queue_rows: int | None = None,
     ) -> None:
         self._core = Core(strategy, recorder)
         self._core.open(limits, max_queue_rows)
@@ -127,9 +128,9 @@ class RowQueue:
 
     # Batches
 
-    def next_batch(self, now: float) -> Batch | float:
-        """The batch that is due for a lane that is free, or when to look again."""
-        while not isinstance(step := self._core.decide(now, lanes=1), float):
+    def next_batch(self, now: float, lanes: int = 1) -> Batch | float:
+        """The batch that is due when so many lanes are free, or when to look again."""
+        while not isinstance(step := self._core.decide(now, lanes), float):
             if isinstance(step, Cut):
                 for request in step.requests:
                     asked: BlockRows = request.payload

@@ -1,0 +1,146 @@
+"""The three drivers of the queue core agree: the same batches, reasons, times, counts and refusals."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from drivers import CLIENTS, Ask, Schedule, by_the_engine, by_the_server, by_the_simulation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.api import Limits, Priority, Reason, Strategy
+from gpuinfer.strategies.adaptive import Adaptive
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.strategies.priority import ByPriority
+
+UNIT_S = 1 / 1024
+NEVER = 10**6  # of such units
+
+
+class Picky(Strategy):
+    """Waits for half a batch or a while, cuts the newest first, and turns the largest away when there is no room."""
+
+    def cut_at(self, queue):
+        return queue.now if 2 * queue.rows >= queue.limits.max_rows else queue.waiting[0].arrived + 20 * UNIT_S
+
+    def reason(self, queue):
+        return Reason.CAP if 2 * queue.rows >= queue.limits.max_rows else Reason.WAITED
+
+    def select(self, queue):
+        chosen, rows = [], 0
+        for request in reversed(queue.waiting):
+            if rows + request.rows <= queue.limits.max_rows:
+                chosen.append(request)
+                rows += request.rows
+        return chosen
+
+    def shed(self, queue, arriving):
+        return [max(queue.waiting, key=lambda request: request.rows)]
+
+    def retry_after(self, queue, request):
+        return 0.25
+
+
+class Reluctant(Picky):
+    """Never cuts less than a full batch."""
+
+    def cut_at(self, queue):
+        return -math.inf if queue.rows >= queue.limits.max_rows else math.inf
+
+
+STRATEGIES = {
+    "dynamic": Dynamic,
+    "dynamic that waits": lambda: Dynamic(max_wait=0.01),
+    "adaptive": Adaptive,
+    "adaptive with a target": lambda: Adaptive(latency_target=0.02),
+    "priority": ByPriority,
+    "picky": Picky,
+    "reluctant": Reluctant,
+}
+
+asks = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1, 2, 5, 10, 40, 200]),  # units since the one before
+        st.integers(1, 6),
+        st.sampled_from(Priority),
+        st.sampled_from([NEVER, NEVER, 4, 15, 60]),
+        st.sampled_from([None, None, "a", "b"]),
+        st.sampled_from([None, *range(CLIENTS)]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@st.composite
+def schedules(draw):
+    """No two things happen at the same instant but arrivals: what comes first then is the drivers' own affair."""
+    dice = random.Random(draw(st.integers(0, 2**16)))
+    max_rows = draw(st.integers(1, 8))
+    slots = draw(st.sampled_from([None, None, max_rows, max_rows + 3]))
+    now, made = 0.0, [Ask(0.0, 1, Priority.NORMAL, math.inf, None, client) for client in range(CLIENTS)]
+    for units, rows, priority, timeout, group, client in draw(asks):
+        now += (units + 0.5 * dice.random()) * UNIT_S if units else 0.0
+        left = math.inf if timeout == NEVER else (timeout + dice.random()) * UNIT_S
+        made.append(Ask(now, rows, priority, left, group, client))
+    service = draw(st.lists(st.sampled_from([1, 5, 20, 50]), min_size=1, max_size=6))
+    return Schedule(
+        Limits(max_rows, draw(st.integers(1, 3)), slots),
+        max_rows + CLIENTS + draw(st.integers(0, 12)),
+        made,
+        [(units + dice.random()) * UNIT_S for units in service for _ in range(7)],
+        draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=4)),
+    )
+
+
+def near(value):
+    return pytest.approx(value, abs=1e-9)
+
+
+def assert_alike(one, other):
+    assert one.arrivals == near(other.arrivals)
+    assert [cut[1:] for cut in one.cuts] == [cut[1:] for cut in other.cuts]
+    assert [now for now, *_ in one.cuts] == near([now for now, *_ in other.cuts])
+    assert {number: outcome for number, (outcome, _) in one.ends.items()} == {
+        number: outcome for number, (outcome, _) in other.ends.items()
+    }
+    assert [one.ends[number][1] for number in one.ends] == near([other.ends[number][1] for number in one.ends])
+    assert [run[0] for run in one.runs] == [run[0] for run in other.runs]
+    assert [run[1:] for run in one.runs] == [near(run[1:]) for run in other.runs]
+    assert [batch for _, batch in one.accounted] == [batch for _, batch in other.accounted]
+    assert [(seen.rows, seen.requests, seen.reason) for seen in one.observed] == [
+        (seen.rows, seen.requests, seen.reason) for seen in other.observed
+    ]
+    assert [(seen.started, seen.seconds, seen.queue_wait_s) for seen in one.observed] == [
+        near((seen.started, seen.seconds, seen.queue_wait_s)) for seen in other.observed
+    ]
+    assert counted(one.snapshot) == counted(other.snapshot)
+
+
+def counted(snapshot):
+    """What a snapshot counts; durations to a nanosecond."""
+    return {
+        "requests": (snapshot.requests, snapshot.rows, snapshot.waiting),
+        "batches": (dict(snapshot.batches), dict(snapshot.reasons)),
+        "ran": {rows: (count, round(seconds, 9)) for rows, (count, seconds) in snapshot.batch_s.items()},
+        "errors": {kind: count for kind, count in snapshot.errors.items() if count},
+        "classes": {name: counted_of(each) for name, each in snapshot.classes.items()},
+    }
+
+
+def counted_of(each):
+    times = {
+        name: (sum(each[name]["counts"].values()), round(each[name]["total"], 7)) for name in ("latency", "queue_wait")
+    }
+    return each["requests"], each["rows"], {kind: count for kind, count in each["errors"].items() if count}, times
+
+
+@given(schedules(), st.sampled_from(list(STRATEGIES)))
+def test_the_three_drivers_agree_on_any_schedule(schedule, name):
+    engine = by_the_engine(schedule, STRATEGIES[name]())
+    assert_alike(by_the_simulation(schedule, STRATEGIES[name]()), engine)
+    server = by_the_server(schedule, STRATEGIES[name]())
+    assert_alike(server, engine)
+    assert server.told == engine.told
