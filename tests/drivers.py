@@ -233,7 +233,8 @@ def by_the_server(schedule, strategy):
             if record.kind == Kind.FAILED:
                 diary.told[record.number] = str(error_from_wire(record.body))
 
-    queue = RowQueue(form, schedule.limits, kept_by(strategy, diary), told, diary, lambda: now, schedule.max_queue_rows)
+    kept = kept_by(strategy, diary)
+    queue = RowQueue(form, schedule.limits, schedule.max_queue_rows, kept, told, diary, lambda: now)
     line, theirs = socket.socketpair()
     with line, theirs:
         caller = Caller(line, 1, lambda rows: None, ROWS)

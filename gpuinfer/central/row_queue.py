@@ -51,7 +51,6 @@ class RowQueue:
         send: Send,
         recorder: Journal | None,
         clock: Callable[[], float],
-        max_queue_rows: int | None = None,
     ) -> None:
         self._core = Core(strategy, recorder)
         self._core.open(limits, max_queue_rows)
