@@ -14,6 +14,8 @@ from gpuinfer.text.checkpoint.assembly import Layout, TensorPart
 from gpuinfer.text.shape import Shape
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
+SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
+ROUND = 64  # positions of a slot are a multiple of it: kernels read masks and rows in such portions
 GB = 1e9
 
 
@@ -28,8 +30,9 @@ class Estimate:
 
 def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype) -> Estimate:
     weights = weight_bytes(layout, dtype)
-    cache = slots * length * layout.shape.cache_values * dtype.itemsize
-    return Estimate(weights, cache, weights + cache + step_bytes(layout.shape, slots, dtype))
+    cache = slots * slot_bytes(layout.shape, length, dtype)
+    step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype)
+    return Estimate(weights, cache, weights + cache + step)
 
 
 def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
@@ -45,13 +48,26 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
     return total
 
 
-def step_bytes(shape: Shape, slots: int, dtype: torch.dtype) -> int:
-    """Activations of one layer and of the residual stream, and the logits in float32 with a copy to draw from."""
-    tokens = max(slots, STEP_TOKENS)
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    inner = (2 if shape.gated else 1) * shape.intermediate
-    activations = tokens * (3 * shape.hidden + 2 * qkv + 2 * inner) * dtype.itemsize
-    return activations + 2 * slots * shape.vocabulary * 4
+def rounded(length: int) -> int:
+    """Positions that a slot of `length` takes."""
+    return -(-length // ROUND) * ROUND
+
+
+def slot_bytes(shape: Shape, length: int, dtype: torch.dtype) -> int:
+    """What one slot of the cache takes."""
+    return shape.cache_values * rounded(length) * dtype.itemsize
+
+
+def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype) -> int:
+    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
+    layer, keys and values copied for attention, masks, and the logits as sampling works on them.
+    """
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    inner = (3 if shape.gated else 2) * shape.intermediate
+    activations = rows * (4 * shape.hidden + max(3 * heads, inner)) * (dtype.itemsize + 4)
+    attention = 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize * slots // max(1, shape.layers)
+    masks = rows * length * (dtype.itemsize + 1)
+    return activations + attention + masks + slots * shape.vocabulary * 4 * SAMPLING_COPIES
 
 
 def refuse_unfit(

@@ -12,7 +12,7 @@ import torch
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.torch_cache import slot_bytes
+from gpuinfer.text.checkpoint.estimate import SAMPLING_COPIES, slot_bytes, working_bytes
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
@@ -21,7 +21,6 @@ logger = logging.getLogger("gpuinfer")
 
 CPU_SLOTS, CUDA_SLOTS = 64, 1024  # beyond them a step takes longer and no more rows come out of it in the same time
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9  # of the free memory
-SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
 SHRINK = 0.8
 MEBIBYTE = 1 << 20
 
@@ -53,18 +52,6 @@ def free_memory(device: torch.device) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype) -> int:
-    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
-    layer, keys and values copied for attention, masks, and the logits as sampling works on them.
-    """
-    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    inner = (3 if shape.gated else 2) * shape.intermediate
-    activations = rows * (4 * shape.hidden + max(3 * heads, inner)) * (dtype.itemsize + 4)
-    attention = 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize * slots // max(1, shape.layers)
-    masks = rows * length * (dtype.itemsize + 1)
-    return activations + attention + masks + slots * shape.vocabulary * 4 * SAMPLING_COPIES
 
 
 def estimate(

@@ -8,20 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuinfer.text.checkpoint.estimate import rounded
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
-
-ROUND = 64  # positions of a slot are a multiple of it: kernels read masks and rows in such portions
-
-
-def rounded(length: int) -> int:
-    """Positions that a slot of `length` takes."""
-    return -(-length // ROUND) * ROUND
-
-
-def slot_bytes(shape: Shape, length: int, dtype: torch.dtype) -> int:
-    """What one slot takes."""
-    return shape.cache_values * rounded(length) * dtype.itemsize
 
 
 class SlotCache:
