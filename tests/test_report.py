@@ -256,5 +256,6 @@ def test_processes_on_one_device_add_up_what_they_hold_of_it():
 
 
 def test_a_report_needs_no_torch():
-    code = "import gpuinfer.run, gpuinfer.report, sys; gpuinfer.report.schema(); print('torch' in sys.modules)"
+    loaded = "import sys, gpuinfer.runtime.run; from gpuinfer.report import report"
+    code = f"{loaded}; report.schema(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -14,14 +14,7 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import (
-    MOST_PENALTY,
-    MOST_REPETITION,
-    MOST_TEMPERATURE,
-    Constraint,
-    Rendering,
-    Sampling,
-)
+from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Rendering, Sampling
 from gpuinfer.openai.schema import MOST_TOKENS
 
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value

@@ -19,7 +19,7 @@ from gpuinfer.generation import Generation, Part, Prompt
 
 if TYPE_CHECKING:
     from gpuinfer.text.generator import Driver, Prepared
-    from gpuinfer.text.generator.open_generator import Options
+    from gpuinfer.text.generator.setup import Options
 
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive: another thread costs more

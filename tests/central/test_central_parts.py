@@ -16,13 +16,7 @@ from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.central.resuming import Had
-from gpuinfer.central.wire import (
-    Kind,
-    Record,
-    asked_to_wire,
-    generation_from_wire,
-    part_from_wire,
-)
+from gpuinfer.central.wire import Kind, Record, asked_to_wire, generation_from_wire, part_from_wire
 from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt, Sampling

@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, mo
 
 def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():
     from gpuinfer.text.checkpoint import open_checkpoint
-    from gpuinfer.text.generator.open_generator import fitted
+    from gpuinfer.text.generator.setup import fitted
 
     checkpoint = open_checkpoint(ModelSpec(name="tiny", kind="text"))
     whole, _ = fitted(checkpoint, 64, None, torch.float32, 10**12)

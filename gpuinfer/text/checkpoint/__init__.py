@@ -1,7 +1,7 @@
 """From a model's name to its weights: Hugging Face folders, nanoGPT files, and two built-in models.
 
 ```
-open_checkpoint.py   what a name means
+names.py             what a name means
 folder.py            a Hugging Face folder and its shards
 nanogpt.py           nanoGPT's model.pt and its alphabet    pickled.py   torch files, read without an unpickler
 builtin.py           "tiny" and "null", whose weights are drawn
@@ -19,4 +19,4 @@ from gpuinfer.text.checkpoint.checkpoint import LanguageFiles as LanguageFiles
 from gpuinfer.text.checkpoint.estimate import Estimate as Estimate
 from gpuinfer.text.checkpoint.estimate import refuse_unfit as refuse_unfit
 from gpuinfer.text.checkpoint.export import save_folder as save_folder
-from gpuinfer.text.checkpoint.open_checkpoint import open_checkpoint as open_checkpoint
+from gpuinfer.text.checkpoint.names import open_checkpoint as open_checkpoint

@@ -10,14 +10,14 @@ giving.py           what is given out of an answer while it grows
 settling.py         what drawn tokens mean for the rows: first tokens, ends, answers
 troubles.py         a step that raised: fewer tokens at once, or the row at fault found
 driver.py           the thread that steps
-open_generator.py   from a checkpoint to a generator, and what fits in memory
+setup.py            from a checkpoint to a generator, and what fits in memory
 ```
 """
 
 import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.generator.driver import Driver
 from gpuinfer.text.generator.generator import Generator, Stepped
-from gpuinfer.text.generator.open_generator import Tuning, open_generator
 from gpuinfer.text.generator.prepared import Prepared
+from gpuinfer.text.generator.setup import Tuning, open_generator
 
 __all__ = ["Driver", "Generator", "Prepared", "Stepped", "Tuning", "open_generator"]

@@ -1,7 +1,7 @@
 """Language: from prompts to tokens, from tokens to text as it grows, and what an answer must match.
 
 ```
-open_language.py   which of them a checkpoint has    files.py   what lies beside its weights
+of_checkpoint.py   which of them a checkpoint has    files.py   what lies beside its weights
 language.py        all of it together
 subwords.py        tokenizers of folders
 spelling.py        what each token adds to a text    growing.py   a text as it grows
@@ -14,6 +14,6 @@ grammars.py        grammars of constraints           examiner.py  their cost, tr
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.matcher import Matcher
-from gpuinfer.text.language.open_language import open_language
+from gpuinfer.text.language.of_checkpoint import open_language
 
 __all__ = ["Growing", "Language", "Matcher", "open_language"]
