@@ -6,10 +6,6 @@ A run of a fixed amount of work is slow at both ends: batches are small while th
 lasts for a time has no such end, and its start is left out. What is counted are evaluations where there are any: how
 many of them a game takes differs little between its moves, while a finished game is a rare and sudden event. Of a load
 rows are counted; one that comes from outside is judged by how long its answers took (`metric`).
-
-The bare model, measured once for all runs that ask the same of it.
-
-One of the ways that are compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds good settings for this machine within a time: trials of a few seconds each, then a race of the best of them.
 
-Half of the time goes into trials, one run each, by the bracketed search of `search`. What a single short run says is
+Half of the time goes into trials, one run each, by the bracketed search below. What a single short run says is
 not to be trusted, so the finalists then run in turn until the time is up, and are compared like the variants of a
 bench: the defaults, and the best of each backend that is not far behind. Where the noise does not tell two apart, the
 one that asks less of the user comes first: the defaults, then no server.

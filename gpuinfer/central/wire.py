@@ -1,7 +1,7 @@
 """What travels on a client's socket: records of a fixed size, some followed by a msgpack body.
 
 Rows and answers never do: they lie in the client's blocks of shared memory, and a record only says which. Prompts and
-what a model of text makes of them are bodies (`text_wire.py`).
+what a model of text makes of them are bodies.
 
 Prompts and their answers as they travel: msgpack of known types and bounded size.
 """

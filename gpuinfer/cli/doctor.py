@@ -1,6 +1,6 @@
 """The machine, the versions, the plugins: what would run here and what would not, and why.
 
-What `gpuinfer doctor` looks at. Whatever might crash or hang runs in a child process with a time limit.
+Whatever might crash or hang runs in a child process with a time limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a run: the first asks it to stop, the second insists, and what does not heed that is forced.
+"""SIGINT and SIGTERM of a run: the first asks it to stop, the second insists, and what does not stop then is forced.
 
 A thread hears them, by way of the descriptor that Python's own handler in C writes to: so they are heard too while a
 plugin blocks the event loop.

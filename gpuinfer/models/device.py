@@ -1,7 +1,4 @@
-"""Devices and number formats by name, as a user writes them.
-
-How busy a device is and how much of its memory is taken.
-"""
+"""Devices and number formats by name, as a user writes them; how busy a device is and what of its memory is taken."""
 
 from __future__ import annotations
 

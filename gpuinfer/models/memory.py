@@ -1,7 +1,4 @@
-"""What to do when memory runs out: take smaller steps, say so once, and go on.
-
-The C allocator, set up for forwards that want the same large buffers over and over.
-"""
+"""Memory: smaller steps when it runs out, said once; and an allocator that keeps large buffers for the next forward."""
 
 from __future__ import annotations
 

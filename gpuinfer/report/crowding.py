@@ -1,9 +1,8 @@
 """Cores that there are too few of: for threads of our own, or since other programs have them.
 
-Search and model share the same cores: what one of them could save, the other would have.
-
-A lane that is busy then says little, since it counts the time in which another has its core. What counts is whose the
-work is: a saving in one part gains as Amdahl (1967) has it, 1 / (1 - f + f / s).
+Search and model share the same cores: what one of them could save, the other would have. A lane that is busy then says
+little, since it counts the time in which another has its core. What counts is whose the work is: a saving in one part
+gains as Amdahl (1967) has it, 1 / (1 - f + f / s).
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 First whether the numbers add up; then whether anything is left to gain; then the bounds, from the parts that are busy
 all the time, and that nothing but their own cure can move, to what is left when no part is: waiting for one another.
 
-What holds a run back: `judge` names it, with the evidence, and the change that would help.
-
-An advice that was tried: what was measured of it, and what is left of the verdict's advice then.
+`judge` names what holds a run back, with the evidence, and the change that would help; `after` says what is left
+of an advice that was tried.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Causes in which nothing is busy: rows wait for a timer or for one another, or do not come.
 
-Too few rows outstanding: the arithmetic, and what would keep more of them.
+Beside them the arithmetic of rows outstanding, and what would keep more of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The model, opened so that it can be asked in many ways.
-
-The options of `verify`, which are its flags.
-
-Which prompts are asked: the user's own, or a set of different lengths, signs and common beginnings.
+"""What is verified: the options, which are flags; the prompts, the user's own or a set of different lengths, signs and
+common beginnings; and the model, opened so that it can be asked in many ways.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Opens a Hugging Face folder.
-
-Finds the safetensors files of a folder.
-"""
+"""Opens a Hugging Face folder: its settings, its tokenizer, and the safetensors files with its weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Matrix products of compiled kernels: a row's result has the same bits among any number of rows, on any processor.
 
-Every value is summed in one fixed order (see `cpu_blocks`), so that neither company, nor the lane that a column falls
+Every value is summed in one fixed order (see the end), so that neither company, nor the lane that a column falls
 to, nor the kind of processor can show. A block holds as many sums as the processor has registers for.
 
 Weights as our own products read them, and memory for their rows.

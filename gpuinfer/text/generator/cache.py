@@ -1,10 +1,6 @@
-"""Free slots, the least useful content first.
+"""What the slots of the cache hold: which are free, how their tokens begin, and what is copied between them.
 
-Slots by how their tokens begin: which of them holds the longest beginning of a prompt.
-
-Beginnings that are to be copied between slots, gathered so that one call copies to many.
-
-What every slot holds, as arrays: a step's bookkeeping is a handful of array operations for any number of rows.
+All of it lies in arrays, so that a step's bookkeeping is a handful of array operations for any number of rows.
 """
 
 from __future__ import annotations

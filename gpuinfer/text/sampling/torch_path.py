@@ -3,7 +3,7 @@
 Values in a total order, and weights in whole numbers, as `cpu_values` describes them: no result depends on how a device
 groups its sums, nor on the other rows of a call.
 
-What changes single logits before a token is drawn, in torch operations: see `cpu_edits`.
+What changes single logits before a token is drawn.
 
 Filters, draws and log-probabilities over whole blocks of rows, in torch operations.
 """
