@@ -281,6 +281,8 @@ class Snapshot:
     reasons: Mapping[str, int] = _counter(COUNTS, dict)  # why they were cut → how many
     latency: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # submit → result
     queue_wait: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # submit → batch
+    first_token: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # of each answer in text: submit → its first token
+    between_tokens: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # of each: from token to token, its mean
     errors: Mapping[str, int] = _counter(COUNTS, dict)  # requests, by ERRORS
     failure: str = _counter(FIRST, "")  # what the first of those that failed was told
     classes: Mapping[str, Mapping[str, Any]] = _counter(CLASSES, dict)  # name → `ClassCount.to_wire()`

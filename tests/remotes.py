@@ -55,6 +55,8 @@ class Far(Doubler):
             reasons={"clients": self.asked},
             latency=waits.to_wire(),
             queue_wait=waits.to_wire(),
+            first_token=waits.to_wire(),
+            between_tokens=waits.to_wire(),
             errors={"failed": 99, "retried": self.asked},
             lanes=(lane,),
             rss_peak_mb=100_000.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gpuinfer.api import Progress, Roofline
 from gpuinfer.runtime.run import Update
 from gpuinfer.screen import summary, view
 from gpuinfer.screen.display import Display, frame, result_panel, svg
-from gpuinfer.stats import Snapshot
+from gpuinfer.stats import Histogram, Snapshot
 
 LANES = (
     {"name": "worker 0", "stations": {"search": 3.0, "idle": 1.0}},
@@ -182,6 +183,17 @@ def test_the_live_view_shows_what_matters():
         "80% of the roofline",
     ):
         assert words in shown
+
+
+def test_the_live_view_says_when_the_first_token_comes_and_how_the_others_follow():
+    first, between = Histogram(), Histogram()
+    first.add(0.25)
+    one = Snapshot(lanes=LANES, first_token=first.to_wire())
+    assert "first token after 250 ms" in drawn(frame(update(snapshot=one), {}, "generate", 100, 30), 100)
+    between.add(0.012)
+    many = replace(one, between_tokens=between.to_wire())
+    shown = drawn(frame(update(snapshot=many), {}, "generate", 100, 30), 100)
+    assert "first token after 250 ms, then every 12.0 ms" in shown
 
 
 def test_a_run_without_batches_shows_no_empty_chart_of_them():

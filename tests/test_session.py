@@ -182,6 +182,7 @@ async def test_a_remote_run_counts_requests_where_they_are_asked_and_batches_whe
     assert snapshot.requests == snapshot.rows == sum(snapshot.latency["counts"].values()) == 8
     assert (snapshot.batches, snapshot.reasons) == ({7: 1}, {"clients": 1})
     assert sum(snapshot.queue_wait["counts"].values()) == 1
+    assert snapshot.first_token["counts"] == snapshot.between_tokens["counts"] == {}  # as those who asked saw them
     assert snapshot.errors.get("failed", 0) == 0
     assert snapshot.errors["retried"] == 1
     assert [lane["name"] for lane in snapshot.lanes] == ["worker 0: asker", "worker 1: asker", "forward 0"]

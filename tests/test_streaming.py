@@ -12,6 +12,7 @@ from gpuinfer.engine.streaming import PartStream, Unread
 from gpuinfer.errors import BackendError, BadResult, Closed
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt
 from gpuinfer.runtime.session import Session
+from gpuinfer.stats import summarise
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
 from gpuinfer.testing.fakes import FakeInfer, made_up, parts_of
@@ -21,10 +22,10 @@ class Letters(Backend):
     """Says its prompt letter by letter, one each second; a `!` is an error. Parts only for those who read along."""
 
     serves = ("text",)
-    limits = Limits(8, in_flight=8, slots=8)
 
-    def __init__(self):
+    def __init__(self, slots=8):
         super().__init__()
+        self.limits = Limits(slots, in_flight=slots, slots=slots)
         self.cancelled, self.made = [], 0
 
     async def infer(self, batch):
@@ -55,6 +56,15 @@ class Silent(Letters):
                 yield event
 
 
+class Numbers(Backend):
+    """Answers no prompts."""
+
+    limits = Limits(8)
+
+    async def infer(self, batch):
+        return [2 * request.payload for request in batch]
+
+
 class Odd(Letters):
     """Its parts are none."""
 
@@ -78,7 +88,7 @@ def part(text, *tokens, sample=0, **more):
 
 def whole(text):
     answer = Completion(text=text, tokens=tuple(range(len(text))), finish_reason="stop")
-    return Generation(completions=(answer,), prompt_tokens=1)
+    return Generation(completions=(answer,), prompt_tokens=1, first_token_s=1.0, seconds=float(len(text)))
 
 
 def virtual(test):
@@ -166,6 +176,24 @@ async def test_a_part_that_is_none_fails_its_request():
     async with Opened(Odd()) as infer:
         with pytest.raises(BadResult, match=r"a part of an answer is a str.*Part"):
             await anext(infer.stream(Prompt(text="x")))
+
+
+@virtual
+async def test_the_time_to_the_first_token_counts_from_the_asking_and_not_from_the_slot():
+    async with Opened(Letters(slots=1)) as infer:
+        await asyncio.gather(*(infer.engine.submit(Prompt(text=text)) for text in ("abcde", "xyz", "")))
+        snapshot = infer.engine.snapshot()
+        first, between = summarise(snapshot.first_token), summarise(snapshot.between_tokens)
+        assert (first["mean"], first["max"]) == (pytest.approx((1 + 6) / 2), pytest.approx(6))
+        assert between["mean"] == between["max"] == pytest.approx(1.0)
+        assert sum(snapshot.between_tokens["counts"].values()) == 2
+
+
+@virtual
+async def test_what_is_no_text_has_no_first_token():
+    async with Opened(Numbers()) as infer:
+        assert await infer.engine.submit(21) == 42
+        assert summarise(infer.engine.snapshot().first_token) == {}
 
 
 async def closed(stream):

@@ -125,12 +125,12 @@ class Core:
         return True
 
     def settled(self, request: Request, outcome: str, now: float, told: object = "") -> None:
-        """A request that had been let in has ended: "ok", or as one of `stats.ERRORS`; `told` is what it was told."""
+        """A request that was let in has ended: "ok", or as one of `stats.ERRORS`; `told` is the result or error."""
         self.rows -= request.rows
         self.moved += 1
         self.queue.clients.answered(request.client, now)
         if outcome == "ok":
-            self._tally.answered(request, now)
+            self._tally.answered(request, now, told)
         else:
             self._tally.error(outcome, request.priority, told)
         if self._journal is not None:

@@ -14,7 +14,7 @@ from gpuinfer.generation import Part
 OnPart = Callable[[Part], None]
 
 Settled = Callable[[Request, str, float, object], None]
-"""Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, and what it was told."""
+"""Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, its result or error."""
 
 
 class Unsettled:
@@ -54,7 +54,7 @@ class Unsettled:
             on_part(part)
 
     def answer(self, request: Request, result: Result, now: float) -> None:
-        if future := self._release(request, "ok", now):
+        if future := self._release(request, "ok", now, result):
             future.set_result(result)
 
     def fail(self, request: Request, error: GpuinferError) -> None:

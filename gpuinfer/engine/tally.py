@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from gpuinfer.api import Priority, Request
+from gpuinfer.api import Priority, Request, Result
 from gpuinfer.engine.cutting import Cut
-from gpuinfer.stats import ERRORS, ClassCount, Lane, Snapshot, merge_histograms
+from gpuinfer.generation import Generation
+from gpuinfer.stats import ERRORS, ClassCount, Histogram, Lane, Snapshot, merge_histograms
 
 
 class Tally:
     """Running counters. Every request ends in exactly one of: answered, or one of `stats.ERRORS`."""
 
-    __slots__ = ("_batch_s", "_batches", "_classes", "_failure", "_reasons")
+    __slots__ = ("_batch_s", "_batches", "_between_tokens", "_classes", "_failure", "_first_token", "_reasons")
 
     def __init__(self) -> None:
         self._classes = [ClassCount() for _ in Priority]
@@ -21,6 +22,7 @@ class Tally:
         self._batch_s: dict[int, list[float]] = {}
         self._reasons: Counter[str] = Counter()
         self._failure = ""
+        self._first_token, self._between_tokens = Histogram(), Histogram()
 
     def cut(self, batch: Cut, now: float, *, a_batch: bool = True) -> None:
         """Count why these requests are sent to the backend, how long they have waited, and the batch, if it is one."""
@@ -41,11 +43,26 @@ class Tally:
         self._batches[rows] += 1
         self.ran(rows, seconds)
 
-    def answered(self, request: Request, now: float) -> None:
+    def answered(self, request: Request, now: float, result: Result = None) -> None:
         count = self._classes[request.priority]
         count.requests += 1
         count.rows += request.rows
         count.latency.add(now - request.arrived)
+        if isinstance(result, Generation):
+            self._generated(result, now - request.arrived)
+
+    def _generated(self, answer: Generation, latency: float) -> None:
+        """What it took to the first token, from when it was asked for, and from one to the next.
+
+        The generator's own times, which cost nothing: from the slot to the first token, and to the last. A backend that
+        does not tell them is not measured.
+        """
+        tokens = max((len(one.tokens) for one in answer.completions), default=0)
+        after_the_first = answer.seconds - answer.first_token_s
+        if tokens and answer.seconds:
+            self._first_token.add(latency - after_the_first)
+        if tokens > 1 and answer.seconds:
+            self._between_tokens.add(after_the_first / (tokens - 1))
 
     def error(self, kind: str, priority: Priority, told: object = "") -> None:
         """Count one request that got no result; `kind` is one of `stats.ERRORS`, `told` what it was told."""
@@ -66,6 +83,8 @@ class Tally:
             queue_wait=merge_histograms(wire["queue_wait"] for wire in seen.values()),
             errors={kind: sum(count.errors[kind] for count in self._classes) for kind in ERRORS},
             failure=self._failure,
+            first_token=self._first_token.to_wire(),
+            between_tokens=self._between_tokens.to_wire(),
             classes=seen,
             notices=tuple(notices),
             waiting=waiting,

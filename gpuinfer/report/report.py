@@ -78,6 +78,8 @@ def build(run: Run) -> dict[str, Any]:
         "batches": batches(snapshot),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
+        "first_token_s": summarise(snapshot.first_token),
+        "between_tokens_s": summarise(snapshot.between_tokens),
         "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),

@@ -303,6 +303,8 @@ def _asked(engine: Snapshot) -> Snapshot:
         requests=engine.requests,
         rows=engine.rows,
         latency=engine.latency,
+        first_token=engine.first_token,
+        between_tokens=engine.between_tokens,
         errors=engine.errors,
         failure=engine.failure,
         classes={name: {**count, "queue_wait": Snapshot().queue_wait} for name, count in engine.classes.items()},
@@ -313,9 +315,11 @@ def _asked(engine: Snapshot) -> Snapshot:
 def _served(far: Snapshot) -> Snapshot:
     """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
     retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
-    nothing = {"requests": 0, "rows": 0, "errors": {}, "latency": Snapshot().latency}
-    classes = {name: {**count, **nothing} for name, count in far.classes.items()}
-    return replace(far, requests=0, rows=0, latency=Snapshot().latency, errors=retried, failure="", classes=classes)
+    none = Snapshot()
+    seen: dict[str, Any] = {name: getattr(none, name) for name in ("requests", "rows", "latency")}  # by those who asked
+    classes = {name: {**count, **seen, "errors": {}} for name, count in far.classes.items()}
+    tokens: dict[str, Any] = {name: getattr(none, name) for name in ("first_token", "between_tokens")}
+    return replace(far, **seen, **tokens, errors=retried, failure="", classes=classes)
 
 
 def _bound(backend: Backend) -> int | None:

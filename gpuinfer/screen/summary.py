@@ -15,6 +15,12 @@ FIRST_RATES = (
     *("games_per_min", "simulations_per_s", "evaluations_per_s"),
     *("output_tokens_per_s", "input_tokens_per_s", "cached_tokens_per_s"),
 )
+TIMES = {
+    "latency_s": "latency",
+    "queue_wait_s": "queue wait",
+    "first_token_s": "first token",
+    "between_tokens_s": "each after it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
 
 
 def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:
-    for key, name in (("latency_s", "latency"), ("queue_wait_s", "queue wait")):
+    for key, name in TIMES.items():
         values = report.get(key) or {}
         if any(values.values()):
             yield PanelRow(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report.report import doublings
-from gpuinfer.stats import Snapshot, mean_size, tokens_of
-from gpuinfer.units import MAGNITUDES, duration, number, whole
+from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
+from gpuinfer.units import MAGNITUDES, duration, number, short, whole
 
 if TYPE_CHECKING:
     from gpuinfer.runtime.run import Update
@@ -172,11 +172,19 @@ def value_and_unit(rate: str) -> tuple[str, str]:
 
 def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
-    parts = [f"{whole(update.snapshot.waiting)} rows waiting", *device_of(update.snapshot.device)]
+    snapshot = update.snapshot
+    parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
     if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
         share = rates["rows"] / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
     return parts
+
+
+def tokens_come(snapshot: Snapshot) -> Iterator[str]:
+    """How the tokens of an answer come, by the medians of those that are complete."""
+    if first := summarise(snapshot.first_token):
+        between = summarise(snapshot.between_tokens)
+        yield f"first token after {short(first['p50'])}" + (f", then every {short(between['p50'])}" if between else "")
 
 
 def device_of(device: Mapping[str, Any]) -> Iterator[str]:

@@ -102,6 +102,8 @@ def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(
     assert len(answers["central"]) == len(ROWS)
     for report in reports.values():
         jsonschema.validate(report, SCHEMA)
+        assert 0 < report["first_token_s"]["p50"] <= report["latency_s"]["max"]
+        assert 0 < report["between_tokens_s"]["p50"] <= report["latency_s"]["max"]
     central = reports["central"]
     assert (central["status"], central["backend"]) == ("done", "central")
     assert 1 < central["batches"]["rows_max"] <= central["batches"]["slots"] == 8
