@@ -282,6 +282,27 @@ class Backend(Plugin, ABC):
     def cancel(self, request: Request) -> None:
         """Nobody wants this answer any more. The default does nothing: a late result is dropped."""
 
+    @property
+    def updates(self) -> bool:
+        """Whether `update` can do anything but refuse. Final once `start` has returned."""
+        return type(self).update is not Backend.update
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """Compute with other weights from now on, and name them `version`: a request that comes after the return is
+        answered by them alone.
+
+        `weights` is a folder or a safetensors file with weights of the same shape; with `adapter`, those of the adapter
+        that prompts call so. With `drain` answers under way are finished with the old weights, and what comes meanwhile
+        waits for that; without, they go on with the new ones, over what the old ones have cached of them. Nothing that
+        old weights have cached serves another request. Each answer says in `Generation.versions` what computed it.
+
+        Raises `UsageError` for weights that do not fit, with the old ones in force, and where this cannot be done.
+        """
+        raise UsageError(
+            f"the backend '{type(self).__name__.lower()}' cannot change its weights while it runs. "
+            "End the run, and start another with the new ones."
+        )
+
     def connect(self) -> Connector:
         """A picklable way in for a worker process. The default gives each process its own copy of this backend."""
         return OwnCopy(type(self), self.setup, self.options.model_dump())

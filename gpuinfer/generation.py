@@ -74,6 +74,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     first_sample: int = 0  # the number of the first of them: parts of one prompt draw different answers
     key: str = ""  # names the prompt where random numbers are drawn, so that its answer is its own in any company
     truncate: Literal["left", "right"] | None = None  # of a prompt that does not fit, what goes; None: it is refused
+    adapter: str | None = None  # the name of one that the backend has; None: the model itself
     special_tokens: bool = True  # add what the tokenizer adds to a text; a chat template has its own
 
 
@@ -126,3 +127,9 @@ class Generation(Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[Logprob | None, ...] | None = None  # None for the first token, which nothing predicts
     first_token_s: float = 0.0  # from the admission to a slot
     seconds: float = 0.0  # from the admission to the last token
+    versions: tuple[str, ...] = ("",)  # of the weights that computed it, in order; "" are those of the start
+
+    @property
+    def version(self) -> str:
+        """Of the weights that computed the end of it, and all of it if they are the only ones."""
+        return self.versions[-1]

@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 import jsonschema
 import numpy as np
 import pytest
+from msgspec import structs
+from text.tiny import tiny_checkpoint
 from text.toy import alone, joined, toy_generator
 
 from gpuinfer.api import Backend, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.streaming import PartStream
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
@@ -79,7 +81,13 @@ class Toy(Backend):
 @asynccontextmanager
 async def serving(generator=None, **more):
     """An engine over a toy generator with four slots."""
-    engine = Engine(Toy(generator or toy_generator(SLOTS)), Dynamic(), **more)
+    async with running(Toy(generator or toy_generator(SLOTS)), **more) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running(backend, **more):
+    engine = Engine(backend, Dynamic(), **more)
     await engine.start()
     try:
         yield engine
@@ -333,6 +341,51 @@ def text_backend(name, **options):
 
 def test_the_backend_in_this_process_keeps_all_promises_of_one_with_slots():
     assert_ok(check_backend(lambda: text_backend("null", slots=8)))
+
+
+@run
+async def test_weights_are_exchanged_while_it_runs():
+    """The second folder's answers are those of a backend that has started with it."""
+    folders = [str(tiny_checkpoint("qwen2", seed=seed)) for seed in (0, 1)]
+    wanted, texts = [greedy_prompt(number) for number in range(3)], {}
+
+    async def whole(tasks):
+        return await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+
+    for version, folder in zip(("", "v1"), folders, strict=True):
+        async with running(text_backend(folder, slots=SLOTS)) as engine:
+            texts[version] = [answer.completions[0].text for answer in await whole(asked(engine, *wanted))]
+    async with running(text_backend(folders[0], slots=SLOTS)) as engine:
+        under_way = asked(engine, *wanted)
+        await asyncio.sleep(0)
+        await engine.backend.update("v1", folders[1])
+        after = await whole(asked(engine, *wanted))
+        assert [answer.completions[0].text for answer in after] == texts["v1"] != texts[""]
+        assert {answer.versions for answer in after} == {("v1",)}
+        for number, answer in enumerate(await whole(under_way)):
+            assert answer.completions[0].text == texts[answer.version][number]
+        with pytest.raises(UsageError, match="no weights at"):
+            await engine.backend.update("v2", "nowhere")
+        with pytest.raises(UsageError, match="serves no adapters"):
+            await engine.backend.update("v2", folders[0], adapter="mine")
+        assert {answer.version for answer in await whole(asked(engine, *wanted))} == {"v1"}
+
+
+@run
+async def test_a_prompt_for_an_adapter_is_refused_and_its_neighbours_are_answered():
+    async with serving() as engine:
+        refused, answered = await asyncio.gather(
+            *asked(engine, structs.replace(prompt(), adapter="mine"), prompt()), return_exceptions=True
+        )
+    assert isinstance(refused, BadPrompt)
+    assert "adapter 'mine'" in str(refused)
+    assert answered.completions == alone(prompt())
+
+
+def test_the_backend_keeps_all_promises_with_files_whose_weights_can_be_exchanged():
+    findings = check_backend(lambda: text_backend(str(tiny_checkpoint("qwen2")), slots=8))
+    assert_ok(findings)
+    assert "changes its weights" in {finding.name for finding in findings}
 
 
 @run

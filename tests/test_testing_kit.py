@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
 from gpuinfer.cli import flags
+from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.testing import FakeInfer, assert_ok, check_backend, check_strategy, check_workload, run_virtual
 from gpuinfer.testing.fakes import made_up
@@ -126,7 +127,49 @@ class Poet(Double):
     serves = ("text",)
 
     async def infer(self, batch):
-        return [made_up(request.payload) for request in batch]
+        return [self.answer(request.payload) for request in batch]
+
+    def answer(self, prompt):
+        return BadPrompt("a poet has no adapters.") if prompt.adapter is not None else made_up(prompt)
+
+
+class AnyAdapter(Poet):
+    def answer(self, prompt):
+        return made_up(prompt)
+
+
+class Versioned(Poet):
+    """In order: it has the same weights under any name."""
+
+    version = ""
+
+    def __init__(self, setup=None, /, **options):
+        super().__init__(setup or api.Setup(model=api.ModelSpec(".", kind="text")), **options)
+
+    async def update(self, version, weights, *, adapter=None, drain=True):
+        if weights != ".":
+            raise UsageError("no such weights. Name others.")
+        self.version = version
+
+    def answer(self, prompt):
+        found = super().answer(prompt)
+        return found if isinstance(found, BadPrompt) else structs.replace(found, versions=(self.version,))
+
+
+class Unversioned(Versioned):
+    def answer(self, prompt):
+        return Poet.answer(self, prompt)
+
+
+class OldCache(Versioned):
+    def answer(self, prompt):
+        found = super().answer(prompt)
+        return found if isinstance(found, BadPrompt) else structs.replace(found, cached_tokens=3)
+
+
+class AnyWeights(Versioned):
+    async def update(self, version, weights, *, adapter=None, drain=True):
+        self.version = version
 
 
 class NotOfText(Double):
@@ -201,6 +244,7 @@ class ElsewhereTold(Generating):
         pytest.param(Streaming, id="streaming"),
         pytest.param(Generating, id="with slots"),
         pytest.param(Poet, id="of text"),
+        pytest.param(Versioned, id="whose weights can be changed"),
         pytest.param(Telling, id="that knows its device"),
     ],
 )
@@ -231,6 +275,10 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(Hiding, "has options of its own names", id="an option named like a setting"),
         pytest.param(Prose, "says what it serves", id="serves what is no kind"),
         pytest.param(NotOfText, "answers each request with its own rows", id="a prompt that is echoed"),
+        pytest.param(AnyAdapter, "refuses an adapter that it has not", id="an adapter that is not there"),
+        pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
+        pytest.param(OldCache, "changes its weights", id="a cache of old weights"),
+        pytest.param(AnyWeights, "changes its weights", id="weights that are not there"),
         pytest.param(Overlong, "answers each request with its own rows", id="more tokens than were wanted"),
         pytest.param(device_of("a card"), "tells its measurements", id="a device that is no dict"),
         pytest.param(device_of({"utilisation": 87}), "tells its measurements", id="utilisation in per cent"),

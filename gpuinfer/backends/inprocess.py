@@ -116,6 +116,19 @@ class InProcess(Backend):
         if self._text is not None:
             self._text.cancel(request)
 
+    @property
+    def updates(self) -> bool:
+        return self._text is not None
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """Of a text model: applied between two steps."""
+        if self._text is None:
+            await super().update(version, weights, adapter=adapter, drain=drain)
+        elif adapter is not None:
+            raise UsageError(f"the backend 'inprocess' serves no adapters, '{adapter}' neither. Merge it into a model.")
+        else:
+            await self._text.update(version, weights, drain=drain)
+
     def device(self) -> Mapping[str, Any]:
         serving = self._opened or self._text
         return serving.device() if serving is not None else {}

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
 from gpuinfer.engine.answering import find_fault
 from gpuinfer.engine.engine import Engine
+from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.models.layouts import BITS
 from gpuinfer.stats import Snapshot
@@ -128,7 +131,9 @@ class _Examination:
             "takes a batch as wide as its limits say": self._takes_the_widest,
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
+            **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
             **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
+            **({"changes its weights": self._updates} if self.backend.updates else {}),
         }
 
     @property
@@ -239,6 +244,48 @@ class _Examination:
     async def _cancels(self) -> str | None:
         self.backend.cancel(self._request(1, 0))  # it may have been answered a moment ago
         return None
+
+    async def _refuses_adapters(self) -> str | None:
+        prompt = self._make_payload(1, 0)
+        if not isinstance(prompt, Prompt):
+            return None
+        request = Request(structs.replace(prompt, adapter="no-such-adapter"))
+        try:
+            told = [event.error or event.value async for event in self.backend.stream((request,)) if event.last]
+        except GpuinferError:
+            return None
+        if any(isinstance(one, Exception) for one in told):
+            return None
+        return "it answered a prompt whose adapter it has not. Refuse one whose `adapter` is not None with BadPrompt."
+
+    async def _updates(self) -> str | None:
+        """With the weights that it has, where those are files: the answers stay what they were, under another name."""
+        model = self.backend.setup.model
+        if model is None or not os.path.exists(model.name):  # noqa: ASYNC240  a moment
+            return None
+        sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+        request = Request(Prompt(text="the same beginning of every prompt", key="0", sampling=sampling))
+        before = await self._whole(request)
+        for version, drain in (("again", True), ("once more", False)):
+            await self.backend.update(version, model.name, drain=drain)
+            after = await self._whole(request)
+            if after.versions != (version,):
+                return f"after update('{version}') an answer says {after.versions}. Name what it was computed with."
+            if after.cached_tokens:
+                return f"{after.cached_tokens} tokens that old weights cached served another prompt. Forget them."
+            if _said(after) != _said(before):
+                return "after an update to the weights that it had an answer is another one. Read them as before."
+        try:
+            await self.backend.update("nowhere", os.path.join(model.name, "no-such-folder"))
+        except UsageError:
+            return None
+        return "update() took weights that are not there. Raise UsageError, and keep those in force."
+
+    async def _whole(self, request: Request) -> Generation:
+        answers = [event.value async for event in self.backend.stream((request,)) if event.last]
+        if len(answers) != 1 or not isinstance(answers[0], Generation):
+            raise ValueError(f"a prompt was answered with {answers!r:.60}. Answer with one Generation")
+        return answers[0]
 
     async def _tells_steps(self) -> str | None:
         """After all that was asked before."""

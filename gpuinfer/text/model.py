@@ -42,6 +42,7 @@ class TextModel:
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
         self._early: set[Request] = set()  # whose prompts are being understood
         self._understood = 0  # batches of them
+        self._updating = asyncio.Lock()
         self._tickets: dict[Request, int] = {}
         self._asked: dict[int, tuple[Request, _Answers]] = {}
         self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
@@ -112,6 +113,12 @@ class TextModel:
         if ticket is not None:
             self._driver.cancel(ticket)
             self._settle(ticket, _cancelled())
+
+    async def update(self, version: str, weights: str, *, drain: bool) -> None:
+        """As `Backend.update`. Updates come one after another."""
+        async with self._updating:
+            found = await asyncio.to_thread(self._driver.generator.read_weights, weights)
+            await asyncio.wrap_future(self._driver.update(version, found, drain=drain))
 
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
@@ -228,7 +235,7 @@ def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Cal
     from gpuinfer.text.generator import Driver, open_generator
 
     driver = Driver(open_generator(spec, setup, options))
-    return driver, Gauge(driver.generator.decoder.device).read
+    return driver, Gauge(driver.generator.device).read
 
 
 def _cancelled() -> BackendError:

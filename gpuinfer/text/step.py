@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.shape import Shape
+from gpuinfer.text.weights import Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +34,13 @@ class Step:
 
 
 class Decoder(Protocol):
-    """A transformer with its cache of slots. All calls come from one thread."""
+    """A transformer with its cache of slots. All calls but those of `pack` come from one thread."""
 
     shape: Shape
     slots: int
     length: int  # positions in a slot
     device: Any  # torch.device
+    computes_in: str  # the number format that rows have when they meet the weights, by name
 
     def forward(self, step: Step) -> Tensor:
         """Logits [len(step.wanted), vocabulary], float32, on the decoder's device; the cache is filled.
@@ -51,6 +53,14 @@ class Decoder(Protocol):
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Give the target slots the first `length` positions of the source slot."""
+        ...
+
+    def pack(self, weights: Weights) -> object:
+        """Other weights of the same shape as `swap` takes them: whatever takes long. From any thread."""
+        ...
+
+    def swap(self, packed: object) -> None:
+        """Compute with these weights from the next step on. The cache keeps what the old ones have computed."""
         ...
 
     def cache_bytes(self) -> int:

@@ -171,7 +171,7 @@ class Rig:
     @property
     def computed_in(self) -> str:
         """The number format of the products: the weights' own, or a wider one where a processor has nothing for it."""
-        return str(getattr(self.decoder, "computes_in", self.setup.dtype))
+        return self.decoder.computes_in
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.weights import Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,7 @@ class Witness:
         self.rows: dict[History, list[NDArray[np.float32]]] = defaultdict(list)
         self.shape, self.slots, self.length = decoder.shape, decoder.slots, decoder.length
         self.device: Any = decoder.device
+        self.computes_in = decoder.computes_in
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
@@ -63,6 +65,12 @@ class Witness:
         for target in targets:
             self._told[target][:] = self._told[source][:length]
         self._decoder.copy(int(self._order[source]), [int(self._order[target]) for target in targets], length)
+
+    def pack(self, weights: Weights) -> object:
+        return self._decoder.pack(weights)
+
+    def swap(self, packed: object) -> None:
+        self._decoder.swap(packed)
 
     def cache_bytes(self) -> int:
         return self._decoder.cache_bytes()

@@ -188,3 +188,18 @@ def test_any_chunks_in_any_slots_in_any_company(make, steps, slots):
 @any_schedule
 def test_any_chunks_in_any_slots_in_any_company_of_every_model(make, model, steps, slots):
     check_any_schedule(make, model, steps, slots)
+
+
+@each_decoder
+@pytest.mark.parametrize("model", ["qwen2", "gpt2", "qwen3", "llama, tied"])
+def test_exchanged_weights_compute_what_a_decoder_of_their_own_does(make, model):
+    family, changes = MODELS[model]
+    other = opened(tiny_checkpoint(family, seed=9, **changes)).weights(torch.float32)
+    step = step_of((0, 0, PROMPTS[1]), (2, 0, PROMPTS[2]))
+    with decoder_of(make, model) as decoder:
+        before = decoder.forward(step).clone()
+        decoder.swap(decoder.pack(other))
+        after = decoder.forward(step).clone()
+        with contextlib.closing(make(decoder.shape, other, torch.float32, slots=4, length=LENGTH)) as own:
+            assert torch.equal(after, own.forward(step))
+    assert not torch.allclose(before, after, atol=1e-2)

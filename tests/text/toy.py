@@ -34,10 +34,15 @@ SHAPE = Shape(
 NOWHERE = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mixed(history: np.uint64, token: int, position: int) -> np.uint64:
-    """SplitMix64 (Steele et al. 2014) over what was before, the token and its place."""
+def mixed(history: np.uint64, token: int, position: int, weights: int = 0) -> np.uint64:
+    """SplitMix64 (Steele et al. 2014) over what was before, the token, its place and the weights."""
     with np.errstate(over="ignore"):
-        x = history ^ (np.uint64(token + 1) * np.uint64(0xBF58476D1CE4E5B9)) ^ (np.uint64(position) << np.uint64(40))
+        x = (
+            history
+            ^ np.uint64(weights)
+            ^ (np.uint64(token + 1) * np.uint64(0xBF58476D1CE4E5B9))
+            ^ (np.uint64(position) << np.uint64(40))
+        )
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return np.uint64(x ^ (x >> np.uint64(31)))
@@ -56,6 +61,7 @@ class ToyDecoder:
         self.closed = False
         self.poison: int | None = None  # a token that no step survives
         self.room: int | None = None  # tokens of a step for which there is memory
+        self.weights = 0  # whatever they are, they change all that is computed
 
     def forward(self, step: Step) -> torch.Tensor:
         self.check(step)
@@ -67,7 +73,7 @@ class ToyDecoder:
         for slot, start, length in zip(step.slots, step.starts, step.lengths, strict=True):
             history = self.cache[slot, start - 1] if start else NOWHERE
             for position in range(start, start + length):
-                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position)
+                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position, self.weights)
                 found.append(history)
                 place += 1
         self.steps.append(
@@ -92,6 +98,12 @@ class ToyDecoder:
         for target in targets:
             self.cache[target, :length] = self.cache[source, :length]
             self.copied += length
+
+    def pack(self, weights: int) -> int:
+        return weights
+
+    def swap(self, packed: int) -> None:
+        self.weights = packed
 
     def cache_bytes(self) -> int:
         return int(self.cache.nbytes)
@@ -149,13 +161,13 @@ def run(generator: Generator, prompts: Sequence[Prompt]) -> list[object]:
     return outcomes
 
 
-def alone(prompt: Prompt, length: int = 64, seed: int = 7) -> tuple[Completion, ...]:
+def alone(prompt: Prompt, length: int = 64, seed: int = 7, weights: int = 0) -> tuple[Completion, ...]:
     """What a plain loop answers: one row, a fresh cache, the whole prompt at once, then token after token."""
     numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
-    return tuple(_alone(prompt, number, length, seed) for number in numbers)
+    return tuple(_alone(prompt, number, length, seed, weights) for number in numbers)
 
 
-def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
+def _alone(prompt: Prompt, number: int, length: int, seed: int, weights: int) -> Completion:
     language, sampling = toy_language(), prompt.sampling
     [tokens] = language.encode([prompt])
     assert not isinstance(tokens, Exception)
@@ -165,7 +177,7 @@ def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
     sampler.admit(0, sampling, tokens, prompt.key, number)
     growing, answer, logprobs, history = language.growing(sampling.stop), [], [], NOWHERE
     for position, token in enumerate(tokens.tolist()):
-        history = mixed(history, token, position)
+        history = mixed(history, token, position, weights)
     while len(answer) < min(sampling.max_tokens, length - len(tokens)):
         drawn = sampler.draw(logits_of(np.array([history], np.uint64)), np.zeros(1, np.int32), None)
         token = int(drawn.tokens[0])
@@ -178,7 +190,7 @@ def _alone(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
         stop = growing.push(token)
         if stop is not None and len(answer) >= sampling.min_tokens:
             return _said(sampling, growing.text, answer[: growing.kept], logprobs, "stop", stop)
-        history = mixed(history, token, len(tokens) + len(answer) - 1)
+        history = mixed(history, token, len(tokens) + len(answer) - 1, weights)
     return _said(sampling, language.decode(answer), answer, logprobs, "length", None)
 
 

@@ -9,6 +9,7 @@ family.py            config.json → Shape    rope.py   its angles and windows  
 assembly.py          which stored tensors make which weights, checked and read
 safetensors.py       files of tensors
 estimate.py          bytes before anything is loaded        digests.py   what --resume compares
+replacement.py       other weights for a model that is at work
 checkpoint.py        what comes of it all                   export.py    a folder written
 ```
 """

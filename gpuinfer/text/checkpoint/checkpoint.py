@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gpuinfer.text.checkpoint.assembly import Layout, Store, read_weights
+from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, read_weights
 from gpuinfer.text.checkpoint.digests import fingerprint
 from gpuinfer.text.checkpoint.estimate import Estimate, estimate
 from gpuinfer.text.shape import Shape
@@ -31,7 +31,7 @@ class Checkpoint:
     shape: Shape
     folder: Path | None  # None: built in
     dtype: str  # as stored: "bfloat16"
-    layout: Layout
+    layout: RotaryLayout | Gpt2Layout
     store: Store
     language: LanguageFiles
     settings: Sequence[Path] = ()  # files that decide what is computed, beside the weights

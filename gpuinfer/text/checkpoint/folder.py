@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, check
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.digests import settings_of
-from gpuinfer.text.checkpoint.family import biases_of, shape_of
+from gpuinfer.text.checkpoint.family import Biases, biases_of, shape_of
 from gpuinfer.text.checkpoint.keys import read_json, refuse_remote_code
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, TensorPlace, read_header
 from gpuinfer.text.shape import Shape
@@ -71,7 +70,7 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
     shape = shape_of(config, _optional(folder / "generation_config.json"))
     refuse_remote_code(_optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
     store = open_shards(folder)
-    layout = layout_for(shape, config, store)
+    layout = layout_for(shape, biases_of(config), store)
     check(store, layout, spare=[HEAD])
     return Checkpoint(
         name=name,
@@ -97,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     raise UsageError(f"{folder} has no config.json: it is no Hugging Face model folder. Check --model.")
 
 
-def layout_for(shape: Shape, config: Mapping[str, Any], store: Store) -> RotaryLayout | Gpt2Layout:
+def layout_for(shape: Shape, biases: Biases, store: Store) -> RotaryLayout | Gpt2Layout:
     """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
     kind: type[RotaryLayout | Gpt2Layout] = Gpt2Layout if shape.family == "gpt2" else RotaryLayout
     prefix, name = ("transformer.", "wte.weight") if shape.family == "gpt2" else ("model.", "embed_tokens.weight")
@@ -107,7 +106,7 @@ def layout_for(shape: Shape, config: Mapping[str, Any], store: Store) -> RotaryL
     only_head = shape.tied and embedding not in store.tensors and HEAD in store.tensors
     if shape.tied and not only_head and differ(store, embedding, HEAD):
         shape = replace(shape, tied=False)
-    return kind(shape, biases_of(config), prefix, embedding_name=HEAD if only_head else None)
+    return kind(shape, biases, prefix, embedding_name=HEAD if only_head else None)
 
 
 def differ(store: Store, one: str, other: str) -> bool:

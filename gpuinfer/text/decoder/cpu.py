@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -39,6 +40,14 @@ def available(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and bool(llvm.get_host_cpu_features().get("fma"))
 
 
+@dataclass(frozen=True)
+class PackedWeights:
+    """All weights as the compiled step reads them."""
+
+    lanes: list[LaneWeights]
+    model: tuple[NDArray[Any], ...]  # what all lanes read
+
+
 class CpuDecoder:
     """`step.Decoder` for float32 and bfloat16, weights and cache.
 
@@ -67,11 +76,10 @@ class CpuDecoder:
         self._blas = None if self.computes_in == FLOAT32 else blas.find()
         self._multiplied = np.dtype(np.float32 if self._blas is None else np.uint16)  # rows, as products take them
         self._shares = [share_of(shape, lane, lanes) for lanes in [lanes_for(shape, threads)] for lane in range(lanes)]
-        self._own = [lane_weights(weights, shape, share, panels=self._blas is None) for share in self._shares]
         self._padded = -(-shape.head_dim // TILE) * TILE
         self._tiles = -(-length // TILE)
         self._caches = [self._cache(len(share.kv_heads)) for share in self._shares]
-        self._model = self._model_arrays(weights)
+        self._packed = self.pack(weights)
         self._sizes = [self._lane_sizes(share) for share in self._shares]
         self._room = (0, 0, 0)
         self._lanes: Lanes | None = None
@@ -100,6 +108,17 @@ class CpuDecoder:
                 view = cache.reshape(form)
                 for target in into:
                     view[:, target, :, :tiles] = view[:, source, :, :tiles]
+
+    def pack(self, weights: Weights) -> PackedWeights:
+        """See `step.Decoder.pack`."""
+        own = [lane_weights(weights, self.shape, share, panels=self._blas is None) for share in self._shares]
+        return PackedWeights(own, self._model_arrays(weights))
+
+    def swap(self, packed: object) -> None:
+        """See `step.Decoder.swap`. The lanes are made anew with the next step: they hold addresses of weights."""
+        assert isinstance(packed, PackedWeights)
+        self.close()
+        self._packed = packed
 
     def cache_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
@@ -191,12 +210,12 @@ class CpuDecoder:
         self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
 
     def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
-        own = self._own[lane]
+        own = self._packed.lanes[lane]
         mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded))
         product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
         addresses = np.array([product, _sched_yield(), *own.addresses], np.int64)
         eps = np.float32(self.shape.norm_eps)
-        return self._sizes[lane], addresses, eps, self._step, self._model, self._caches[lane], shared, mine
+        return self._sizes[lane], addresses, eps, self._step, self._packed.model, self._caches[lane], shared, mine
 
 
 def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

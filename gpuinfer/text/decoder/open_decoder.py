@@ -16,6 +16,7 @@ from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.weights import Weights
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
@@ -26,7 +27,8 @@ LETTER = ord("a")
 class NullDecoder:
     """`step.Decoder` that answers every token with the same logits: 1 for one letter, 0 for all else."""
 
-    def __init__(self, shape: Shape, *, slots: int, length: int) -> None:
+    def __init__(self, shape: Shape, *, slots: int, length: int, dtype: torch.dtype = torch.float32) -> None:
+        self.computes_in = str(dtype).removeprefix("torch.")
         self.shape, self.slots, self.length = shape, slots, length
         self.device = torch.device("cpu")
         self.token = next(token for token in (LETTER, *range(shape.vocabulary)) if self._suits(token))
@@ -41,6 +43,12 @@ class NullDecoder:
         return self._logits[:rows]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        pass
+
+    def pack(self, weights: Weights) -> object:
+        return weights
+
+    def swap(self, packed: object) -> None:
         pass
 
     def cache_bytes(self) -> int:
@@ -81,7 +89,8 @@ def open_sized(
     shape = checkpoint.shape
     if shape.family == "null":
         count = slots or NULL_SLOTS
-        return NullDecoder(shape, slots=count, length=length), Sizing(count, 0, 0, free_memory(device))
+        decoder = NullDecoder(shape, slots=count, length=length, dtype=weights_dtype)
+        return decoder, Sizing(count, 0, 0, free_memory(device))
     weights = checkpoint.weights(weights_dtype)
     find = partial(estimate, shape, weights_dtype, device, slots=slots, length=length, step_tokens=step_tokens)
     if device.type == "cpu" and not compile and kernels_for(weights_dtype):
@@ -94,9 +103,9 @@ def open_sized(
     if device.type != "cuda":
         sizing = find(free_memory(device))
         return open_with(slots=sizing.slots, compile=compile, graphs=False), sizing
-    decoder = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted
+    whole = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted
     sizing = find(free_memory(device))
-    return open_and_try(decoder, sizing, step_tokens)
+    return open_and_try(whole, sizing, step_tokens)
 
 
 def kernels_for(dtype: torch.dtype) -> bool:

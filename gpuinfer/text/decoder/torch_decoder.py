@@ -47,6 +47,7 @@ class TorchDecoder:
         graphs: bool = True,
     ) -> None:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
+        self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs = deterministic, graphs
         self._windows = shape.windows or (None,) * shape.layers
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
@@ -92,6 +93,18 @@ class TorchDecoder:
     @torch.no_grad()
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._cache.copy(source, targets, length)
+
+    @torch.no_grad()
+    def pack(self, weights: Weights) -> Weights:
+        """See `step.Decoder.pack`."""
+        return torch_layers.on_device(weights, self.device, self.dtype)
+
+    @torch.no_grad()
+    def swap(self, packed: object) -> None:
+        """See `step.Decoder.swap`. Into the same memory: captured graphs read the weights from there."""
+        assert isinstance(packed, Weights)
+        for own, other in zip(torch_layers.tensors_of(self._weights), torch_layers.tensors_of(packed), strict=True):
+            own.copy_(other)
 
     @torch.no_grad()
     def empty(self) -> None:

@@ -8,6 +8,7 @@ Attention of many rows over the cache, in groups of segments that are alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,21 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
         head=Linear(embedding) if tied else linear(weights.head),
         positions=None if weights.positions is None else weights.positions.to(device, dtype),
     )
+
+
+def tensors_of(weights: Weights) -> Iterator[Tensor]:
+    """All of its tensors, in an order that depends on the shape alone."""
+    yield from (weights.embedding, weights.head.weight)
+    yield from (tensor for tensor in (weights.positions, weights.head.bias) if tensor is not None)
+    norms, linears = [weights.norm], []
+    for layer in weights.layers:
+        norms += [layer.attention_norm, layer.mlp_norm]
+        norms += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+        linears += [layer.qkv, layer.out, layer.up, layer.down]
+    for norm in norms:
+        yield from (tensor for tensor in (norm.scale, norm.shift) if tensor is not None)
+    for linear in linears:
+        yield from (tensor for tensor in (linear.weight, linear.bias) if tensor is not None)
 
 
 def normed(x: Tensor, norm: Norm, kind: str, eps: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Continuous batching: who has which slot, what the next step computes, what is finished.
 
 ```
-generator.py        a step from start to end
+protocol.py         what a generator is
+generator.py        ours, from left to right: a step from start to end
 prepared.py         a prompt's tokens and limits, checked before it takes a slot; a prompt under way and its rows
 admission.py        which slot a row gets, what it takes over from others, whom it waits for
 cache.py            what every slot holds: free ones, how their tokens begin, what is copied between them
@@ -16,8 +17,9 @@ setup.py            from a checkpoint to a generator, and what fits in memory
 
 import gpuinfer.text.passive  # noqa: F401  before torch
 from gpuinfer.text.generator.driver import Driver
-from gpuinfer.text.generator.generator import Generator, Stepped
+from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prepared import Prepared
+from gpuinfer.text.generator.protocol import Stepped, TextGenerator
 from gpuinfer.text.generator.setup import Tuning, open_generator
 
-__all__ = ["Driver", "Generator", "Prepared", "Stepped", "Tuning", "open_generator"]
+__all__ = ["Driver", "Generator", "Prepared", "Stepped", "TextGenerator", "Tuning", "open_generator"]

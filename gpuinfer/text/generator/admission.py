@@ -63,8 +63,16 @@ class Admission:
         self._table.leave(row.slot)
         self._give_back(row.slot)
 
+    def forget(self) -> None:
+        """The weights have changed: nothing that a slot holds now may serve another prompt. Between two steps."""
+        self._table.outdated[:] = [row is not None for row in self._table.rows]
+        self._prefixes.clear()
+        self._places.forget()
+        for row in self.prefilling:
+            row.owner = None  # it computes itself what it waited for
+
     def _give_back(self, slot: int) -> None:
-        if self._table.filled[slot] >= LEAST:
+        if self._table.filled[slot] >= LEAST and not self._table.outdated[slot]:
             self._prefixes.add(slot)
             self._places.keep(slot)
         else:

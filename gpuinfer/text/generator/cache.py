@@ -51,6 +51,11 @@ class Places:
         """It is free again, and what it holds may serve others."""
         self._kept[slot] = None
 
+    def forget(self) -> None:
+        """Nothing that free slots hold serves anybody any more."""
+        self._blank += self._kept
+        self._kept.clear()
+
     def used(self, slot: int) -> None:
         """Something has been copied from it: if it is free, it is worth keeping."""
         if slot in self._kept:
@@ -75,6 +80,7 @@ class SlotTable:
         self.ends = np.zeros(slots, np.bool_)  # the end token ends it
         self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
         self.constrained = np.zeros(slots, np.bool_)
+        self.outdated = np.zeros(slots, np.bool_)  # other weights than the present ones have computed some of it
         self.rows: list[Row | None] = [None] * slots
         self.bases = np.arange(slots, dtype=np.int64) * length  # of each slot in `flat`
         self.is_end = np.zeros(vocabulary, np.bool_)
@@ -87,6 +93,7 @@ class SlotTable:
         prompt = len(tokens)
         self.tokens[slot, :prompt] = tokens
         self.filled[slot] = 0
+        self.outdated[slot] = False
         self.prompt[slot] = prompt
         self.final[slot] = prompt + prepared.limit - 1
         self.ends[slot] = not sampling.ignore_eos
@@ -131,8 +138,8 @@ class Prefixes:
         self._slots: dict[bytes, dict[int, None]] = {}  # the latest last
 
     def add(self, slot: int) -> None:
-        """The slot's content, LEAST tokens or more, can be found from now on."""
-        if self._keys[slot] is not None:
+        """The slot's content, LEAST tokens or more, can be found from now on, unless it is outdated."""
+        if self._keys[slot] is not None or self._table.outdated[slot]:
             return
         key = self._table.tokens[slot, :LEAST].tobytes()
         self._keys[slot] = key
@@ -147,6 +154,11 @@ class Prefixes:
         del alike[slot]
         if not alike:
             del self._slots[key]
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        self._keys = [None] * self._table.slots
+        self._slots.clear()
 
     def find(self, tokens: Ints) -> PrefixMatch | None:
         """The longest beginning of `tokens` that is worth taking over. The last token is never part of it: its logits

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -14,8 +15,8 @@ from gpuinfer.api import Lane
 from gpuinfer.errors import BackendDied, Closed
 from gpuinfer.generation import Generation, Part
 from gpuinfer.models.memory import first_line
-from gpuinfer.text.generator.generator import Generator, Stepped
 from gpuinfer.text.generator.prepared import Prepared
+from gpuinfer.text.generator.protocol import Stepped, TextGenerator
 
 logger = logging.getLogger("gpuinfer")
 
@@ -53,8 +54,18 @@ class Counters:
         self.echoing_s += seconds * stepped.echoing
 
 
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """Weights that the generator is to compute with; `drain`: when nothing is under way any more."""
+
+    version: str
+    weights: object  # as `TextGenerator.update` takes them
+    drain: bool
+    done: Future[None]
+
+
 class Driver:
-    """Owns the generator from now on; every call of the decoder but those that made it comes from this one thread.
+    """Owns the generator from now on: all its calls that may not come from any thread come from this one.
 
     Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the (ticket, part)
     that came before them, or one by one to the `done` of their submission, which gets no parts. Neither may block.
@@ -63,7 +74,7 @@ class Driver:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: TextGenerator,
         *,
         lane: Lane | None = None,
         deliver: Deliver | None = None,
@@ -76,6 +87,7 @@ class Driver:
         self._inbox: list[tuple[int, Prepared]] = []
         self._cancelled: list[int] = []
         self._waiting: deque[tuple[int, Prepared]] = deque()  # for free slots; the driver's own
+        self._updates: deque[_Update] = deque()
         self._open: dict[int, Done | None] = {}  # tickets without an outcome
         self._tickets = 0
         self._asleep = self._closing = False
@@ -112,10 +124,7 @@ class Driver:
     def submit_all(self, prompts: Sequence[Prepared], done: Done | None = None) -> range:
         """Answer these prompts; returns their tickets. The thread wakes once, and finds all of them."""
         with self._wake:
-            if self._gone is not None:
-                raise self._gone
-            if self._closing:
-                raise _closed()
+            self._refuse_if_gone()
             tickets = range(self._tickets, self._tickets + len(prompts))
             self._tickets = tickets.stop
             self._open.update(dict.fromkeys(tickets, done))
@@ -129,6 +138,19 @@ class Driver:
             if ticket in self._open:
                 self._cancelled.append(ticket)
                 self._rouse()
+
+    def update(self, version: str, weights: object, *, drain: bool) -> Future[None]:
+        """Have these weights (`TextGenerator.read_weights`) compute all that has not been begun; from any thread.
+
+        It is done between two steps. With `drain` answers under way come to their ends before, and prompts that are
+        not under way wait for it. Cancelled in time it is not done. Raises `BackendDied` or `Closed`, as it may.
+        """
+        update = _Update(version, weights, drain, Future())
+        with self._wake:
+            self._refuse_if_gone()
+            self._updates.append(update)
+            self._rouse()
+        return update.done
 
     def counters(self) -> dict[str, float]:
         """The fields of `Counters`."""
@@ -148,6 +170,12 @@ class Driver:
         if self._thread.is_alive():
             logger.warning("a generation step has not ended within %g s of closing: it is left behind.", timeout_s)
             self._fail_all(_closed())
+
+    def _refuse_if_gone(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+        if self._closing:
+            raise _closed()
 
     def _rouse(self) -> None:
         if self._asleep:
@@ -170,7 +198,9 @@ class Driver:
     def _fetch(self) -> bool:
         """Take what has been submitted and cancelled; wait while there is nothing to do. False: closing."""
         with self._wake:
-            while not (self._inbox or self._cancelled or self._closing or self._waiting or self.generator.busy):
+            while not (
+                self._inbox or self._cancelled or self._closing or self._waiting or self._updates or self.generator.busy
+            ):
                 self.generator.enter("idle")
                 self._asleep = True
                 self._wake.wait()
@@ -182,9 +212,24 @@ class Driver:
         self._waiting.extend(arrived)
         if cancelled:
             self._withdraw(set(cancelled))
-        while self._waiting and self._waiting[0][1].samples <= self.generator.free_slots:
+        self._change_weights()
+        held_back = bool(self._updates)
+        while self._waiting and not held_back and self._waiting[0][1].samples <= self.generator.free_slots:
             self.generator.add(*self._waiting.popleft())
         return True
+
+    def _change_weights(self) -> None:
+        """What is to be changed now. What has to drain first stays, and all that came after it."""
+        while self._updates and not (self._updates[0].drain and self.generator.busy):
+            update = self._updates[0]
+            if update.done.set_running_or_notify_cancel():
+                try:
+                    self.generator.update(update.version, update.weights)
+                except Exception as error:
+                    update.done.set_exception(_died(error))
+                    raise  # some of the weights may be the new ones
+                update.done.set_result(None)
+            self._updates.popleft()
 
     def _withdraw(self, tickets: set[int]) -> None:
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in tickets)
@@ -234,6 +279,10 @@ class Driver:
             self._gone = reason
             tickets = list(self._open)
             self._inbox.clear()
+            updates = [update.done for update in self._updates]
+        for done in updates:
+            if not done.done() and done.set_running_or_notify_cancel():
+                done.set_exception(reason)
         if tickets:
             self._hand_out([(ticket, reason) for ticket in tickets])
 

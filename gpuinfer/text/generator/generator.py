@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,28 +20,15 @@ from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Composer, StepPlan
 from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, PromptWork, Sampler, prepare
+from gpuinfer.text.generator.protocol import Stepped
 from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
 from gpuinfer.text.step import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """What one step did."""
-
-    finished: Sequence[tuple[Hashable, Generation | Exception]]
-    parts: Sequence[tuple[Hashable, Part]] = ()  # of answers that are given out while they grow, before `finished`
-    rows: int = 0  # that took part
-    tokens: int = 0  # that went through the decoder
-    prompt_tokens: int = 0  # of them, those of prompts
-    cached: int = 0  # prompt tokens that did not have to, as another prompt's were taken over
-    output_tokens: int = 0  # drawn
-    held: bool = False  # prompts were cut, or waited, since no more tokens may go in
-    echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
+from gpuinfer.text.weights import Weights
 
 
 class Generator:
-    """Answers prompts. Single-threaded but for `prepare`; give it to a `Driver`, or step it yourself.
+    """`protocol.TextGenerator` from left to right. Give it to a `Driver`, or step it yourself.
 
     `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "constrain", "sample",
     "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints.
@@ -61,11 +47,14 @@ class Generator:
         gather_steps: int = 0,
         sampler: Sampler | None = None,
         facts: Mapping[str, Any] | None = None,
+        read: Callable[[str], Weights] | None = None,
     ) -> None:
+        """`read` finds other weights for the same model (`read_weights`); None: there are none."""
         vocabulary = decoder.shape.vocabulary
         self.decoder, self.language = decoder, language
         self.sampler = sampler or _sampler(decoder, seed, end_tokens, threads, deterministic)
         self.facts: Mapping[str, Any] = facts or {}
+        self._read = read
         self.enter: Callable[[str], None] = lambda station: None
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
@@ -78,53 +67,46 @@ class Generator:
         self._queued = decoder.device.type == "cuda"
 
     @property
+    def device(self) -> torch.device:
+        return self.decoder.device  # type: ignore[no-any-return]
+
+    @property
     def slots(self) -> int:
         return self._table.slots
 
     @property
     def free_slots(self) -> int:
-        """How many more rows may be added."""
         return self._admission.free
 
     @property
     def busy(self) -> bool:
-        """Whether a step would bring anything."""
         return bool(self._settling.works) or bool(self._settling.finished)
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:
-        """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread, which `enter` is
-        told of: "understand" or "constrain".
-        """
         return list(prepare(self.language, prompts, self.decoder, enter))
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
-        """Take one of `free_slots` for each sample. Its answer is among what a later step has finished.
-
-        Raises `ValueError` when the ticket is in use or there are too few slots.
-        """
         if ticket in self._settling.works:
             raise ValueError(f"ticket {ticket!r} is in use.")
         if prepared.samples > self.free_slots:
             raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
         now = time.perf_counter()
         work = PromptWork(ticket, prepared, now)
-        self._settling.works[ticket] = work
+        self._settling.begin(work)
         if prepared.limit or prepared.sampling.prompt_logprobs is not None:
             self._admission.add(work)
             return
         self._settling.answer_nothing(work, now)
 
     def cancel(self, ticket: Hashable) -> bool:
-        """Nobody wants this answer any more: its slots are free at once. False when it is finished or unknown."""
         work = self._settling.works.get(ticket)
         if work is not None:
             self._settling.withdraw(work)
         return work is not None
 
     def step(self) -> Stepped:
-        """Compute the next step. Raises `BackendDied` when there is no use in going on, nothing for a row's sake."""
         cached = self._admission.cached
         for work, error in self._admission.place():
             self._settling.fail(work, error)
@@ -150,8 +132,17 @@ class Generator:
             echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
         )
 
+    def read_weights(self, place: str) -> object:
+        if self._read is None:
+            raise UsageError("this model has no files that its weights could be exchanged for. Start another model.")
+        return self.decoder.pack(self._read(place))
+
+    def update(self, version: str, weights: object) -> None:
+        self.decoder.swap(weights)
+        self._admission.forget()
+        self._settling.change_version(version)
+
     def close(self) -> None:
-        """Let go of the decoder's threads and memory."""
         self.sampler.close()
         self.decoder.close()
 

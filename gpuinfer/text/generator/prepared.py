@@ -120,6 +120,8 @@ def _prepare_one(
 
 def _check(prompt: Prompt, decoder: Decoder) -> None:
     sampling, slots = prompt.sampling, decoder.slots
+    if prompt.adapter is not None:
+        raise BadPrompt(f"it asks for the adapter '{prompt.adapter}', and this model has none. Leave `adapter` out.")
     if not sampling.max_tokens:  # the sampler will not see it
         check_sampling(structs.replace(sampling, max_tokens=1), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
@@ -165,7 +167,9 @@ class Row:
 class PromptWork:
     """One prompt: its first row goes through the prompt, the others copy that, and each draws its own answer."""
 
-    __slots__ = ("cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket")
+    __slots__ = (
+        "cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket", "versions",
+    )  # fmt: skip
 
     def __init__(self, ticket: Hashable, prepared: Prepared, started: float) -> None:
         self.ticket, self.prepared, self.started = ticket, prepared, started
@@ -175,3 +179,4 @@ class PromptWork:
         self.cached = 0
         self.echo: list[Logprob | None] | None = None  # of the prompt's tokens
         self.first_token = started
+        self.versions: tuple[str, ...] = ()  # of the weights that have computed it

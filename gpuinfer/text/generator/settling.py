@@ -85,9 +85,22 @@ class Settling:
     ) -> None:
         self._table, self._admission, self._composer, self._language = table, admission, composer, language
         self._enter = enter
+        self.version = ""  # of the weights: "" are those of the start
         self.works: dict[Hashable, PromptWork] = {}
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
         self.parts: list[tuple[Hashable, Part]] = []
+
+    def begin(self, work: PromptWork) -> None:
+        """It is under way from now on."""
+        work.versions = (self.version,)
+        self.works[work.ticket] = work
+
+    def change_version(self, version: str) -> None:
+        """Other weights compute from the next step on. Of a prompt they have computed all if nothing has been yet."""
+        self.version = version
+        for work in self.works.values():
+            begun = any(self._table.filled[row.slot] for row in work.rows)
+            work.versions = (*work.versions, version) if begun else (version,)
 
     def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
         """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
@@ -147,6 +160,7 @@ class Settling:
             prompt_logprobs=None if work.echo is None else tuple(work.echo),
             first_token_s=work.first_token - work.started,
             seconds=now - work.started,
+            versions=work.versions,
         )
         self.finished.append((work.ticket, answer))
 

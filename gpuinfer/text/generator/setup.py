@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -155,6 +156,7 @@ def _assembled(
     length: int,
     estimate: Mapping[str, int],
 ) -> Generator:
+    from gpuinfer.text.checkpoint.replacement import read_other_weights
     from gpuinfer.text.decoder import open_sized
     from gpuinfer.text.language import open_language
 
@@ -181,11 +183,12 @@ def _assembled(
         threads=threads,
         deterministic=setup.deterministic,
         gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
+        read=partial(read_other_weights, checkpoint, dtype=dtype),
         facts={
             "model": checkpoint.name,
             "device": str(device),
             "dtype": setup.dtype,
-            "computes_in": getattr(decoder, "computes_in", setup.dtype),  # of all, our own kernels alone may differ
+            "computes_in": decoder.computes_in,
             "slots": decoder.slots,
             "context": decoder.length,
             "step_tokens": step_tokens,

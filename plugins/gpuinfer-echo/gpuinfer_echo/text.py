@@ -40,6 +40,8 @@ class Starling(api.Backend):
         words = (prompt.text or "").split()
         if not words:
             return api.Event(request, error=BadPrompt("a starling needs words. Give the prompt as `text`."))
+        if prompt.adapter is not None:
+            return api.Event(request, error=BadPrompt("a starling has no adapters. Leave `adapter` out."))
         said = [words[number % len(words)] for number in range(prompt.sampling.max_tokens)]
         for _ in said:
             await asyncio.sleep(self.options.seconds)
