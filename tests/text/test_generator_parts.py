@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,8 +72,8 @@ class Dictation:
         self.bad = {}
 
 
-def answered(language, scripts, sampling, parts):
-    """The completions, and what was given out of them, step by step."""
+def answered(language, scripts, sampling, parts, most_parts_s=math.inf):
+    """The answer, and what was given out of it, step by step."""
     decoder = Blind(len(scripts), language.vocabulary)
     generator = Generator(
         decoder,
@@ -83,6 +84,7 @@ def answered(language, scripts, sampling, parts):
         threads=1,
         deterministic=True,
         sampler=Dictated(scripts),
+        most_parts_s=most_parts_s,
     )
     [prepared] = generator.prepare([Prompt(tokens=(1,), samples=len(scripts), sampling=sampling)])
     generator.add("it", replace(prepared, parts=parts))
@@ -127,7 +129,8 @@ def test_parts_joined_are_the_answer_and_nothing_changes_because_they_are_read(k
     scripts = data.draw(st.lists(tokens, min_size=1, max_size=3))
     sampling = data.draw(samplings(language, scripts))
     whole, nothing = answered(language, scripts, sampling, parts=False)
-    streamed, given = answered(language, scripts, sampling, parts=True)
+    most_parts_s = data.draw(st.sampled_from([math.inf, 5000.0, 1e-9]))
+    streamed, given = answered(language, scripts, sampling, parts=True, most_parts_s=most_parts_s)
     assert isinstance(whole, Generation), whole
     assert nothing == []
     assert streamed.completions == whole.completions
@@ -146,6 +149,24 @@ def test_what_a_stop_string_may_take_back_waits():
     assert told(sampling, "a the tx") == [("a", 1), (" ", 1), ("the ", 4), ("tx", 2)]
     assert told(sampling, "a the end") == [("a", 1), (" ", 1), ("the en", 6)]
     assert told(Sampling(max_tokens=9, stop=("the end",)), "a the end") == [("a", 1), (" ", 1), ("", 0)]
+
+
+def test_with_many_readers_a_part_holds_several_tokens_but_the_first_token_does_not_wait():
+    generator = toy_generator(most_parts_s=1e-9)
+    early, late = generator.prepare([Prompt(text="abc", key=key, sampling=LONG) for key in "ab"])
+    generator.add("early", replace(early, parts=True))
+    sizes = [count(generator.step()) for _ in range(3)]
+    generator.add("late", replace(late, parts=True))
+    sizes += [count(generator.step()) for _ in range(8)]
+    assert sizes == [{"early": 1}, {}, {}, {"early": 3, "late": 1}, *[{}] * 4, {"early": 5}, {}, {}]
+
+
+LONG = Sampling(max_tokens=9, ignore_eos=True)
+
+
+def count(stepped):
+    """How many tokens of which answer were given out."""
+    return {number: len(part.tokens) for number, part in stepped.parts}
 
 
 def test_a_prompt_of_which_nothing_is_wanted_gives_out_its_end():
@@ -170,7 +191,7 @@ def test_a_constrained_answer_is_given_out_as_it_grows():
 
 def test_who_leaves_gets_no_more_and_its_slots_are_free_at_once():
     generator = toy_generator()
-    prepared = generator.prepare([Prompt(text=text, sampling=Sampling(max_tokens=9, ignore_eos=True)) for text in "ab"])
+    prepared = generator.prepare([Prompt(text=text, sampling=LONG) for text in "ab"])
     for number, one in enumerate(prepared):
         generator.add(number, replace(one, parts=True))
     assert {number for number, _ in generator.step().parts} == {0, 1}

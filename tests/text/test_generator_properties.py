@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from counts import examples
@@ -67,11 +69,12 @@ mixes = {
     "step_tokens": st.sampled_from([1, 2, 5, 17, 64, 300]),
     "length": st.sampled_from([58, 64, 90]),
     "gather_steps": st.sampled_from([0, 0, 3]),
+    "most_parts_s": st.sampled_from([math.inf, 2000.0, 1e-9]),
 }
 
 
-def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gather_steps: int) -> None:
-    generator = toy_generator(slots, length, step_tokens, gather_steps=gather_steps)
+def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, **more: Any) -> None:
+    generator = toy_generator(slots, length, step_tokens, **more)
     waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
     prepared = generator.prepare([arrival.prompt for arrival in coming])
     outcomes: dict[object, object] = {}
@@ -103,15 +106,15 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, gath
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**mixes)
-def test_an_answer_is_its_own_in_any_company(coming, slots, step_tokens, length, gather_steps):
-    check(coming, slots, step_tokens, length, gather_steps)
+def test_an_answer_is_its_own_in_any_company(**mix):
+    check(**mix)
 
 
 @pytest.mark.soak
 @settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**mixes)
-def test_an_answer_is_its_own_in_any_company_many_times(coming, slots, step_tokens, length, gather_steps):
-    check(coming, slots, step_tokens, length, gather_steps)
+def test_an_answer_is_its_own_in_any_company_many_times(**mix):
+    check(**mix)
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,7 +130,12 @@ def toy_language() -> Language:
 
 
 def toy_generator(
-    slots: int = 4, length: int = 64, step_tokens: int = 32, seed: int = 7, gather_steps: int = 0
+    slots: int = 4,
+    length: int = 64,
+    step_tokens: int = 32,
+    seed: int = 7,
+    gather_steps: int = 0,
+    most_parts_s: float = math.inf,
 ) -> Generator:
     return Generator(
         ToyDecoder(slots, length),
@@ -140,6 +146,7 @@ def toy_generator(
         threads=1,
         deterministic=True,
         gather_steps=gather_steps,
+        most_parts_s=most_parts_s,
     )
 
 

@@ -131,8 +131,9 @@ class Admission:
         for number, slot in enumerate(slots):
             row = Row(work, number, slot)
             if sampling.stop or prepared.parts:
-                row.growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens)
-                row.given = Given(number, row.growing) if prepared.parts else None
+                growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens)
+                row.growing = growing if sampling.stop else None
+                row.given = Given(number, growing, pushed=bool(sampling.stop)) if prepared.parts else None
             if prepared.matcher is not None:
                 row.matcher = prepared.matcher.copy()
             if sampling.logprobs is not None:

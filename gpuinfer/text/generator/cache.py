@@ -81,6 +81,8 @@ class SlotTable:
         self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
         self.constrained = np.zeros(slots, np.bool_)
         self.outdated = np.zeros(slots, np.bool_)  # other weights than the present ones have computed some of it
+        self.read = np.zeros(slots, np.bool_)  # its answer is given out while it grows
+        self.readers = 0  # slots of which it is
         self.rows: list[Row | None] = [None] * slots
         self.bases = np.arange(slots, dtype=np.int64) * length  # of each slot in `flat`
         self.is_end = np.zeros(vocabulary, np.bool_)
@@ -101,6 +103,9 @@ class SlotTable:
             self.constrained[slot] = self.watched[slot] = True
         elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
             self.watched[slot] = True
+        if row.given is not None:
+            self.read[slot] = True
+            self.readers += 1
         self.rows[slot] = row
 
     def leave(self, slot: int) -> None:
@@ -110,6 +115,9 @@ class SlotTable:
         self.decodes[slot] = False
         if self.watched[slot]:
             self.watched[slot] = self.constrained[slot] = False
+        if self.read[slot]:
+            self.read[slot] = False
+            self.readers -= 1
 
     def known(self, slots: Ints) -> Ints:
         """How many tokens these slots hold or are about to."""

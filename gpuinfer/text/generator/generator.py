@@ -19,6 +19,7 @@ from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Composer, StepPlan
+from gpuinfer.text.generator.giving import MOST_PARTS_S
 from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, PromptWork, Sampler, prepare
 from gpuinfer.text.generator.protocol import Stepped
 from gpuinfer.text.generator.settling import Echo, Settling
@@ -48,6 +49,7 @@ class Generator:
         sampler: Sampler | None = None,
         facts: Mapping[str, Any] | None = None,
         read: Callable[[str], Weights] | None = None,
+        most_parts_s: float = MOST_PARTS_S,
     ) -> None:
         """`read` finds other weights for the same model (`read_weights`); None: there are none."""
         vocabulary = decoder.shape.vocabulary
@@ -60,7 +62,7 @@ class Generator:
         self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language)
         self._settling = Settling(
-            self._table, self._admission, self._composer, language, lambda station: self.enter(station)
+            self._table, self._admission, self._composer, language, lambda station: self.enter(station), most_parts_s
         )
         self._troubles = Troubles(self._table)
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)

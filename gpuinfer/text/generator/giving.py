@@ -1,4 +1,8 @@
-"""An answer that is given out while it grows: what is certain of it, and the rest once it is complete."""
+"""An answer that is given out while it grows: what is certain of it, and the rest once it is complete.
+
+Each part costs some 20 µs, half of it here and half where it is read. So all readers together get so many a second: few
+readers have every token by itself, and where there are many a part holds what has come since the last.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Completion, Logprob, Part
+
+MOST_PARTS_S = 3000.0  # parts a second, of all readers; a first token does not wait for it
 
 
 class Growing(Protocol):
@@ -23,19 +29,27 @@ class Growing(Protocol):
 
 
 class Given:
-    """How much of one sample's answer has been given out."""
+    """How much of one sample's answer has been given out.
 
-    __slots__ = ("_growing", "_sample", "characters", "tokens")
+    `pushed`: somebody else pushes each token to `growing`, to see whether it completes a stop string.
+    """
 
-    def __init__(self, sample: int, growing: Growing) -> None:
-        self._sample, self._growing = sample, growing
-        self.characters = self.tokens = 0
+    __slots__ = ("_drawn", "_growing", "_pushed", "_sample", "characters", "tokens")
+
+    def __init__(self, sample: int, growing: Growing, *, pushed: bool = False) -> None:
+        self._sample, self._growing, self._pushed = sample, growing, pushed
+        self._drawn = 0  # tokens that `growing` has
+        self.characters = self.tokens = 0  # given out
 
     def more(self, answer: NDArray[np.int32], logprobs: Sequence[Logprob] | None) -> Part | None:
-        """What has become certain with the token that was pushed last; None when nothing has.
+        """What has become certain since the last time; None when nothing has.
 
-        `answer`: int32 [tokens or more], all that have been drawn.
+        `answer`: int32 [tokens], all that have been drawn.
         """
+        if not self._pushed:
+            for token in answer[self._drawn :].tolist():
+                self._growing.push(token)
+            self._drawn = len(answer)
         start = self.tokens
         text, self.tokens = self._growing.settled()
         if start == self.tokens and not text:

@@ -156,7 +156,7 @@ class Row:
 
     def __init__(self, work: PromptWork, number: int, slot: int) -> None:
         self.work, self.number, self.slot = work, number, slot
-        self.growing: Growing | None = None  # for stop strings, and for what is given out
+        self.growing: Growing | None = None  # for stop strings
         self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
         self.logprobs: list[Logprob] | None = None

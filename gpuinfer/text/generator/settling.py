@@ -17,7 +17,7 @@ from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
-from gpuinfer.text.generator.giving import Given
+from gpuinfer.text.generator.giving import MOST_PARTS_S, Given
 from gpuinfer.text.generator.prepared import Drawn, Language, PromptWork, Row
 
 
@@ -82,10 +82,12 @@ class Settling:
         composer: Composer,
         language: Language,
         enter: Callable[[str], None] = lambda station: None,
+        most_parts_s: float = MOST_PARTS_S,
     ) -> None:
         self._table, self._admission, self._composer, self._language = table, admission, composer, language
-        self._enter = enter
         self.version = ""  # of the weights: "" are those of the start
+        self._enter, self._most_parts_s = enter, most_parts_s
+        self._parts_due = 0.0  # when they are given out next
         self.works: dict[Hashable, PromptWork] = {}
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
         self.parts: list[tuple[Hashable, Part]] = []
@@ -121,13 +123,15 @@ class Settling:
             if (row := table.rows[slots[i]]) is not None:
                 self.fail(row.work, error)
         looked = np.flatnonzero(ended | full | table.watched[slots])
-        if not len(looked):
-            return
-        columns = (looked, slots[looked], at[looked], ended[looked], full[looked])
-        for i, slot, place, is_end, is_full in zip(*(column.tolist() for column in columns), strict=True):
-            row = table.rows[slot]
-            if row is not None:  # else another sample of its prompt has failed just now
-                self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
+        if len(looked):
+            columns = (looked, slots[looked], at[looked], ended[looked], full[looked])
+            for i, slot, place, is_end, is_full in zip(*(column.tolist() for column in columns), strict=True):
+                row = table.rows[slot]
+                if row is not None:  # else another sample of its prompt has failed just now
+                    self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
+        if table.readers and now >= self._parts_due:
+            self._parts_due = now + table.readers / self._most_parts_s
+            self._give_out()
 
     def fail(self, work: PromptWork, error: Exception) -> None:
         """Give up on all of a prompt's rows."""
@@ -174,6 +178,8 @@ class Settling:
             if not chunk.last:
                 continue
             work.first_token = now
+            if work.prepared.parts:
+                self._parts_due = now
             self._admission.prefilled(chunk.row)
             self._composer.changed()
             if not chunk.draws:
@@ -194,10 +200,22 @@ class Settling:
                 self._enter("reply")
             if end is not None:
                 self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
-            elif row.given is not None and (part := row.given.more(tokens[prompt:], row.logprobs)) is not None:
-                self.parts.append((row.work.ticket, part))
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
+
+    def _give_out(self) -> None:
+        """What has become certain of the answers that are read while they grow."""
+        table = self._table
+        for slot in np.flatnonzero(table.read & table.decodes).tolist():
+            row = table.rows[slot]
+            if row is None or row.given is None:
+                continue
+            try:
+                answer = table.tokens[slot, table.prompt[slot] : table.filled[slot] + 1]
+                if (part := row.given.more(answer, row.logprobs)) is not None:
+                    self.parts.append((row.work.ticket, part))
+            except Exception as error:  # noqa: BLE001  as above
+                self.fail(row.work, error)
 
     def _finish(self, row: Row, answer: Completion, now: float) -> None:
         work = row.work

@@ -21,15 +21,14 @@ class Growing:
 
     def __init__(self, spelling: Spelling, stop: Sequence[str] = ()) -> None:
         self._spelling, self._stop = spelling, [one for one in stop if one]
-        self._reach = (
-            max(map(len, self._stop), default=1) - 1
-        )  # characters that the beginning of a stop string may have
+        self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string's beginning, at most
         self._tail = ""  # the last of them
         self._parts: list[str] = []
         self._length = 0  # characters in parts
         self._ends: list[int] = []  # characters after each token, for `kept`
         self._cut: int | None = None  # where the text ends, if a stop string has just been completed
         self._said = self._said_tokens = 0  # characters and tokens that `settled` has told
+        self._told = 0  # parts, likewise, where there are no stop strings
         self._bytes = _utf8("replace" if spelling.raw else "strict")
         self._first = True
         self._strip = spelling.strip
@@ -65,8 +64,13 @@ class Growing:
         a stop string would leave nothing. Texts joined are the beginning of `text`, now and later, and the tokens never
         more than `kept` if the answer ended with a stop string.
         """
-        certain = self._certain()
-        new = self._since(self._said)[: certain - self._said] if certain > self._said else ""
+        if self._stop:
+            certain = self._certain()
+            new = self._since(self._said)[: certain - self._said] if certain > self._said else ""
+        else:  # nearly every answer: whole parts at a time
+            end = self._run.parts if self._unsure else len(self._parts)
+            new = "".join(self._parts[self._told : end])
+            self._told = end
         self._said += len(new)
         self._said_tokens = max(self._said_tokens, self._certain_tokens())
         return new, self._said_tokens
@@ -178,10 +182,15 @@ class Growing:
 
     def _held(self, text: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""
-        for length in range(min(self._reach, len(text)), 0, -1):
-            if any(one.startswith(text[-length:]) for one in self._stop):
-                return length
-        return 0
+        held = 0
+        for one in self._stop:
+            place = text.find(one[0], max(0, len(text) - len(one) + 1))
+            while 0 <= place < len(text) - held:
+                if one.startswith(text[place:]):
+                    held = len(text) - place
+                    break
+                place = text.find(one[0], place + 1)
+        return held
 
 
 class _Run:
