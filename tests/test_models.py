@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,7 +13,7 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import cpu_name, device_name, resolve_device, resolve_dtype
 from gpuinfer.models.frozen import Affine, PackedAffine
 from gpuinfer.models.layouts import AnswerLayout
-from gpuinfer.models.load import build, probe, trainable
+from gpuinfer.models.load import build, called, probe, trainable
 from gpuinfer.models.networks import BlobNet, BlobNetSmall
 
 CPU = torch.device("cpu")
@@ -408,3 +409,16 @@ def test_the_public_way_builds_the_same_module_from_what_a_run_says():
         assert torch.equal(ours, theirs)
     with pytest.raises(UsageError, match="is a model of text"):
         models.build(ModelSpec("tiny", kind="text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        pytest.param("numpy:zeros", f" (package numpy {np.__version__})", id="of a package"),
+        pytest.param("test_models:here", f" ({__file__})", id="of a file"),
+        pytest.param("nowhere:at_all", "", id="that is not there"),
+        pytest.param("blobnet", "", id="built in"),
+    ],
+)
+def test_a_model_of_the_users_own_is_named_with_whose_it_is(name, owner):
+    assert called(name) == f"model '{name}'{owner}"

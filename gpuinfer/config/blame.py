@@ -8,6 +8,8 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -38,6 +40,21 @@ def who(plugin: Any) -> str:
 def record_of(kind: type) -> registry.PluginRecord | None:
     """The offer that names this class. Imports nothing: what has been imported to make the class is there already."""
     return _record_of(kind, tuple(sys.path))
+
+
+def owner_of(module: str) -> str:
+    """Whose module it is: `package my-models 1.2` when that was installed, else the file that it lies in.
+
+    Imports nothing. Empty when it is not known.
+    """
+    top = module.partition(".")[0]
+    if names := metadata.packages_distributions().get(top):
+        return f"package {names[0]} {metadata.version(names[0])}"
+    try:
+        found = sys.modules[module].__spec__ if module in sys.modules else find_spec(top)
+    except (ImportError, ValueError):
+        return ""
+    return found.origin or "" if found is not None else ""
 
 
 @functools.lru_cache(maxsize=64)

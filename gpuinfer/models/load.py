@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
+from gpuinfer.config import blame
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import device_name as device_name
 from gpuinfer.models.device import resolve_device as resolve_device
@@ -35,7 +36,7 @@ def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: to
     few, more = (attempt(module, spec, rows, device, dtype) for rows in BATCHES)
     if few != more:
         raise UsageError(
-            f"model '{spec.name}' answered {BATCHES[0]} rows with {few} a row and {BATCHES[1]} rows with {more}. "
+            f"{called(spec.name)} answered {BATCHES[0]} rows with {few} a row and {BATCHES[1]} rows with {more}. "
             "Let the answer to a row look the same in every batch."
         )
     return few
@@ -49,7 +50,7 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
             answer = module(features)
         except Exception as error:
             raise UsageError(
-                f"model '{spec.name}' raised {type(error).__name__}: {error}. It was given features "
+                f"{called(spec.name)} raised {type(error).__name__}: {error}. It was given features "
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
                 "Let it take that shape and dtype, or try --dtype float32."
             ) from error
@@ -62,7 +63,7 @@ def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
     try:
         found, layout = tensors_of(answer), layout_of(answer)
     except TypeError as error:
-        raise UsageError(f"model '{spec.name}' answered with {error}. Let it return {wanted}.") from None
+        raise UsageError(f"{called(spec.name)} answered with {error}. Let it return {wanted}.") from None
     shapes = [list(tensor.shape) for tensor in found]
     if expected and (shapes != [shape for _, shape in expected] or not isinstance(answer, tuple | list)):
         raise wrong_shapes(spec, rows, shapes, wanted)
@@ -82,7 +83,7 @@ def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]
 def wrong_shapes(spec: ModelSpec, rows: int, shapes: list[list[int]], wanted: str) -> UsageError:
     answered = " and ".join(map(str, shapes)) or "nothing"
     return UsageError(
-        f"model '{spec.name}' answered a batch of {rows} rows with {answered}. Let it return {wanted}"
+        f"{called(spec.name)} answered a batch of {rows} rows with {answered}. Let it return {wanted}"
         f"{' as a tuple' if ' and ' in wanted else ''}."
     )
 
@@ -92,7 +93,7 @@ def check_numbers(found: list[Tensor], spec: ModelSpec) -> None:
         bad = "NaN" if bool(tensor.isnan().any()) else "+inf" if bool(tensor.isposinf().any()) else None
         if bad:
             raise UsageError(
-                f"model '{spec.name}' answered with {bad} in output {place} {list(tensor.shape)}. "
+                f"{called(spec.name)} answered with {bad} in output {place} {list(tensor.shape)}. "
                 "Check its weights; in float16 large values overflow: try --dtype bfloat16 or float32."
             )
 
@@ -148,12 +149,12 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UsageError(
-            f"model factory '{spec.name}' raised {type(error).__name__}: {error}. It was called with ({given}). "
+            f"{called(spec.name)}: the factory raised {type(error).__name__}: {error}. It was called with ({given}). "
             "Mend it, or call it by hand with these arguments to see where it fails."
         ) from error
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"model factory '{spec.name}' returned {type(module).__name__}, not a torch.nn.Module. "
+            f"{called(spec.name)}: the factory returned {type(module).__name__}, not a torch.nn.Module. "
             "Let it return the module itself."
         )
     return module
@@ -180,14 +181,21 @@ def find_factory(name: str) -> Any:
             raise UnknownName(f"factory in module '{module_name}'", path, public_callables(found), label="It has")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"model '{name}' is {type(found).__name__}, not a function. Name one that returns the module.")
+        raise UsageError(f"{called(name)} is {type(found).__name__}, not a function. Name one that returns the module.")
     return found
+
+
+def called(name: str) -> str:
+    """What a message calls a model; of a `module:factory` also whose module it is."""
+    module, colon, _ = name.partition(":")
+    owner = blame.owner_of(module) if colon else ""
+    return f"model '{name}' ({owner})" if owner else f"model '{name}'"
 
 
 def unimportable(name: str, error: Exception) -> UsageError:
     module_name = name.partition(":")[0]
     return UsageError(
-        f"model '{name}': importing '{module_name}' raised {type(error).__name__}: {error}. "
+        f"{called(name)}: importing '{module_name}' raised {type(error).__name__}: {error}. "
         f"`python -c 'import {module_name}'` shows where."
     )
 
@@ -208,7 +216,7 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
     wanting = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if wanting:
         raise UsageError(
-            f"model factory '{name}' needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be given. "
-            "Give the others defaults."
+            f"{called(name)}: the factory needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be "
+            "given. Give the others defaults."
         )
     return {p.name: offered[p.name] for p in named if p.name in offered}
