@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.family import shape_of
+from gpuinfer.text.checkpoint.keys import other_backend
 
 SIZES = {
     "vocab_size": 128,
@@ -227,15 +229,28 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "named"), REFUSED)
-def test_what_does_not_run_here_is_named_and_sent_to_vllm(changes: dict[str, Any], named: str) -> None:
+def test_what_does_not_run_here_is_named_and_sent_elsewhere(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError) as refused:
         shape_of({**written("llama"), **changes})
     assert named in str(refused.value)
-    assert str(refused.value).endswith("Use --backend vllm.")
+    assert other_backend() in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [(["inprocess", "vllm"], "Use --backend vllm."), (["inprocess"], "no backend for that is installed")],
+    ids=["vllm is installed", "vllm is not installed"],
+)
+def test_a_backend_is_advised_where_it_is_installed(
+    installed: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuinfer.config.registry.names", lambda kind: installed)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        shape_of({**written("llama"), "hidden_act": "relu2"})
 
 
 def test_remote_code_is_refused_even_for_a_known_family() -> None:
-    with pytest.raises(UsageError, match=r"--backend vllm --trust-remote-code"):
+    with pytest.raises(UsageError, match=r"which is refused\. If you trust it"):
         shape_of(written("llama", auto_map={"AutoModelForCausalLM": "modeling.Evil"}))
 
 

@@ -94,7 +94,7 @@ def _cure(estimated: Estimate, free_bytes: int, slots: int, dtype: torch.dtype) 
         return f"Use {' or '.join(choice for choice in choices if choice)}."
     if narrow and estimated.weights_bytes // 2 < free_bytes:
         return f"Not even one slot fits beside the weights: use {narrow}, or a larger device."
-    return "The weights alone are too large: use a smaller model, a larger device, or --backend vllm over several."
+    return "The weights alone are too large: use a smaller model, or a larger device."
 
 
 def _gb(size: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 
 MOST_JSON_BYTES = 64 << 20
@@ -236,8 +237,8 @@ def refuse_unknown_keys(family: str, config: Fields) -> None:
         for name, value in config.values.items()
         if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(NEUTRAL, name, value)
     ]
-    otherwise = "generate with the program that trained it" if family == "nanogpt" else "use --backend vllm"
-    _refuse(config, strange, f"a {family} model here does not know", otherwise)
+    cure = "Generate with the program that trained it." if family == "nanogpt" else other_backend()
+    _refuse(config, strange, f"a {family} model here does not know", cure)
 
 
 def refuse_unknown_rope_keys(scaling: Fields) -> None:
@@ -246,7 +247,7 @@ def refuse_unknown_rope_keys(scaling: Fields) -> None:
     strange = [
         name for name, value in scaling.values.items() if name not in known and not _neutral(ROPE_NEUTRAL, name, value)
     ]
-    _refuse(scaling, strange, "the rotary positions here do not know")
+    _refuse(scaling, strange, "the rotary positions here do not know", other_backend())
 
 
 def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
@@ -258,7 +259,7 @@ def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> b
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.get(name, ()))
 
 
-def _refuse(config: Fields, strange: list[str], who: str, otherwise: str = "use --backend vllm") -> None:
+def _refuse(config: Fields, strange: list[str], who: str, cure: str) -> None:
     if not strange:
         return
     file = config.where.partition(":")[0]
@@ -266,7 +267,7 @@ def _refuse(config: Fields, strange: list[str], who: str, otherwise: str = "use 
     more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
     raise UsageError(
         f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
-        f"If you know that it changes nothing, remove it from {file}; if not, {otherwise}."
+        f"{cure} If you know that it changes nothing, remove it from {file}."
     )
 
 
@@ -280,8 +281,15 @@ ALIASES = {"ministral": "mistral"}  # what transformers calls a Mistral whose la
 GENERATORS = ("ForCausalLM", "LMHeadModel", "Model")  # how transformers ends the names of what can generate
 
 
+def other_backend(flags: str = "") -> str:
+    """Where a model can run that our own decoders do not know, as far as that is installed: a sentence."""
+    if "vllm" in registry.names("backends"):
+        return f"Use --backend vllm{flags}."
+    return "Serve it with another program, such as vLLM: no backend for that is installed."
+
+
 def elsewhere(what: str) -> UsageError:
-    return UsageError(f"{what}, which the inprocess and central backends do not do. Use --backend vllm.")
+    return UsageError(f"{what}, which the inprocess and central backends do not do. {other_backend()}")
 
 
 def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
@@ -289,7 +297,7 @@ def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
     if settings.get("auto_map"):
         raise UsageError(
             f"{where} asks to run code of its own (auto_map), which is refused. If you trust it: "
-            "--backend vllm --trust-remote-code."
+            f"{other_backend(' --trust-remote-code')}"
         )
 
 

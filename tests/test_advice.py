@@ -1,0 +1,110 @@
+"""Advice that can be followed: each flag, option and command that a message names is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from gpuinfer.cli.targets import Targets
+from gpuinfer.cli.workload import command
+from gpuinfer.config import options, registry
+
+PACKAGE = Path(__file__).parent.parent / "gpuinfer"
+WORKLOADS = ("selfplay", "load", "generate")
+OTHERS = {"--force-reinstall", "--query-gpu", "--format"}  # flags of programs that are not ours
+WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options.py")}  # said only then, or as such
+FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")
+OPTION = re.compile(r"(?<![\w-])-([BS]) ([a-z][a-z_]*)")
+PLUGIN = re.compile(r"--(backend|strategy) (?!out\b|names\b|a\b)([a-z]+)")
+COMMAND = re.compile(r"`gpuinfer ([a-z]+)(?: ([a-z]+))?")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """What a file says, apart from docstrings: each text in one piece, however it is put together."""
+    tree = ast.parse(path.read_text())
+    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (silent | inner):
+            yield node.value
+
+
+SAID = [(path, text) for path in sorted(PACKAGE.rglob("*.py")) for text in texts(path)]
+
+
+@cache
+def commands() -> dict[str, Any]:
+    own = {
+        name: typer.main.get_command(importlib.import_module(f"gpuinfer.cli.{name}").app) for name in registry.COMMANDS
+    }
+    return own | {name: command(name) for name in WORKLOADS}
+
+
+@cache
+def flags() -> frozenset[str]:
+    found: set[str] = {"--version", "--help"}
+    for one in commands().values():
+        below = [one.target(name) for name in WORKLOADS] if isinstance(one, Targets) else []
+        below += list(getattr(one, "commands", {}).values())
+        for each in (one, *below):
+            for parameter in each.params:
+                found |= {*parameter.opts, *parameter.secondary_opts}
+    return frozenset(found)
+
+
+@cache
+def keys(kind: str) -> frozenset[str]:
+    own = [record for record in registry.listing(kind) if record.distribution == "gpuinfer"]
+    return frozenset(key for one in own for key in options.fields_of(registry.load(kind, one.name).Options))
+
+
+def named(pattern: re.Pattern[str]) -> set[tuple[str, tuple[str, ...]]]:
+    """Where, and what."""
+    return {(str(path.relative_to(PACKAGE)), found.groups()) for path, text in SAID for found in pattern.finditer(text)}
+
+
+def test_each_flag_that_is_named_is_a_flag_of_some_command():
+    wrong = {(path, f"--{name}") for path, (name,) in named(FLAG) if f"--{name}" not in flags() | OTHERS}
+    assert wrong == set()
+
+
+def test_each_backend_and_strategy_that_is_named_is_installed():
+    wrong = {
+        (name, path)
+        for path, (kind, name) in named(PLUGIN)
+        if name not in registry.names({"backend": "backends", "strategy": "strategies"}[kind])
+    }
+    assert wrong <= WHERE_INSTALLED
+
+
+@pytest.mark.parametrize(("letter", "kind"), [("B", "backends"), ("S", "strategies")])
+def test_each_option_that_is_named_is_an_option_of_some_plugin(letter, kind):
+    wrong = {(path, name) for path, (of, name) in named(OPTION) if of == letter and name not in {*keys(kind), "key"}}
+    assert wrong == set()
+
+
+def test_each_command_that_is_named_is_one():
+    below = {name: set(getattr(one, "commands", {})) | set(WORKLOADS) for name, one in commands().items()}
+    wrong = {
+        (path, f"gpuinfer {name} {more or ''}")
+        for path, (name, more) in named(COMMAND)
+        if name not in commands() or (more and getattr(commands()[name], "commands", None) and more not in below[name])
+    }
+    assert wrong == set()
+
+
+def test_the_patterns_find_what_is_named():
+    assert len(named(FLAG)) > 100
+    assert len(named(OPTION)) > 10
+    assert len(named(COMMAND)) > 5
+    assert len(named(PLUGIN)) > 1
