@@ -22,6 +22,7 @@ from gpuinfer.central.serving import Served
 from gpuinfer.central.wire import NOBODY, Kind, Record, Unpacker, error_from_wire
 from gpuinfer.engine.core import Batch
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.load.arrivals import Offer
 from gpuinfer.models.layouts import AnswerLayout
@@ -30,7 +31,6 @@ from gpuinfer.stats import Lane
 from gpuinfer.testing import VirtualLoop
 
 CLIENTS = 3
-LONG_S = 1000.0  # after the last arrival all that can happen has happened
 FAILURE = BackendError("as planned. Try again.")
 
 
@@ -55,6 +55,7 @@ class Schedule:
     asks: list[Ask]
     seconds: list[float]
     fails: list[bool]
+    after_s: float = 1000.0  # that it goes on after the last arrival: all that can happen has happened
 
     def service_s(self, number):
         return self.seconds[number % len(self.seconds)]
@@ -80,6 +81,7 @@ class Diary:
     observed: list = field(default_factory=list)
     told: dict = field(default_factory=dict)  # request → text of its error
     snapshot: object = None
+    held: list = field(default_factory=list)  # at the end, by the strategy
 
     def arrived(self, request):
         self.numbers[request] = len(self.arrivals)
@@ -169,7 +171,8 @@ async def _by_the_engine(schedule, strategy):
                 live.add(ask.client)
                 engine.join(ask.client)
             tasks.append(loop.create_task(submit(ask)))
-    await asyncio.sleep(LONG_S)
+    await asyncio.sleep(schedule.after_s)
+    diary.held = list(engine.held(Patience()))
     diary.snapshot, ends, told = engine.snapshot(), dict(diary.ends), dict(diary.told)
     await engine.close(drain=False)
     await asyncio.gather(*tasks)
@@ -196,7 +199,7 @@ def by_the_simulation(schedule, strategy):
         journal=diary,
     )
     arrivals = schedule.at_once()
-    until = arrivals[-1][0] + LONG_S
+    until = arrivals[-1][0] + schedule.after_s
     while arrivals or (events and events[0][0] <= until):
         if arrivals and (not events or arrivals[0][0] <= events[0][0]):
             now, asks = arrivals.pop(0)
@@ -214,6 +217,7 @@ def by_the_simulation(schedule, strategy):
                 replica.end(running, now)
         if replica.woken:
             replica.dispatch(now)
+    diary.held = list(replica.core.held(Patience()))
     diary.snapshot = replica.snapshot()
     return diary
 
@@ -242,7 +246,12 @@ def by_the_server(schedule, strategy):
         memory.Descriptor(descriptor).close()
         caller.blocks = {number: Block(number, 64, mapping, form) for number in range(len(schedule.asks))}
         arrivals, ends = schedule.at_once(), []
-        until, look_at, numbers, order = arrivals[-1][0] + LONG_S, math.inf, itertools.count(), itertools.count()
+        until, look_at, numbers, order = (
+            arrivals[-1][0] + schedule.after_s,
+            math.inf,
+            itertools.count(),
+            itertools.count(),
+        )
         while True:
             now = min(arrivals[0][0] if arrivals else math.inf, ends[0][0] if ends else math.inf, look_at)
             if now > until:
@@ -269,6 +278,7 @@ def by_the_server(schedule, strategy):
                 number = next(numbers)
                 heapq.heappush(ends, (now + schedule.service_s(number), number, step, now, schedule.failing(number)))
             look_at = step
+        diary.held = list(queue.held(Patience()))
         diary.snapshot = queue.snapshot(lanes)
         caller.blocks.clear()
     return diary

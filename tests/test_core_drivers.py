@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Limits, Priority, Reason, Strategy
+from gpuinfer.errors import StrategyError
+from gpuinfer.simulate import Closed, simulate
+from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
@@ -117,6 +120,7 @@ def assert_alike(one, other):
         near((seen.started, seen.seconds, seen.queue_wait_s)) for seen in other.observed
     ]
     assert counted(one.snapshot) == counted(other.snapshot)
+    assert [held.doing for held in one.held] == [held.doing for held in other.held]
 
 
 def counted(snapshot):
@@ -144,3 +148,66 @@ def test_the_three_drivers_agree_on_any_schedule(schedule, name):
     server = by_the_server(schedule, STRATEGIES[name]())
     assert_alike(server, engine)
     assert server.told == engine.told
+
+
+# A strategy that does not cut
+
+
+class Never(Strategy):
+    """Cuts the first batch, and then always wants to cut at another time."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later, self.has_cut = later, False
+
+    def cut_at(self, queue):
+        return queue.now + self.later if self.has_cut else queue.now
+
+    def account(self, batch, now):
+        self.has_cut = True
+
+
+LATER = pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(math.inf, id="never"),
+        pytest.param(1e300, id="far away"),
+        pytest.param(1e7, id="in months"),
+        pytest.param(0.01, id="a little later"),
+        pytest.param(1e-5, id="very soon"),
+    ],
+)
+WAITS = "does not cut: 3 requests wait"
+
+
+@LATER
+def test_a_strategy_that_does_not_cut_is_named_alike_by_every_driver(later):
+    plain = Ask(0.0, 1, Priority.NORMAL, math.inf, None, None)
+    schedule = Schedule(Limits(1), 8, [plain] * 4, [0.001], [False], after_s=0.02)
+    for drive in (by_the_engine, by_the_simulation, by_the_server):
+        strategy = Never(later)
+        (held,) = drive(schedule, strategy).held
+        assert (held.key, held.doing, held.plugin) == (("cut", 1), f"{WAITS}, for {{age}} now", strategy)
+
+
+@LATER
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_simulation_ends_with_the_name_of_a_strategy_that_does_not_cut(later, in_flight):
+    said = r"^strategy 'Never' \(module .*\) does not cut: \d requests? waits?, and (nothing else|it has put that off)"
+    with pytest.raises(StrategyError, match=said):
+        simulate(Closed(4), ServiceModel(beta=10.0), lambda: Never(later), Limits(1, in_flight), requests=10)
+
+
+def test_what_a_strategy_raises_in_observe_is_told_once_by_every_driver(caplog):
+    plain = Ask(0.0, 1, Priority.NORMAL, math.inf, None, None)
+    schedule = Schedule(Limits(1), 8, [plain] * 4, [0.001], [False])
+    for drive in (by_the_engine, by_the_simulation, by_the_server):
+        caplog.clear()
+        assert len(drive(schedule, Deaf()).ends) == 4
+        assert [message for message in caplog.messages if "observe raised ZeroDivisionError" in message] != []
+        assert len(caplog.messages) == 1
+
+
+class Deaf(Dynamic):
+    def observe(self, batch):
+        raise ZeroDivisionError

@@ -13,39 +13,36 @@ from gpuinfer.engine.queue import Queue
 from gpuinfer.errors import Expired, GpuinferError, QueueFull, RequestError, StrategyError, UsageError
 
 
-class Admission:
+class QueueBounds:
     """The bounds of one engine: rows in a request, rows in the queue.
 
     `max_queue_rows` defaults to 64 full batches, and no less than 4,096 rows. Raises `UsageError` for limits that let
     nothing through.
     """
 
-    __slots__ = ("bound", "widest")
+    __slots__ = ("rows", "widest")
 
     def __init__(self, limits: Limits, max_queue_rows: int | None) -> None:
         self.widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
         if self.widest < 1 or limits.in_flight < 1:
             raise UsageError(f"the backend can take nothing: {limits}. Make every limit at least 1.")
-        self.bound = max(4096, 64 * self.widest) if max_queue_rows is None else max_queue_rows
-        if self.bound < self.widest:
-            raise UsageError(f"--max-queue-rows {self.bound} is less than one batch. Make it at least {self.widest}.")
+        self.rows = max(4096, 64 * self.widest) if max_queue_rows is None else max_queue_rows
+        if self.rows < self.widest:
+            raise UsageError(f"--max-queue-rows {self.rows} is less than one batch. Make it at least {self.widest}.")
 
-    def refuse(self, request: Request, waiting_rows: int) -> RequestError | None:
-        """Why a request cannot enter now; None when it can."""
+    def refusal(self, request: Request, waiting_rows: int) -> RequestError:
+        """Why a request cannot enter, of which `Core.arrive` has found that it cannot."""
         rows = request.rows
-        in_time = request.deadline > request.arrived
-        if 1 <= rows <= self.widest and waiting_rows + rows <= self.bound and in_time:
-            return None
         if not 1 <= rows <= self.widest:
             return RequestError(
                 f"a request of {rows} rows can never be served: a batch takes 1 to {self.widest} rows, and no block "
                 f"is split. Submit smaller blocks, or raise the backend's max_rows."
             )
-        if not in_time:
+        if not request.deadline > request.arrived:
             timeout = request.deadline - request.arrived
             return Expired(f"a timeout of {timeout:g} s is over before it began. Give a positive one.")
         return QueueFull(
-            f"the queue is full: {waiting_rows} of {self.bound} rows wait, and {rows} more do not fit. "
+            f"the queue is full: {waiting_rows} of {self.rows} rows wait, and {rows} more do not fit. "
             f"Keep fewer requests outstanding, try again later, or raise --max-queue-rows."
         )
 

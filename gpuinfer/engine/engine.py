@@ -78,7 +78,7 @@ class Engine:
         self._patience_s = patience_s
         self._warn = blame.WarnOnce()
         self._core = Core(self.strategy, recorder, self._warn)
-        self._unsettled = Unsettled(self._settled, clock)
+        self._unsettled = Unsettled(self._core.settled, clock)
         self._free: list[Lane] = []
         self._running: dict[asyncio.Task[None], Batch] = {}  # the batches under way
         self._longest_s = 0.0  # that a batch took
@@ -128,6 +128,8 @@ class Engine:
         self._admits = limits.slots is not None and self._streams
         self._core.open(limits, self._max_queue_rows, stepped=self._admits)
         self.limits = limits
+        if limits.slots is not None:
+            self._unsettled.settled = self._free_slots
         forwards = 1 if self._admits else limits.in_flight
         self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
         self._free = self.lanes[::-1]
@@ -170,9 +172,10 @@ class Engine:
             self._wake()
         try:
             return await future
-        finally:
-            if request in self._unsettled:  # whoever asked was cancelled
+        except BaseException:
+            if request in self._unsettled:  # the client was cancelled
                 self._withdraw(request)
+            raise
 
     def _withdraw(self, request: Request) -> None:
         waited = self._core.withdraw(request)
@@ -261,10 +264,10 @@ class Engine:
             self._free.append(lane)
         self._wake()
 
-    def _settled(self, request: Request, outcome: str, now: float, told: object) -> None:
+    def _free_slots(self, request: Request, outcome: str, now: float, told: object) -> None:
+        """Settle a request with slots: those it took are free, though its batch runs on."""
         self._core.settled(request, outcome, now, told)
-        if self.limits.slots is not None:  # those it took are free, though its batch runs on
-            self._wake()
+        self._wake()
 
     @contextlib.contextmanager
     def _harmless(self, plugin: object, method: str) -> Iterator[None]:

@@ -20,13 +20,13 @@ Settled = Callable[[Request, str, float, object], None]
 class Unsettled:
     """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing."""
 
-    __slots__ = ("_clock", "_futures", "_on_part", "_settled", "parts")
+    __slots__ = ("_clock", "_futures", "_on_part", "parts", "settled")
 
     def __init__(self, settled: Settled, clock: Callable[[], float]) -> None:
         self.parts = 0  # handed over so far
         self._futures: dict[Request, asyncio.Future[Any]] = {}
         self._on_part: dict[Request, OnPart] = {}  # of the requests that are read as they grow
-        self._settled, self._clock = settled, clock
+        self.settled, self._clock = settled, clock
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -78,5 +78,5 @@ class Unsettled:
         if request.parts:
             self._on_part.pop(request, None)
         gone = future.done()
-        self._settled(request, "cancelled" if gone else outcome, now, told)
+        self.settled(request, "cancelled" if gone else outcome, now, told)
         return None if gone else future

@@ -64,11 +64,14 @@ class Replica:
         self._alarm_at = math.inf
         self._rung = False  # why it looks: the time that the strategy named has come
         self._postponed = 0  # such looks in a row
+        self._alone = False  # nothing but such a look has happened since the last one
 
     # What happens to it
 
     def arrive(self, ask: Offer, now: float) -> None:
-        request = Request(None, ask.rows, now, ask.priority, now + ask.timeout, ask.group, ask.client)
+        _, rows, priority, timeout, client, group = ask
+        request = Request(None, rows, now, priority, now + timeout, group, client)
+        self._alone = False
         if (shed := self.core.arrive(request)) is not None:
             for other, _ in shed.turned_away:
                 self._settle(other, "rejected", now)
@@ -78,12 +81,10 @@ class Replica:
                 if self._left is not None:
                     self._left(request, now, False)
                 return
-        if ask.timeout < math.inf:
+        if timeout < math.inf:
             self._ring_at(request.deadline)
         if self._free:
             self.woken = True
-        if len(self._free) < len(self.lanes):
-            self._postponed = 0
 
     def ring(self, now: float) -> None:
         """The time to look again has come, unless an earlier one took its place."""
@@ -95,14 +96,18 @@ class Replica:
         """A batch has been answered, or has failed."""
         batch, lane, started, seconds = running
         lane.enter("reply")
-        outcome = "failed" if self._fails() else "ok"
-        for request in batch.requests:
-            self._settle(request, outcome, now)
-        if outcome == "ok":
+        if self._fails():
+            for request in batch.requests:
+                self._settle(request, "failed", now)
+        else:
+            self.core.answered(batch, now)
             self.core.ended(batch, started, seconds, now)
+            if self._left is not None:
+                for request in batch.requests:
+                    self._left(request, now, True)
         lane.enter("idle")
         self._free.append(lane)
-        self.woken, self._postponed = True, 0
+        self.woken, self._alone = True, False
 
     def dispatch(self, now: float, *, draining: bool = False) -> None:
         """Do what the core decides, and ask to be called again in time."""
@@ -137,20 +142,22 @@ class Replica:
 
     # How
 
-    def uncut(self) -> StrategyError:
+    def uncut(self, why: str = "nothing else will happen") -> StrategyError:
         """The error of a strategy that lets requests wait for ever."""
         strategy = self.core.strategy
-        said = f"{blame.who(strategy)} {self.core.uncut}, and nothing else will happen"
+        said = f"{blame.who(strategy)} {self.core.uncut}, and {why}"
         return StrategyError(f"{said}. Choose another with --strategy. {blame.cure(strategy)}")
 
     def _look_in_vain(self) -> None:
         """The strategy's time has come, and it has put the cut off. Raises when it does so for ever.
 
-        A batch that ends, or an arrival during one, may be what it waits for, and so may each client be.
+        During a batch it may wait for its end, as long as anything happens; and it may wait for each client.
         """
-        self._postponed += 1
+        idle = len(self._free) == len(self.lanes)
+        self._postponed = self._postponed + 1 if idle or self._alone else 0
+        self._alone = True
         if self._postponed > POSTPONED + len(self.core.queue.clients):
-            raise self.uncut()
+            raise self.uncut(f"it has put that off {self._postponed:,} times in a row")
 
     def _launch(self, cut: Cut, now: float) -> None:
         batch = self.core.launch(cut, now)

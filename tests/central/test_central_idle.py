@@ -1,4 +1,4 @@
-"""A server that nobody asks anything costs next to nothing."""
+"""A server that is asked nothing costs next to nothing, and waits for as long as it takes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from programs import hold
 from servers import Program, pid_of, programs, serving
+
+from gpuinfer.central.address import listen
+from gpuinfer.central.lines import ClientLines
 
 SECONDS = 3.0
 CLIENTS = 8
@@ -29,3 +32,15 @@ def test_an_idle_server_with_eight_idle_clients_uses_next_to_no_cpu():
         before, started = sum(map(cpu_s, pids)), time.monotonic()
         time.sleep(SECONDS)
         assert sum(map(cpu_s, pids)) - before < SHARE * (time.monotonic() - started)
+
+
+@pytest.mark.parametrize("seconds", [1e7, 1e10, 1e300])
+def test_a_wait_of_any_length_can_be_begun(seconds):
+    listener, address = listen()
+    with listener:
+        lines = ClientLines(listener, address.token, 1, (b"", 0), lambda rows: None)
+        lines.ring()
+        found = lines.wait(seconds)
+        for held in (lines._bell, lines._rope, lines._selector):  # a server keeps them as long as it lives
+            held.close()
+    assert len(found) == 1
