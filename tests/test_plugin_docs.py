@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import types
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.testing import assert_ok, check_backend
+from gpuinfer.generation import Prompt
+from gpuinfer.testing import FakeInfer, assert_ok, check_backend
+from gpuinfer.testing.fakes import made_up
 
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 MODEL = Setup(model=ModelSpec("gpuinfer.testing.fakes:tiny_model", inputs=8), devices=("cpu",))
@@ -29,6 +32,13 @@ def page():
 
 def test_the_backend_of_text_keeps_the_contract(page):
     assert_ok(check_backend(page.Poet))
+
+
+def test_an_answer_is_told_as_it_grows(page, capsys):
+    prompt = Prompt(text="x", key="k")
+    answer = asyncio.run(page.tell(FakeInfer(lambda request: made_up(request.payload)), prompt))
+    assert answer == made_up(prompt)
+    assert capsys.readouterr().out == answer.completions[0].text
 
 
 def test_the_backend_with_the_runs_model_keeps_the_contract(page):

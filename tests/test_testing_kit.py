@@ -16,9 +16,9 @@ from gpuinfer import api
 from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
 from gpuinfer.cli import flags
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.testing import FakeInfer, assert_ok, check_backend, check_strategy, check_workload, run_virtual
-from gpuinfer.testing.fakes import made_up
+from gpuinfer.testing.fakes import made_up, parts_of
 from gpuinfer.testing.findings import reserved_names
 
 
@@ -133,6 +133,75 @@ class Poet(Double):
         return BadPrompt("a poet has no adapters.") if prompt.adapter is not None else made_up(prompt)
 
 
+class Reciting(Poet):
+    """In order: gives its answers out letter by letter."""
+
+    async def stream(self, batch):
+        for request in batch:
+            answer = self.answer(request.payload)
+            if isinstance(answer, Generation):
+                for part in self.parts(request, answer):
+                    yield Event(request, part, last=False)
+                yield Event(request, answer)
+            else:
+                yield Event(request, error=answer)
+
+    def answer(self, prompt):
+        found = super().answer(prompt)
+        return self.letters(prompt, prompt.sampling.stop) if isinstance(found, Generation) else found
+
+    def letters(self, prompt, stop):
+        text = "".join(chr(ord("a") + (ord(prompt.key[-1]) + at) % 26) for at in range(prompt.sampling.max_tokens))
+        text, found, _ = text.partition(*stop or ("\n",))
+        answer = Completion(text=text, tokens=tuple(map(ord, text)), finish_reason="stop" if found else "length")
+        return Generation(completions=(answer,) * prompt.samples, prompt_tokens=1)
+
+    def parts(self, request, answer):
+        return parts_of(answer) if request.parts else ()
+
+
+class Shouting(Reciting):
+    def parts(self, request, answer):
+        return parts_of(answer)
+
+
+class Backwards(Reciting):
+    def parts(self, request, answer):
+        return list(super().parts(request, answer))[::-1]
+
+
+class Unending(Reciting):
+    def parts(self, request, answer):
+        return list(super().parts(request, answer))[:-1]
+
+
+class Hasty(Reciting):
+    """Says what a stop string should have taken back."""
+
+    def parts(self, request, answer):
+        return super().parts(request, self.letters(request.payload, ()))
+
+
+class Mute(Reciting):
+    def parts(self, request, answer):
+        return ["la"] if request.parts else ()
+
+
+class Deaf(Reciting):
+    """Goes on for ever once its reader has left."""
+
+    left = False
+
+    async def stream(self, batch):
+        async for event in super().stream(batch):
+            if self.left:
+                await asyncio.Event().wait()
+            yield event
+
+    def cancel(self, request):
+        self.left = request.parts
+
+
 class AnyAdapter(Poet):
     def answer(self, prompt):
         return made_up(prompt)
@@ -244,6 +313,7 @@ class ElsewhereTold(Generating):
         pytest.param(Streaming, id="streaming"),
         pytest.param(Generating, id="with slots"),
         pytest.param(Poet, id="of text"),
+        pytest.param(Reciting, id="that gives its answers out in parts"),
         pytest.param(Versioned, id="whose weights can be changed"),
         pytest.param(Telling, id="that knows its device"),
     ],
@@ -276,6 +346,12 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(Prose, "says what it serves", id="serves what is no kind"),
         pytest.param(NotOfText, "answers each request with its own rows", id="a prompt that is echoed"),
         pytest.param(AnyAdapter, "refuses an adapter that it has not", id="an adapter that is not there"),
+        pytest.param(Shouting, "gives parts that make the answer", id="parts that nobody reads"),
+        pytest.param(Backwards, "gives parts that make the answer", id="parts in another order"),
+        pytest.param(Unending, "gives parts that make the answer", id="no last part"),
+        pytest.param(Hasty, "gives parts that make the answer", id="parts beyond a stop string"),
+        pytest.param(Mute, "gives parts that make the answer", id="parts that are none"),
+        pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
         pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
         pytest.param(OldCache, "changes its weights", id="a cache of old weights"),
         pytest.param(AnyWeights, "changes its weights", id="weights that are not there"),

@@ -26,6 +26,7 @@ from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
+from gpuinfer.testing.parts import parts_make_the_answer, reader_may_leave
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
 UNITS = {"utilisation": "0 to 1", "allocated_mb": "MB", "reserved_mb": "MB"}
@@ -131,6 +132,8 @@ class _Examination:
             "takes a batch as wide as its limits say": self._takes_the_widest,
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
+            **({"gives parts that make the answer": self._gives_parts} if self._takes_prompts else {}),
+            **({"lets a reader leave": self._lets_readers_leave} if self._takes_prompts else {}),
             **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
             **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
             **({"changes its weights": self._updates} if self.backend.updates else {}),
@@ -148,6 +151,10 @@ class _Examination:
     def _is_of_text(self) -> bool:
         model = self.backend.setup.model
         return model.kind == "text" if model else tuple(self.backend.serves) == ("text",)
+
+    @property
+    def _takes_prompts(self) -> bool:
+        return self._is_of_text and isinstance(self._make_payload(1, 0), Prompt)
 
     def _payload(self, rows: int, seed: int) -> Any:
         return _prompt(rows, seed) if self._is_of_text else self._features(rows, seed)
@@ -244,6 +251,12 @@ class _Examination:
     async def _cancels(self) -> str | None:
         self.backend.cancel(self._request(1, 0))  # it may have been answered a moment ago
         return None
+
+    async def _gives_parts(self) -> str | None:
+        return await parts_make_the_answer(self.backend, self._make_payload)
+
+    async def _lets_readers_leave(self) -> str | None:
+        return await reader_may_leave(self.backend, self._make_payload)
 
     async def _refuses_adapters(self) -> str | None:
         prompt = self._make_payload(1, 0)

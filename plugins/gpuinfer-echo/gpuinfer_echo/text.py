@@ -1,13 +1,16 @@
 """A backend of text that writes no text of its own: it says the prompt again, a word for each token."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Completion, Generation, Prompt
+from gpuinfer.errors import BackendError, BadPrompt
+from gpuinfer.generation import Completion, Generation, Part, Prompt
+
+Tell = Callable[[api.Event], None]
 
 
 class Starling(api.Backend):
@@ -26,25 +29,65 @@ class Starling(api.Backend):
         if spec is not None:  # what the workload wants of its model: see docs/plugins.md
             slots = min(slots, spec.arguments.get("slots", slots))
         self.limits = api.Limits(max_rows=slots, in_flight=slots, slots=slots)
+        self._under_way: dict[api.Request, asyncio.Task[None]] = {}
 
     async def infer(self, batch: Sequence[api.Request]) -> Sequence[api.Result]:
         raise NotImplementedError  # answers come through stream
 
     async def stream(self, batch: Sequence[api.Request]) -> AsyncIterator[api.Event]:
         """Called as often as slots are free, with others under way: whoever is done first is answered first."""
-        for asked in asyncio.as_completed([self._answer(request) for request in batch]):
-            yield await asked
+        events: asyncio.Queue[api.Event] = asyncio.Queue()
+        for request in batch:
+            task = self._under_way[request] = asyncio.create_task(self._answer(request, events.put_nowait))
+            task.add_done_callback(functools.partial(_unless_ended, request, events.put_nowait))
+        left = len(batch)
+        try:
+            while left:
+                event = await events.get()
+                left -= event.last
+                yield event
+        finally:
+            for request in batch:
+                self.cancel(request)
 
-    async def _answer(self, request: api.Request) -> api.Event:
+    def cancel(self, request: api.Request) -> None:
+        """Its slots are free at once: the next step is without it."""
+        if (task := self._under_way.pop(request, None)) is not None:
+            task.cancel()
+
+    async def _answer(self, request: api.Request, tell: Tell) -> None:
+        try:
+            tell(api.Event(request, await self._say(request, tell)))
+        except BadPrompt as error:
+            tell(api.Event(request, error=error))
+
+    async def _say(self, request: api.Request, tell: Tell) -> Generation:
         prompt: Prompt = request.payload
         words = (prompt.text or "").split()
         if not words:
-            return api.Event(request, error=BadPrompt("a starling needs words. Give the prompt as `text`."))
+            raise BadPrompt("a starling needs words. Give the prompt as `text`.")
         if prompt.adapter is not None:
-            return api.Event(request, error=BadPrompt("a starling has no adapters. Leave `adapter` out."))
-        said = [words[number % len(words)] for number in range(prompt.sampling.max_tokens)]
-        for _ in said:
+            raise BadPrompt("a starling has no adapters. Leave `adapter` out.")
+        wanted, said = prompt.sampling.max_tokens, list[str]()
+        for number in range(wanted):
             await asyncio.sleep(self.options.seconds)
             self._stepped(request.rows, self.options.seconds)
-        completion = Completion(text=" ".join(said), tokens=tuple(range(len(said))), finish_reason="length")
-        return api.Event(request, Generation(completions=(completion,) * prompt.samples, prompt_tokens=len(words)))
+            said.append((" " if number else "") + words[number % len(words)])
+            if request.parts:  # someone reads along
+                for sample in range(prompt.samples):
+                    ends = "length" if number + 1 == wanted else None
+                    part = Part(sample=sample, text=said[-1], tokens=(number,), finish_reason=ends)
+                    tell(api.Event(request, part, last=False))
+        completion = Completion(text="".join(said), tokens=tuple(range(wanted)), finish_reason="length")
+        return Generation(
+            completions=(completion,) * prompt.samples,
+            prompt_tokens=len(words),
+            first_token_s=self.options.seconds,
+            seconds=wanted * self.options.seconds,
+        )
+
+
+def _unless_ended(request: api.Request, tell: Tell, task: asyncio.Task[None]) -> None:
+    """The stream ends for this request too when its answer was cancelled."""
+    if task.cancelled():
+        tell(api.Event(request, error=BackendError("this answer was cancelled. Ask again.")))

@@ -75,6 +75,18 @@ def test_the_starling_answers_the_shorter_prompt_first():
     assert [answer.completions[0].text for answer in answers_of(long, short)] == ["to be", "to be or to be"]
 
 
+def test_the_starling_is_heard_word_by_word_by_those_who_listen():
+    async def listen() -> list[Any]:
+        starling = Starling(seconds=0.01)
+        await starling.start(BackendContext())
+        prompt = Prompt(text="to be", sampling=Sampling(max_tokens=3))
+        return [event.value async for event in starling.stream([Request(prompt, parts=True)])]
+
+    *parts, answer = run_virtual(listen())
+    assert [part.text for part in parts] == ["to", " be", " to"]
+    assert "".join(part.text for part in parts) == answer.completions[0].text
+
+
 def test_the_starling_refuses_one_prompt_and_answers_the_next():
     refused, answered = answers_of(Prompt(tokens=(1, 2)), Prompt(text="hey", sampling=Sampling(max_tokens=1)))
     assert isinstance(refused, BadPrompt)

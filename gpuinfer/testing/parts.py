@@ -1,0 +1,111 @@
+"""Whether a backend of text gives its answers out in parts as it promises. One that gives none promises nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from gpuinfer.api import Backend, Request
+from gpuinfer.generation import Completion, Generation, Part, Prompt
+
+TOKENS = 12  # of an answer that is read
+MANY = 64  # of one whose reader leaves
+
+MakePrompt = Callable[[int, int], Prompt]
+"""From a number of samples and a seed to a prompt; other seeds give other prompts."""
+
+
+async def parts_make_the_answer(backend: Backend, make_prompt: MakePrompt) -> str | None:
+    """With and without a stop string, one sample and several."""
+    samples = min(2, backend.limits.max_rows)
+    prompts = [_longer(make_prompt(count, seed), TOKENS) for seed, count in enumerate((1, samples))]
+    answers = []
+    for prompt in prompts:
+        whole, unasked = await _asked(backend, prompt, parts=False)
+        if unasked:
+            return "it gave parts of an answer that nobody reads. Yield them for a request with `parts` alone."
+        answers.append(whole)
+    for prompt in [*prompts, *map(_stopped, prompts, answers)]:
+        whole, given = await _asked(backend, prompt, parts=True)
+        if given and (fault := fault_of_parts(given, whole)):
+            return fault
+    return None
+
+
+async def reader_may_leave(backend: Backend, make_prompt: MakePrompt) -> str | None:
+    """After the first part; all slots are for others then."""
+    rows = backend.limits.slots or backend.limits.max_rows
+    batch = [Request(_longer(make_prompt(1, seed), MANY), parts=True) for seed in range(min(rows, 8))]
+    left = False
+    async for event in backend.stream(tuple(batch)):  # it ends, however
+        if not event.last and not left:
+            left = True
+            for request in batch:
+                backend.cancel(request)
+    for seed in range(2):
+        whole, given = await _asked(backend, make_prompt(min(rows, 8), seed), parts=True)
+        if given and (fault := fault_of_parts(given, whole)):
+            return f"after a reader has left: {fault}"
+    return None
+
+
+def fault_of_parts(given: Sequence[Any], whole: Generation) -> str | None:
+    """What is wrong with the parts of an answer, in the order in which they came."""
+    for part in given:
+        if not isinstance(part, Part):
+            return f"a part of an answer is a {type(part).__name__}. Yield gpuinfer.generation.Part."
+        if not 0 <= part.sample < len(whole.completions):
+            return f"a part is of sample {part.sample}, of {len(whole.completions)}. Count from 0, as in completions."
+    for sample, answer in enumerate(whole.completions):
+        if fault := _fault_of_sample([part for part in given if part.sample == sample], answer):
+            return f"{fault} (sample {sample})"
+    return None
+
+
+def _fault_of_sample(parts: Sequence[Part], answer: Completion) -> str | None:
+    ended = [part.finish_reason is not None or part.stop_reason is not None for part in parts]
+    if not parts or any(ended[:-1]) or parts[-1].finish_reason is None:
+        return "a sample's parts end with one that has its finish_reason, and no other has. Give one last part each"
+    tokens = tuple(token for part in parts for token in part.tokens)
+    if tokens != answer.tokens:
+        return f"parts joined have the tokens {tokens!s:.60} and the answer {answer.tokens!s:.60}. Hold back more"
+    text = "".join(part.text for part in parts)
+    if text != answer.text:
+        return f"parts joined say {text!r:.60} and the answer {answer.text!r:.60}. Hold back what may be taken back"
+    if (parts[-1].finish_reason, parts[-1].stop_reason) != (answer.finish_reason, answer.stop_reason):
+        return "the last part ended for another reason than the answer. Give both the same"
+    logprobs = tuple(one for part in parts for one in part.logprobs or ())
+    if logprobs != (answer.logprobs or ()):
+        return "parts joined have other log-probabilities than the answer. Give each with its token"
+    return None
+
+
+async def _asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Generation, list[Any]]:
+    """The answer, and its parts. Raises what the request is told, and `ValueError` for what comes after the end."""
+    request = Request(prompt, prompt.samples, parts=parts)
+    given, answers = list[Any](), list[Generation]()
+    async for event in backend.stream((request,)):
+        if answers:
+            raise ValueError("something came after the answer. End each request with its one event of last=True")
+        if not event.last:
+            given.append(event.value)
+        elif event.error is not None:
+            raise event.error
+        else:
+            answers.append(event.value)
+    if len(answers) != 1:
+        raise ValueError("a prompt got no answer. Yield an event with last=True")
+    return answers[0], given
+
+
+def _longer(prompt: Prompt, tokens: int) -> Prompt:
+    return structs.replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=tokens))
+
+
+def _stopped(prompt: Prompt, whole: Generation) -> Prompt:
+    """The same with a stop string from the middle of its answer, which parts must not give away."""
+    text = whole.completions[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    return structs.replace(prompt, sampling=structs.replace(prompt.sampling, stop=(stop,) if stop else ()))
