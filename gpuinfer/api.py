@@ -587,6 +587,13 @@ class Workload(Plugin, ABC):
         """Whether its own output goes to standard output: nothing else is written there then."""
         return False
 
+    @property
+    def shows_answers(self) -> bool:
+        """Whether it shows its answers on the terminal itself, as they grow: no live view then, no panel, and it is
+        simply over when the user stops it.
+        """
+        return False
+
     def trial(self, setup: Setup, **changes: Any) -> Workload | None:
         """The same work with these options changed, for trying an advice on: it goes on until it is asked to stop, and
         writes nothing. None, the default, where that cannot be had: input that can be read only once, say.

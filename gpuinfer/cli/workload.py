@@ -58,7 +58,13 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
 
     title = f"{name} · {common.backend} · {common.strategy}"
     stdout_taken = destination.stdout or writes_stdout
-    display = Display(title, live=common.live, quiet=common.quiet, report_on_stdout=stdout_taken)
+    display = Display(
+        title,
+        live=common.live,
+        quiet=common.quiet,
+        brief=plan.workload.shows_answers,
+        report_on_stdout=stdout_taken,
+    )
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     ending = EndOfRun(plan.workload, merged, display, destination)
     with display, _failed_report(destination):

@@ -276,11 +276,12 @@ class _Execution:
     def asked(self, number: int) -> None:
         """The first signal has come. Called from another thread, so that it is said whatever the loop does."""
         first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        log.warning(
-            "%s: stopping, and keeping what is finished, within %g s. Once more, and it ends at once.",
-            first,
-            self._grace_s,
-        )
+        if not self.workload.shows_answers:  # of such a workload all that was answered is on the screen
+            log.warning(
+                "%s: stopping, and keeping what is finished, within %g s. Once more, and it ends at once.",
+                first,
+                self._grace_s,
+            )
         self._interrupted = True
         self._loop.call_soon_threadsafe(self._stop, self._grace_s)
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuinfer.screen import view
-from gpuinfer.screen.summary import PanelRow
+from gpuinfer.screen.summary import PanelRow, in_brief
 from gpuinfer.screen.summary import rows as summary_rows
 from gpuinfer.screen.summary import tried as tried_rows
 from gpuinfer.units import bar, duration, short
@@ -46,20 +46,29 @@ ASIDE = 2  # columns left free: the terminal's echo of ^C must not wrap and tear
 class Display:
     """What people see of a run: progress on standard error, the result on standard output unless a report goes there.
 
-    Only a terminal gets a live view, unless `live` is False. `quiet` leaves the result alone.
+    Only a terminal gets a live view, unless `live` is False. `quiet` leaves the result alone. `brief`: the workload has
+    shown its result itself, and what is said at the end is one line.
     """
 
     def __init__(
-        self, title: str, *, live: bool | None = None, quiet: bool = False, report_on_stdout: bool = False
+        self,
+        title: str,
+        *,
+        live: bool | None = None,
+        quiet: bool = False,
+        brief: bool = False,
+        report_on_stdout: bool = False,
     ) -> None:
         self._title = title
         self._progress = Console(stderr=True)
         self._result = Console(stderr=report_on_stdout)
-        self._quiet = quiet
+        self._brief = brief
+        self._says_end = not (brief and quiet)
+        self._quiet = quiet or brief
         self._over = False  # nothing more goes on
         wanted = self._progress.is_terminal and live is not False
         screen = Live(console=self._progress, refresh_per_second=8, transient=True, redirect_stdout=False)
-        self._live = screen if wanted and not quiet else None
+        self._live = screen if wanted and not self._quiet else None
         self._pace = view.Pace()
         self._lines = view.ViewLines()
 
@@ -91,7 +100,10 @@ class Display:
         """Show the result, in the place of the live view. `trying_s` is how long the trial of its advice takes."""
         self._stop()
         self._over = True
-        self._result.print(result_panel(report, trying_s))
+        if not self._brief:
+            self._result.print(result_panel(report, trying_s))
+        elif self._says_end:
+            self._progress.print(Text(in_brief(report), style=FAINT))
 
     @contextlib.contextmanager
     def trying(self, words: str, turns: int) -> Iterator[Callable[[int], None]]:

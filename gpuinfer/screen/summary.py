@@ -60,6 +60,12 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from _records(report)
 
 
+def in_brief(report: Mapping[str, Any]) -> str:
+    """A run that has shown its answers, in one line."""
+    wall_s, rate = report["wall_s"], (report.get("throughput") or {}).get("output_tokens_per_s") or 0.0
+    return f"{whole(rate * wall_s)} tokens in {short(wall_s)} · {number(rate)} tokens/s"
+
+
 def _was_complete(report: Mapping[str, Any]) -> bool:
     """Whether all the work had been done before this run."""
     progress = report.get("progress") or {}

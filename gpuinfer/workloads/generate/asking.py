@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import BadResult, QueueFull, unwrap
-from gpuinfer.generation import Generation, Prompt
+from gpuinfer.generation import Generation, Part, Prompt
 
 AGAIN_S, TRIES = 0.05, 2000  # between two tries at a queue that is full, and how many
 
@@ -21,24 +22,30 @@ class Asker:
     def __init__(self, infer: Infer, rows: int, widest: int) -> None:
         self._infer, self._room, self._widest = infer, Room(rows), widest
 
-    async def ask(self, prompt: Prompt) -> Generation:
-        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend."""
+    async def ask(self, prompt: Prompt, reads: Callable[[Part], None] | None = None) -> Generation:
+        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend.
+
+        `reads` is told the parts of the answer as they come.
+        """
         if prompt.samples <= self._widest:
-            return await self._one(prompt)
+            return await self._one(prompt, reads)
         try:
             async with asyncio.TaskGroup() as group:
-                parts = [group.create_task(self._one(part)) for part in split(prompt, self._widest)]
+                pieces = [
+                    group.create_task(self._one(piece, moved(reads, piece.first_sample - prompt.first_sample)))
+                    for piece in split(prompt, self._widest)
+                ]
         except BaseExceptionGroup as errors:
             raise unwrap(errors) from None
-        return joined([part.result() for part in parts])
+        return joined([piece.result() for piece in pieces])
 
-    async def _one(self, prompt: Prompt) -> Generation:
+    async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None) -> Generation:
         rows, full = prompt.samples, QueueFull()
         taken = await self._room.take(rows)
         try:
             for _ in range(TRIES):
                 try:
-                    found = await self._infer(prompt, rows=rows)
+                    found = await self._infer(prompt, rows=rows) if reads is None else await self._read(prompt, reads)
                     break
                 except QueueFull as error:
                     full = error
@@ -51,6 +58,19 @@ class Asker:
             raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
         return found
 
+    async def _read(self, prompt: Prompt, reads: Callable[[Part], None]) -> Any:
+        async with self._infer.stream(prompt, rows=prompt.samples) as stream:
+            async for part in stream:
+                reads(part)
+            return stream.result
+
+
+def moved(reads: Callable[[Part], None] | None, first: int) -> Callable[[Part], None] | None:
+    """For the piece of a prompt whose samples begin at `first`."""
+    if reads is None or not first:
+        return reads
+    return lambda part: reads(msgspec.structs.replace(part, sample=part.sample + first))
+
 
 def split(prompt: Prompt, widest: int) -> list[Prompt]:
     """Prompts of at most so many samples, which draw the same answers as the whole."""
@@ -61,18 +81,18 @@ def split(prompt: Prompt, widest: int) -> list[Prompt]:
     ]
 
 
-def joined(parts: Sequence[Generation]) -> Generation:
-    """The answers of all parts as one."""
+def joined(pieces: Sequence[Generation]) -> Generation:
+    """The answers of all pieces as one."""
     return msgspec.structs.replace(
-        parts[0],
-        completions=tuple(one for part in parts for one in part.completions),
-        first_token_s=min(part.first_token_s for part in parts),
-        seconds=max(part.seconds for part in parts),
+        pieces[0],
+        completions=tuple(one for piece in pieces for one in piece.completions),
+        first_token_s=min(piece.first_token_s for piece in pieces),
+        seconds=max(piece.seconds for piece in pieces),
     )
 
 
 class Room:
-    """Room for so many rows. What is wider than all of it gets in alone."""
+    """Room for so many rows; first come, first let in. What is wider than all of it gets in alone."""
 
     def __init__(self, rows: int) -> None:
         self._rows = self._free = rows

@@ -59,6 +59,11 @@ def under_way(limits: Limits) -> int:
     return min(3 * once, max(once + limits.max_rows, MOST_UNDER_WAY))
 
 
+def widest(limits: Limits) -> int:
+    """How many samples one request may ask for."""
+    return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
+
+
 class Pump:
     """Everything between an opened input and an opened output. `most` ends the input after so many rows."""
 
@@ -80,8 +85,7 @@ class Pump:
         self._reader, self._namer, self._writer = reader, namer, writer
         limits = infer.limits
         self.under_way = under_way(limits)
-        widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
-        self._asker = Asker(infer, self.under_way, widest)
+        self._asker = Asker(infer, self.under_way, widest(limits))
         self._enter = infer.lane("input").enter
         self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"), output.aside)
         window = 4 * self.under_way

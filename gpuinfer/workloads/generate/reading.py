@@ -1,13 +1,15 @@
-"""The bytes of the input as they come: from a file, or from whoever writes to standard input."""
+"""The bytes of the input as they come: from a file, from a program that writes to standard input, or from flags."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import stat
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from gpuinfer.errors import UsageError, WorkError
@@ -18,12 +20,15 @@ COUNT_BYTES = 4 << 30  # a larger file's rows are not counted beforehand
 
 
 class Source:
-    """The input of a run. `name` is a path, or - for standard input. Raises `UsageError` when it cannot be opened."""
+    """The input of a run. `name` is a path, or - for standard input; of what is open already, with its `descriptor`,
+    what people call it. Raises `UsageError` when it cannot be opened.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, descriptor: int | None = None) -> None:
         self.name = "standard input" if name == "-" else name
         self._own = name != "-"
-        self._descriptor = _opened(name) if self._own else sys.stdin.fileno()
+        opened = _opened(name) if self._own and descriptor is None else descriptor
+        self._descriptor = sys.stdin.fileno() if opened is None else opened
         self._over = False
 
     @property
@@ -62,13 +67,27 @@ class Source:
         return None if self._over else count + (last != b"\n")
 
     def stop(self) -> None:
-        """Read no more: whoever waits for bytes gets none."""
+        """Read no more: what waits for bytes gets none."""
         self._over = True
 
     def close(self) -> None:
         self.stop()
         if self._own:
             os.close(self._descriptor)
+
+
+def rows_of(prompts: Sequence[str]) -> list[bytes]:
+    """Texts as the rows that an input would have."""
+    return [json.dumps(prompt).encode() for prompt in prompts]
+
+
+def given(prompts: Sequence[str]) -> Source:
+    """An input of these texts."""
+    with tempfile.TemporaryFile() as file:
+        file.write(b"".join(row + b"\n" for row in rows_of(prompts)))
+        file.flush()
+        file.seek(0)
+        return Source("--prompt", os.dup(file.fileno()))
 
 
 def check(name: str) -> None:

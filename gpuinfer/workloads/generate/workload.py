@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.following import followed
+from gpuinfer.host.terminal import StatusLine
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
@@ -24,7 +26,8 @@ from gpuinfer.workloads.generate.naming import Namer
 from gpuinfer.workloads.generate.options import GenerateOptions
 from gpuinfer.workloads.generate.output import OpenedOutput, open_output
 from gpuinfer.workloads.generate.pump import Pump, RowCounts
-from gpuinfer.workloads.generate.reading import Source
+from gpuinfer.workloads.generate.reading import Source, given, rows_of
+from gpuinfer.workloads.generate.showing import Showing
 
 TEST_ROWS, TEST_TOKENS = 3, 16
 
@@ -55,10 +58,15 @@ class Generate(Workload):
 
     def _check_files(self) -> None:
         own = self.options
-        if own.input is None:
-            raise UsageError("generate needs prompts. Give --input FILE, or --input - for standard input.")
-        reading.check(own.input)
-        output.check(self.target, own.input, own.resume and not own.test)
+        if own.prompt and own.input is not None:
+            raise UsageError("--prompt and --input each say what is asked. Give one of them.")
+        if own.input is not None:
+            reading.check(own.input)
+        elif not own.prompt:
+            raise UsageError(
+                "generate needs prompts. Give --prompt TEXT, --input FILE, or --input - for standard input."
+            )
+        output.check(self.target, own.input or "-", own.resume and not own.test)
 
     def trial(self, setup: Setup, **changes: Any) -> Generate | None:
         """The prompts from the first on, to nowhere. None where they can be read only once."""
@@ -70,11 +78,21 @@ class Generate(Workload):
 
     @property
     def _source_name(self) -> str:
-        return "standard input" if self.options.input == "-" else str(self.options.input)
+        return {"-": "standard input", None: "--prompt"}.get(self.options.input, str(self.options.input))
 
     @property
     def writes_stdout(self) -> bool:
         return self.target == "-"
+
+    @property
+    def shows_answers(self) -> bool:
+        """Texts of the command line are answered there, if that is a terminal."""
+        return bool(self.options.prompt) and self.writes_stdout and sys.stdout.isatty()
+
+    @property
+    def ordered(self) -> bool:
+        """Texts of the command line have no ids to know their answers by."""
+        return self.options.ordered or bool(self.options.prompt)
 
     @property
     def deterministic(self) -> bool:
@@ -85,6 +103,10 @@ class Generate(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
+        if self.shows_answers:
+            async for progress in self._show(infer):
+                yield progress
+            return
         opening = asyncio.create_task(asyncio.to_thread(self._open))
         waiting = asyncio.create_task(ended(opening))  # a thread cannot be cancelled, and leaves things open
         async for _ in followed(waiting, infer.stopping):
@@ -109,10 +131,10 @@ class Generate(Workload):
             {**settings, **self.form()},
             resume=own.resume and not own.test,
             retry=own.retry_errors,
-            ordered=own.ordered,
+            ordered=self.ordered,
         )
         try:
-            return Source(own.input or "-"), target, settings
+            return given(own.prompt) if own.prompt else Source(own.input or "-"), target, settings
         except BaseException:
             target.close()
             raise
@@ -133,7 +155,7 @@ class Generate(Workload):
             RowReader(self.defaults()),
             Namer(settings),
             LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
-            ordered=own.ordered,
+            ordered=self.ordered,
             most=TEST_ROWS if own.test else None,
         )
         counting = asyncio.create_task(asyncio.to_thread(source.lines))
@@ -154,23 +176,42 @@ class Generate(Workload):
         self._say_failures(pump.counts)
         yield self._progress(pump, counting)
 
+    async def _show(self, infer: Infer) -> AsyncIterator[Progress]:
+        """The texts of the command line, answered on the terminal."""
+        status = StatusLine()
+        loading = asyncio.create_task(self._load(infer))
+        try:
+            async for _ in followed(loading, infer.stopping):
+                status.show("loading the model")
+                yield Progress(0, note="loading the model", setup=True)
+        finally:
+            status.clear()
+        if loading.cancelled():
+            return
+        reader, prompts = RowReader(self.defaults()), self.options.prompt[: TEST_ROWS if self.options.test else None]
+        rows = [reader.read((number, row)) for number, row in enumerate(rows_of(prompts), 1)]
+        showing = Showing(infer, Namer({}).name(rows))  # their digests are not written
+        yield told(showing.counts, len(rows))  # the run's clock starts
+        running = asyncio.create_task(showing.run())
+        try:
+            async for _ in followed(running, infer.stopping):
+                yield told(showing.counts, len(rows))
+        except BaseExceptionGroup as group:
+            raise errors.unwrap(group) from group
+        self._say_failures(showing.counts)
+        yield told(showing.counts, len(rows))
+
+    async def _load(self, infer: Infer) -> None:
+        await asyncio.to_thread(try_out, self.model(), self.sampling)
+        await infer.ready()
+
     def _progress(self, pump: Pump, counting: asyncio.Task[int | None]) -> Progress:
         counts, total = pump.counts, None
         if counts.ended:
             total = counts.read
         elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
             total = max(lines, counts.read)
-        names = ("input_tokens", "output_tokens", "cached_tokens")
-        return Progress(
-            counts.done,
-            total,
-            "rows",
-            counts={name: getattr(counts, name) for name in names},
-            facts={"rows_outstanding": pump.under_way},
-            note=f"{counts.failed} rows with errors" if counts.failed else "",
-            before=counts.before,
-            failed=counts.failed,
-        )
+        return told(counts, total, pump.under_way)
 
     def _say_stopped(self, pump: Pump) -> None:
         if output.is_stream(self.target):
@@ -216,7 +257,22 @@ class Generate(Workload):
 
     def form(self) -> dict[str, Any]:
         """How answers are written: one output has one form."""
-        return {name: getattr(self.options, name) for name in ("token_ids", "timing", "ordered")}
+        return {"token_ids": self.options.token_ids, "timing": self.options.timing, "ordered": self.ordered}
+
+
+def told(counts: RowCounts, total: int | None, outstanding: int | None = None) -> Progress:
+    """How far the rows are, of `total`; `outstanding`: how many are under way at most."""
+    names = ("input_tokens", "output_tokens", "cached_tokens")
+    return Progress(
+        counts.done,
+        total,
+        "rows",
+        counts={name: getattr(counts, name) for name in names},
+        facts={} if outstanding is None else {"rows_outstanding": outstanding},
+        note=f"{counts.failed} rows with errors" if counts.failed else "",
+        before=counts.before,
+        failed=counts.failed,
+    )
 
 
 def fingerprint(spec: ModelSpec) -> str:
