@@ -87,13 +87,18 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
     with blame.calling(workload, "processes"):
         processes = workload.processes
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
+    backend, strategy = served(name, setup, merged)
+    return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+
+
+def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend, Strategy]:
+    """The backend and the strategy that the settings name, for the command `name`. Raises what `build` does."""
+    common = merged.common
     serving = registry.load("backends", common.backend)
     _refuse_what_it_does_not_serve(name, common.backend, serving, setup)
     if not serving.several_devices:
         setup.device  # noqa: B018  raises for several
-    backend = _made("backends", common.backend, merged, setup)
-    strategy = _made("strategies", common.strategy, merged, setup)
-    return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+    return _made("backends", common.backend, merged, setup), _made("strategies", common.strategy, merged, setup)
 
 
 def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:

@@ -19,6 +19,7 @@ from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.cli.trial import EndOfRun
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
+from gpuinfer.host.terminal import show_status
 
 if TYPE_CHECKING:
     from gpuinfer.runtime.run import RunPlan
@@ -129,6 +130,7 @@ class _ToPeople(logging.Handler):
     """Looks standard error up anew for each message: the live view puts itself in its place to stay whole."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        show_status("")
         print(f"gpuinfer: {record.getMessage()}", file=sys.stderr)
 
 

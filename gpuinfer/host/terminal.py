@@ -25,27 +25,17 @@ def dim(text: str) -> str:
     return f"{DIM}{text}{PLAIN}" if text else ""
 
 
-class StatusLine:
-    """One line on standard error that says what goes on, where that is a terminal, and leaves no trace."""
+_status = ""  # that stands there now
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._shown = ""
 
-    def show(self, text: str) -> None:
-        if text != self._shown and self._stream.isatty():
-            self._put(CLEAR_LINE + dim(f"{text} …"))
-            self._shown = text
-
-    def clear(self) -> None:
-        if self._shown:
-            self._put(CLEAR_LINE)
-            self._shown = ""
-
-    def _put(self, text: str) -> None:
+def show_status(text: str) -> None:
+    """Say on standard error what goes on, where that is a terminal, in a line that leaves no trace. "" clears it."""
+    global _status
+    if text != _status and sys.stderr.isatty():
         with contextlib.suppress(OSError):
-            self._stream.write(text)
-            self._stream.flush()
+            sys.stderr.write(CLEAR_LINE + dim(f"{text} …" if text else ""))
+            sys.stderr.flush()
+        _status = text
 
 
 class TerminalWriter:

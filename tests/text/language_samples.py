@@ -25,6 +25,7 @@ class Files:
     folder: Path | None = None
     characters: tuple[str, ...] | None = None
     bytes: bool = False
+    template: str | None = None
 
 
 def shape(vocabulary: int, family: str = "llama", **more: Any) -> Shape:

@@ -69,6 +69,10 @@ def _deviation(name: str) -> float:
 END = 256  # tokens 0 to 255 are bytes
 SPEAKABLE = (ord("\n"), *range(ord(" "), 127), END)  # what comes unless a constraint asks for other bytes
 TINY_POSITIONS = 2048
+TEMPLATE = (  # of chats: a line for each message
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def null_shape() -> Shape:
@@ -118,5 +122,5 @@ def open_builtin(name: str) -> Checkpoint:
         dtype="float32",
         layout=layout,
         store=store,
-        language=LanguageFiles(bytes=True),
+        language=LanguageFiles(bytes=True, template=TEMPLATE),
     )

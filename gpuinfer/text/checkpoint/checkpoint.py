@@ -18,11 +18,12 @@ from gpuinfer.text.weights import Weights
 
 @dataclass(frozen=True)
 class LanguageFiles:
-    """What text and tokens of a model are made of: exactly one of the three."""
+    """What text and tokens of a model are made of: exactly one of the first three."""
 
     folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
     characters: tuple[str, ...] | None = None  # token i is the i-th character
     bytes: bool = False  # token i is byte i; 256 ends an answer
+    template: str | None = None  # of chats, where there is no folder that may hold one
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,6 @@ grammars.py        grammars of constraints           examiner.py  their cost, tr
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.matcher import Matcher
-from gpuinfer.text.language.of_checkpoint import open_language
+from gpuinfer.text.language.of_checkpoint import has_chat_template, open_language
 
-__all__ = ["Growing", "Language", "Matcher", "open_language"]
+__all__ = ["Growing", "Language", "Matcher", "has_chat_template", "open_language"]

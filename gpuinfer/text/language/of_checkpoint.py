@@ -24,13 +24,15 @@ class Files(Protocol):
     def characters(self) -> tuple[str, ...] | None: ...
     @property
     def bytes(self) -> bool: ...
+    @property
+    def template(self) -> str | None: ...
 
 
 def open_language(files: Files, shape: Shape) -> Language:
     """Raises `UsageError` when there is no tokenizer, or one that cannot be used."""
     if files.bytes:
         ends = shape.end_tokens
-        return Language(Bytes(), shape.vocabulary, ends, _first(shape.beginning_token, *ends))
+        return Language(Bytes(), shape.vocabulary, ends, _first(shape.beginning_token, *ends), _templates(files))
     if files.characters is not None:
         characters = Characters(files.characters)
         beginning = _first(shape.beginning_token, characters.token("\n"))  # as nanoGPT begins
@@ -38,6 +40,16 @@ def open_language(files: Files, shape: Shape) -> Language:
     if files.folder is None:
         raise UsageError("the model has no tokenizer. Give its alphabet with --meta, or a folder with tokenizer.json.")
     return _from_folder(files.folder, shape)
+
+
+def has_chat_template(files: Files) -> bool:
+    """Whether chats can be written out. Quicker than to open the language."""
+    return _templates(files) is not None
+
+
+def _templates(files: Files) -> ChatTemplates | None:
+    settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
+    return None if settings.template is None else ChatTemplates(settings)
 
 
 def _from_folder(folder: Path, shape: Shape) -> Language:

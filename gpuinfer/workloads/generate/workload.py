@@ -16,7 +16,7 @@ from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.following import followed
-from gpuinfer.host.terminal import StatusLine
+from gpuinfer.host.terminal import show_status
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
@@ -178,14 +178,13 @@ class Generate(Workload):
 
     async def _show(self, infer: Infer) -> AsyncIterator[Progress]:
         """The texts of the command line, answered on the terminal."""
-        status = StatusLine()
         loading = asyncio.create_task(self._load(infer))
         try:
             async for _ in followed(loading, infer.stopping):
-                status.show("loading the model")
+                show_status("loading the model")
                 yield Progress(0, note="loading the model", setup=True)
         finally:
-            status.clear()
+            show_status("")
         if loading.cancelled():
             return
         reader, prompts = RowReader(self.defaults()), self.options.prompt[: TEST_ROWS if self.options.test else None]
