@@ -26,6 +26,7 @@ from gpuinfer.workloads.generate.seen import Seen
 from gpuinfer.workloads.generate.writing import Aside, waiting
 
 BEFORE, EARLY = ".before", ".early"
+STDOUT = "standard output"
 NOTE, NOTE_SCHEMA = ".run.json", "gpuinfer.generate/1"
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class OpenedOutput:
             if unused and self._is_ours:
                 self._path.unlink(missing_ok=True)
             self._note.close(remove=unused)
-        if self.descriptor > 2:
+        if self.name != STDOUT:
             os.close(self.descriptor)
 
 
@@ -116,7 +117,7 @@ def open_output(
     """
     if name == "-":
         sys.stdout.flush()
-        return OpenedOutput("standard output", sys.stdout.fileno())
+        return OpenedOutput(STDOUT, sys.stdout.fileno())
     path = Path(name)
     try:
         if path.exists() and not path.is_file():  # a device, or a pipe

@@ -1,0 +1,163 @@
+"""`gpuinfer chat` as a process: messages from a pipe, and on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from complaints import complaint
+from forking import Forked
+
+SECONDS = 60
+
+
+def chat(*words: str, given: bytes, cwd) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    with Forked(["chat", *words], cwd, {**inherited, "COLUMNS": "200"}) as process:
+        out, err = process.communicate(given, timeout=SECONDS)
+    return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+
+
+def test_each_line_of_a_pipe_is_a_message(tmp_path):
+    done = chat("--model", "tiny", "--system", "S", given="eins\n\nzwei ü\n/reset\ndrei".encode(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()  # the instant model turns its messages round
+    for word in ("eins", "S"):
+        assert word[::-1] in first
+        assert word[::-1] in second
+    assert "ü iewz" in second
+    assert "snie" not in third
+    assert done.stderr == ""
+
+
+def test_a_message_that_fails_is_said_and_the_others_are_answered(tmp_path):
+    done = chat("--model", "tiny", given=b"bad\n/reset\ngood\n", cwd=tmp_path)
+    assert done.returncode == 1
+    assert complaint(done) == "gpuinfer: the prompt is bad. Give a better one."
+    assert "doog" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "chat needs a model"),
+        (["--model", "tiny", "--temperature", "-1"], "Give 0 or more"),
+        (["--model", "tiny", "--backend", "standin"], "serves rows"),
+        (["--model", "tiny", "--regex", "("], "--regex"),
+    ],
+)
+def test_bad_usage_is_refused(tmp_path, words, said):
+    done = chat(*words, given=b"hello\n", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert said in complaint(done)
+    assert done.stdout == ""
+
+
+@pytest.mark.thorough
+def test_a_model_without_a_chat_template_says_what_to_do_instead(tmp_path):
+    from gpuinfer.testing.fakes import tiny_folder
+
+    folder = tmp_path / "base"
+    folder.mkdir()
+    tiny_folder(folder)
+    done = chat("--model", str(folder), given=b"hello\n", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has no chat template: it is no chat model. Try `gpuinfer generate --prompt TEXT`" in complaint(done)
+
+
+class OnTerminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.pid, self._terminal = pty.fork()
+        if not self.pid:
+            os.execv(sys.executable, [sys.executable, "-m", "gpuinfer", *words])
+        self.seen = ""
+
+    def until(self, text: str) -> None:
+        """Read until this has come since the last call."""
+        end = time.monotonic() + SECONDS
+        while text not in self.seen:
+            assert select.select([self._terminal], [], [], end - time.monotonic())[0], self.seen
+            try:
+                self.seen += os.read(self._terminal, 1 << 16).decode(errors="replace")
+            except OSError as error:
+                raise AssertionError(self.seen) from error
+        self.seen = self.seen.partition(text)[2]
+
+    def until_some(self) -> None:
+        """Read until anything has come but spaces and what a terminal obeys."""
+        while not (left := re.sub(r"\x1b\[[?\d]*[a-zA-Z]|\s", "", self.seen)):
+            assert select.select([self._terminal], [], [], SECONDS)[0]
+            self.seen += os.read(self._terminal, 1 << 16).decode(errors="replace")
+        assert left
+
+    def types(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def end(self) -> int:
+        """Read to the end. The exit code."""
+        with contextlib.suppress(OSError):
+            while True:
+                assert select.select([self._terminal], [], [], SECONDS)[0], "it does not end"
+                os.read(self._terminal, 1 << 16)
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def __enter__(self) -> OnTerminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._terminal)
+
+
+@pytest.mark.thorough
+def test_on_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation():
+    with OnTerminal("chat", "--model", "tiny", "--ignore-eos", "--max-new-tokens", "1900") as terminal:
+        terminal.until("Ctrl-D ends.")
+        terminal.until("> ")
+        terminal.types("hello\n")
+        terminal.until("hello")
+        terminal.until_some()  # the answer has begun
+        terminal.types("\x03")
+        terminal.until("Stopped.")
+        terminal.until("> ")
+        terminal.types("/reset\n")
+        terminal.until("A new conversation.")
+        terminal.until("> ")
+        terminal.types("half a mess\x03")
+        terminal.until("Ctrl-D or /exit ends.")
+        terminal.until("> ")  # before it readline would not see a Ctrl-D
+        terminal.types("\x04")
+        assert terminal.end() == 0
+
+
+@pytest.mark.thorough
+def test_on_a_terminal_a_text_is_shown_long_before_its_answer_ends():
+    words = ["--model", "tiny", "--prompt", "The sea", "--ignore-eos", "--quiet", "--max-new-tokens", "500"]
+    with OnTerminal("generate", *words) as terminal:
+        terminal.until("The sea")
+        terminal.until_some()
+        assert "cut off" not in terminal.seen
+        terminal.until("cut off after 500 tokens")
+        assert terminal.end() == 0
+
+
+@pytest.mark.thorough
+def test_on_a_terminal_sigterm_ends_a_conversation():
+    with OnTerminal("chat", "--model", "tiny") as terminal:
+        terminal.until("> ")
+        os.kill(terminal.pid, signal.SIGTERM)
+        assert terminal.end() == 3

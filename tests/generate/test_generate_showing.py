@@ -1,0 +1,112 @@
+"""`generate --prompt`: texts of the command line, answered as rows in a pipe and as growing text on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+
+import pytest
+from asking import infer_of, run_all
+from run_generate import generate
+
+from gpuinfer.api import Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Completion, Generation
+from gpuinfer.testing.fakes import FakeInfer
+from gpuinfer.workloads.generate.showing import Page
+from gpuinfer.workloads.generate.workload import Generate
+
+
+class Screen(io.StringIO):
+    """Standard output that is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(text: str) -> str:
+    return re.sub("\x1b\\[\\d*m", "", text)
+
+
+def shown(infer: FakeInfer | None = None, **options) -> str:
+    """What stands on the terminal in the end, without its colours."""
+    with contextlib.redirect_stdout(Screen()) as screen:
+        made = Generate(Setup(), model="tiny", **options)
+        assert made.shows_answers
+        asyncio.run(run_all(made, infer or infer_of()))
+    return plain(screen.getvalue())
+
+
+def test_on_a_terminal_each_text_is_followed_by_its_answer():
+    page = shown(prompt=["one", "two"], num_samples=2, max_new_tokens=4)
+    heads = ["1 of 2: oneeno 0 ", "2 of 2: oneeno 1 ", "1 of 2: twoowt 0 ", "2 of 2: twoowt 1 "]
+    assert [re.sub("\\d+ \\[cut off after 4 tokens; .*\\]\n?$", "", text) for text in page.split("\n\n")] == heads
+
+
+def test_the_answers_are_those_of_a_pipe(tmp_path):
+    texts = ["one", "two", "one"]
+    pages = shown(prompt=texts, max_new_tokens=4).split("\n\n")
+    made = Generate(Setup(), model="tiny", prompt=texts, max_new_tokens=4, output=str(tmp_path / "out.jsonl"))
+    assert not made.shows_answers
+    asyncio.run(run_all(made, infer_of()))
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for prompt, row, page in zip(texts, rows, pages, strict=True):  # in the order of the prompts
+        assert page.startswith(prompt + row["text"])
+
+
+def test_more_samples_than_the_backend_has_slots_are_asked_in_pieces_and_shown_in_order():
+    infer = infer_of(slots=2)
+    page = shown(infer, prompt=["p"], num_samples=5)
+    assert max(request.rows for request in infer.requests) == 2
+    assert re.findall("p (\\d) ", page) == list("01234")
+
+
+def test_a_prompt_that_fails_says_so_in_its_place_and_the_others_are_answered(caplog):
+    first, second = shown(prompt=["bad", "good"]).split("\n\n")
+    assert first == "bad [no answer: the prompt is bad. Give a better one.]"
+    assert second.startswith("gooddoog")
+    assert "1 of 2 rows ended with an error" in caplog.text
+
+
+def test_what_a_backend_without_parts_answers_is_shown_whole(monkeypatch):
+    monkeypatch.setattr("gpuinfer.testing.fakes.parts_of", lambda generation: ())
+    assert shown(prompt=["abc"]).startswith("abccba 0 ")
+
+
+def test_a_model_cannot_command_the_terminal():
+    text = "a\x1b]0;owned\x07b\x9b2Jc\r\nd\te"
+    said = Completion(text=text, tokens=(1,), finish_reason="stop")
+    infer = FakeInfer(lambda request: Generation(completions=(said,), prompt_tokens=1))
+    assert shown(infer, prompt=["p"]) == "pa␛]0;owned␇b�2Jc\nd\te\n"
+
+
+def test_what_comes_too_early_waits_for_its_turn():
+    written: list[str] = []
+    page = Page(["a:", "b:", "c:"], lambda text: written.append(plain(text)))
+    page.add(1, "second")
+    page.add(0, "fi")
+    assert "".join(written) == "a:fi"
+    page.end(1)
+    page.add(2, "thi")
+    page.add(0, "rst")
+    page.end(0)
+    assert "".join(written) == "a:first\n\nb:second\n\nc:thi"
+    page.stop()
+    assert "".join(written).endswith("c:thi [stopped]\n")
+
+
+def test_prompts_come_from_one_place():
+    with pytest.raises(UsageError, match="Give one of them"):
+        Generate(Setup(), model="tiny", prompt=["a"], input="-")
+
+
+def test_in_a_pipe_answers_are_rows_in_the_order_of_their_prompts(tmp_path):
+    done = generate("--prompt", "ab, c", "--prompt", "ä", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["text"].split(" 0 ")[0] for row in rows] == ["c ,ba", "ä"]
