@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpuinfer.cli.chat import CtrlC
 from gpuinfer.cli.conversation import Conversation
 from gpuinfer.errors import BackendDied, BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Generation, Part, Prompt, Sampling
@@ -167,3 +169,12 @@ def test_what_a_backend_without_parts_answers_is_shown_whole():
 def test_a_backend_that_is_gone_ends_the_conversation():
     with pytest.raises(BackendDied):
         talk(Script("one", "two"), lambda: Answer("a", BackendDied("gone. Start again.")))
+
+
+def test_ctrl_c_is_heard_where_it_ends_something_and_nowhere_else():
+    ctrl_c = CtrlC()
+    with ctrl_c.listening():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), ctrl_c:
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # pressed twice

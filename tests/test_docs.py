@@ -64,6 +64,7 @@ def test_every_gpuinfer_command_of_a_page_runs_in_their_order(page, tmp_path):
             [sys.executable, "-m", *shortened(line)],
             cwd=tmp_path,
             env={**_environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
+            stdin=subprocess.DEVNULL,  # a conversation ends with its messages
             capture_output=True,
             text=True,
             timeout=200,

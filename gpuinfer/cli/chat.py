@@ -14,7 +14,7 @@ from pydantic import Field
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.cli import flags
-from gpuinfer.cli.problems import FAILED, MARGIN, PARTIAL
+from gpuinfer.cli.problems import FAILED, MARGIN
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.host.terminal import dim, printable, show_status, write
@@ -73,18 +73,20 @@ def execute(values: Mapping[str, Any]) -> int:
     backend, strategy = served(NAME, setup, merged)
     log_to_people(common.verbose)
     screen = Terminal(quiet=common.quiet)
-    with _ended_by_sigterm(), screen.loading():
+    with screen.loading():
         _check_template(spec)
         try_sampling(spec, plain.sampling)
         from gpuinfer.runtime.background import BackgroundSession
 
         session = BackgroundSession(backend, strategy)
-    with _ended_by_sigterm(), session:
+    with session:
         with screen.loading():
             session.ready()
         screen.note(f"{spec.name} on {common.backend}. /help says what there is, Ctrl-D ends.")
-        conversation = Conversation(session.stream, screen, plain, own.system)
-        conversation.run()
+        ctrl_c = CtrlC()
+        conversation = Conversation(session.stream, screen, plain, own.system, ctrl_c)
+        with ctrl_c.listening():
+            conversation.run()
     return FAILED if conversation.failures and not screen.talks else 0
 
 
@@ -104,18 +106,32 @@ def _check_template(spec: ModelSpec) -> None:
         )
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM closes the backend on its way out."""
+class CtrlC:
+    """Inside of it Ctrl-C raises `KeyboardInterrupt`, once, and elsewhere it does nothing: two of them do not end what
+    one does not. `listening` lays that down for a while.
+    """
 
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(PARTIAL)
+    def __init__(self) -> None:
+        self._inside = False
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> None:
+        self._inside = True
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _hear(self, number: int, frame: object) -> None:
+        if self._inside:
+            self._inside = False
+            raise KeyboardInterrupt
 
 
 class Terminal:

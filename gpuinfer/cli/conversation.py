@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, GpuinferError, PromptTooLong, RequestError
 from gpuinfer.generation import Generation, Part, Prompt
@@ -59,12 +61,21 @@ class History:
 
 
 class Conversation:
-    """Reads messages and answers them, one after the other. `plain`: their prompt, but for what is said in it."""
+    """Reads messages and answers them, one after the other. `plain`: their prompt, but for what is said in it.
+
+    Inside of `ctrl_c` a Ctrl-C is `KeyboardInterrupt`.
+    """
 
     def __init__(
-        self, ask: Callable[[Prompt], AnswerStream], screen: Screen, plain: Prompt, system: str | None = None
+        self,
+        ask: Callable[[Prompt], AnswerStream],
+        screen: Screen,
+        plain: Prompt,
+        system: str | None = None,
+        ctrl_c: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._ask, self._screen, self._plain = ask, screen, plain
+        self._ctrl_c = ctrl_c or contextlib.nullcontext()
         self.history = History(system)
         self.failures = 0
         self._turns = 0  # also those before a reset: the same words draw another answer
@@ -73,16 +84,18 @@ class Conversation:
         """Until there are no more messages. Raises `BackendDied`."""
         while True:
             try:
-                if not self._turn():
-                    return
+                with self._ctrl_c:
+                    text = self._message()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit ends.")
+                continue
             except EOFError:
                 return
+            if not self._take(text):
+                return
 
-    def _turn(self) -> bool:
+    def _take(self, text: str) -> bool:
         """One message. Whether there may be more."""
-        text = self._message()
         if text.startswith("/"):
             return self._obey(text)
         if text := text.strip():
@@ -123,9 +136,10 @@ class Conversation:
         prompt = _asking(self._plain, self.history.with_message(text), f"turn-{self._turns}")
         stream, said = self._ask(prompt), ""
         try:
-            for part in stream:
-                said += part.text
-                self._screen.answer(part.text)
+            with self._ctrl_c:
+                for part in stream:
+                    said += part.text
+                    self._screen.answer(part.text)
             (whole,) = stream.result.completions
             self._screen.answer(whole.text[len(said) :])  # all of it, where the backend makes no parts
             said = whole.text
