@@ -82,6 +82,9 @@ class RowReader:
             else:
                 asked.prompt, said = understood(row, row.prompt_token_ids, self._defaults)
                 asked.content = self._content((*said, None, row.metadata))
+                if row.adapter is not None:
+                    asked.prompt = msgspec.structs.replace(asked.prompt, adapter=row.adapter)
+                    asked.content += b"adapter" + row.adapter.encode()
         except BadPrompt as error:
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked
@@ -139,6 +142,8 @@ def _url_of(row: InputRow) -> str:
         raise BadRequest(f"a request of method {_short(row.method)} asks nothing. Write POST.")
     if not row.body:
         raise BadRequest("the request has no body. Give one.")
+    if row.adapter is not None:
+        raise BadRequest("a request of OpenAI's form names no adapter beside its body. Leave it out.", "adapter")
     return str(row.url)
 
 
