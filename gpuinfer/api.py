@@ -254,7 +254,7 @@ class Backend(Plugin, ABC):
         """Room for `rows` rows, an array [rows, ...], that this backend reads where it lies when a payload is a view of
         it. None, the default: payloads may lie anywhere.
 
-        Whoever asked owns it as long as the backend is open. The answer to such a payload may lie in the backend's own
+        The caller owns it as long as the backend is open. The answer to such a payload may lie in the backend's own
         memory, and is overwritten when a view of the same block is submitted again.
         """
         return None
@@ -280,7 +280,7 @@ class Backend(Plugin, ABC):
             yield Event(request, result)
 
     def cancel(self, request: Request) -> None:
-        """Nobody wants this answer any more. The default does nothing: a late result is dropped."""
+        """This answer is not wanted any more. The default does nothing: a late result is dropped."""
 
     @property
     def updates(self) -> bool:
@@ -390,8 +390,8 @@ class Strategy(Plugin, ABC):
         """A batch has run: learn from it."""
 
     def shed(self, queue: QueueView, arriving: Request) -> Sequence[Request]:
-        """Which waiting requests to turn away to make room for `arriving`, as the queue is full. Nobody, the default:
-        then `arriving` itself is turned away, as it is when their rows are too few.
+        """Which waiting requests to turn away to make room for `arriving`, as the queue is full. None of them, the
+        default: then `arriving` itself is turned away, as it is when their rows are too few.
         """
         return ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import re
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuinfer import api
+from gpuinfer.backends.central import Central
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.backends.standin import StandIn
+from gpuinfer.errors import UsageError
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 PLUGINS = re.compile(r"(^|\.)_?(workload|backend|strategy|infer|plugin|built)(\.options)?$")
@@ -49,3 +54,11 @@ def test_every_method_of_the_contract_says_what_it_promises(kind):
     public = {name: one for name, one in vars(kind).items() if not name.startswith("_") and name not in silent}
     found = [one.fget if isinstance(one, property) else one for one in public.values()]
     assert [one.__qualname__ for one in found if inspect.isfunction(one) and not inspect.getdoc(one)] == []
+
+
+@pytest.mark.parametrize("backend", [InProcess, Central, StandIn])
+def test_a_backend_whose_weights_cannot_be_exchanged_says_so(backend):
+    one = backend()
+    assert not one.updates
+    with pytest.raises(UsageError, match=r"cannot change its weights while it runs\. End the run"):
+        asyncio.run(one.update("v1", "somewhere"))

@@ -60,6 +60,15 @@ def test_graphs_give_the_tokens_that_eager_steps_give(dtype):
     assert graphs._static._run.wanted
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_captured_graphs_compute_with_the_weights_that_are_exchanged(graphs):
+    found, other = decoder(graphs=graphs), random_weights(LLAMA, seed=9)
+    all_logits(found)
+    found.swap(found.pack(other))
+    wanted = TorchDecoder(LLAMA, other, CUDA, torch.float32, slots=5, length=160, graphs=graphs)
+    torch.testing.assert_close(all_logits(found), all_logits(wanted), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(dtype, graphs):
