@@ -2,7 +2,7 @@
 
 One free thread leads: it watches the lines, and asks the strategy. When a batch is due it hands the lead to the next
 free thread and runs the batch itself, so that a request passes from the line through the model and back without a hop
-between threads (leader/followers: Schmidt, O'Ryan, Kircher, Pyarali, Buschmann 2000). While all threads compute nobody
+between threads (leader/followers: Schmidt, O'Ryan, Kircher, Pyarali, Buschmann 2000). While all threads compute none
 reads, and what arrives makes the next batch. A batch that takes less than handing the lead over is run before.
 """
 
@@ -147,7 +147,7 @@ class Desk:
     def _next(self, lane: Lane) -> Batch | None:
         """Lead until a batch is due; None when the desk closes."""
         lane.enter("queue")
-        ready = self._lines.look()  # what has come while nobody watched
+        ready = self._lines.look()  # what has come while no thread watched
         while not self._closing:
             if ready or self._lines.overdue:
                 with self._state:
@@ -167,7 +167,7 @@ class Desk:
 
     def _wait(self, seconds: float) -> Ready:
         """What is ready on the lines, after that long at most. Spins a little first, as long as that pays."""
-        if self._spin_pays and not self.started_at:  # whoever computes would have to share the interpreter
+        if self._spin_pays and not self.started_at:  # a thread that computes would have to share the interpreter
             until = self._clock() + min(SPIN_S, seconds)
             while self._clock() < until:
                 if ready := self._lines.look():

@@ -1,6 +1,6 @@
 """Which batch comes next: the questions put to a strategy, and what of its answers is believed.
 
-Nothing here reads a clock or knows a future, so that the engine and a simulator cut the same batches.
+Nothing here reads a clock: `core.Core`, which alone asks these questions, is told the time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
     if chosen is None:
         return math.inf
     if due > now:
-        return min(due, queue.clients.next_dormant())  # there may be nobody left to wait for before it is due
+        return min(due, queue.clients.next_dormant())  # all that it waits for may be gone before it is due
     return _cut(strategy, queue, *chosen, draining=draining)
 
 

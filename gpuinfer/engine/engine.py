@@ -44,16 +44,16 @@ from gpuinfer.stats import Lane, Snapshot
 log = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 1.0  # how long a cancelled batch may take to let go
-HURRY_S = 0.5  # how long the backend may take to close when nobody waits any more
+HURRY_S = 0.5  # how long the backend may take to close when the user does not wait any more
 LET_GO_S = 0.1  # the same as `CANCEL_WAIT_S`
 
 
 class Engine:
     """Batches requests for one backend, which it starts and closes.
 
-    `max_queue_rows` bounds the rows that may wait (see `Admission`); `recorder` writes down what happens, and whoever
-    made it closes it; `patience_s` is how long `close` waits with nothing coming back. All methods but `held` belong to
-    the event loop that called `start`.
+    `max_queue_rows` bounds the rows that may wait (see `QueueBounds`); `recorder` writes down what happens, and is
+    closed by its maker; `patience_s` is how long `close` waits with nothing coming back. All methods but `held` belong
+    to the event loop that called `start`.
     """
 
     limits: Limits  # the backend's, once it has started
@@ -84,7 +84,7 @@ class Engine:
         self._longest_s = 0.0  # that a batch took
         self._doing = ""  # starting or closing
         self._given_up: WorkError | None = None
-        self._hurried: asyncio.Future[None]  # since `start`: done when nobody wants to wait
+        self._hurried: asyncio.Future[None]  # since `start`: done when the user does not want to wait
         self._woken = False
         self._shut: str | None = "has not been started. Await start() first."  # why it takes no request
         self._draining = False
@@ -306,7 +306,7 @@ class Engine:
         return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
 
     def give_up(self, error: WorkError) -> None:
-        """Fail all that is unsettled with this error, and wait for nobody in `close`."""
+        """Fail all that is unsettled with this error, and wait for nothing in `close`."""
         if not self._backend_open:
             return
         self._given_up, self._shut = error, "was given up."
@@ -318,7 +318,7 @@ class Engine:
             task.cancel()
 
     def hurry(self) -> None:
-        """Nobody wants to wait any more: `close` waits for no batch, and for the backend only a moment."""
+        """The user does not want to wait any more: `close` waits for no batch, and for the backend only a moment."""
         if (hurried := getattr(self, "_hurried", None)) is not None and not hurried.done():
             hurried.set_result(None)
 

@@ -1,10 +1,7 @@
-"""The waiting requests: one line for each group, oldest first, with their deadlines and their clients.
+"""The waiting requests, and the clients that may bring more of them.
 
-Nothing here reads a clock, sleeps or knows a future, so that the engine and a simulator can share it.
-
-Who may ask again soon: the live clients, how many of them think, and for how long they usually do.
-
-Nothing here reads a clock; every call costs the same whatever the number of clients.
+`Queue` has one line for each group, oldest first, and their deadlines; `Clients` knows how many of the live clients
+think, and for how long they usually do, at a cost that does not grow with their number. Neither reads a clock.
 """
 
 from __future__ import annotations
@@ -26,6 +23,12 @@ JITTER_S = 20e-6  # … and this much more, so that an average of nothing can gr
 DORMANT = 20.0  # a client that has thought for this many times the average is waited for no longer,
 DORMANT_S = 0.020  # unless that is less than this
 
+RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
+LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
+SLACK = 64  # entries that may be out of date before a list is swept
+
+by_arrival = attrgetter("arrived")
+
 
 class Clients:
     """Live clients, and which of them think: those that neither wait nor are being served.
@@ -37,7 +40,7 @@ class Clients:
     __slots__ = ("_answered", "_live", "_of", "_samples", "_thinking", "outstanding", "think_s")
 
     def __init__(self) -> None:
-        self.outstanding = 0  # requests that are not settled, whoever asked
+        self.outstanding = 0  # requests that are not settled, of all clients and of none
         self.think_s = math.inf  # from an answer to the same client's next request; inf: not known
         self._live: set[Hashable] = set()
         self._of: dict[Hashable, int] = {}  # each client's outstanding requests
@@ -105,13 +108,6 @@ class Clients:
         self._samples = min(self._samples + 1, MEMORY)
         seconds = min(seconds, OUTLIER * self.think_s + JITTER_S)
         self.think_s += (seconds - self.think_s) / self._samples
-
-
-RATE_WINDOW_S = 0.25  # the arrival rate forgets with this time constant
-LINES_KEPT = 64  # empty lines are forgotten, with their arrival rates, once there are more lines than this
-SLACK = 64  # entries that may be out of date before a list is swept
-
-by_arrival = attrgetter("arrived")
 
 
 class Waiting(Sequence[Request]):
@@ -221,14 +217,14 @@ class Queue:
         return [(line, line.view(now, limits, self.clients, deadline)) for line in self._lines.values() if line.members]
 
     def view(self, group: Hashable, now: float, limits: Limits) -> QueueView | None:
-        """How a strategy sees the line of this group; None when nobody waits in it."""
+        """How a strategy sees the line of this group; None when it is empty."""
         line = self._lines.get(group)
         if line is None or not line.members:
             return None
         return line.view(now, limits, self.clients, self.next_deadline())
 
     def add(self, request: Request) -> None:
-        """Queue a request. It counts as outstanding until `clients.answered`, which whoever settles it calls."""
+        """Queue a request. It counts as outstanding until `clients.answered`, which is called when it is settled."""
         line = self._lines.get(request.group)
         if line is None:
             line = self._new_line(request.group)
@@ -258,7 +254,7 @@ class Queue:
         return expired
 
     def next_deadline(self) -> float:
-        """The earliest deadline of those who wait; inf when nobody has one."""
+        """The earliest deadline of those that wait; inf when none has one."""
         while self._deadlines and self._deadlines[0][2] not in self:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf

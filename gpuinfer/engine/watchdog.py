@@ -1,7 +1,7 @@
 """Who holds what, and for how long: a plugin that keeps a run waiting is named, and in the end it is given up.
 
 The look is taken from a thread, since a plugin may block the event loop itself. It counts its own looks, not seconds,
-so that a process that was suspended accuses nobody.
+so that a process that was suspended accuses no plugin.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Watchdog:
         self._plugins.extend(plugins)
 
     def start(self) -> None:
-        """On the loop that is watched. Whoever has none calls `look_again` from time to time."""
+        """On the loop that is watched. Without one, call `look_again` from time to time."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         threading.Thread(target=self._run, name="gpuinfer watchdog", daemon=True).start()
 
@@ -163,7 +163,7 @@ class Watchdog:
     # The loop
 
     def _loop_held(self) -> Held | None:
-        """Who blocks the event loop, if anybody of ours does."""
+        """The plugin that blocks the event loop, if one does."""
         if self._loop is None:
             return None
         self._on_loop(self._beat)

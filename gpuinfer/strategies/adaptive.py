@@ -80,8 +80,8 @@ class Adaptive(Strategy):
         if batch.requests == 1:
             self._singles += 1
             self._single = min(self._single or batch.rows, batch.rows)
-        if self.latency_target is not None and not self._admits:
-            self._judge(self.latency_target)
+        if (target_s := self.options.latency_target) is not None and not self._admits:
+            self._judge(target_s)
 
     def _judge(self, target_s: float) -> None:
         """Tell once when not even single requests keep the target, and aim for throughput as long as they do not."""
@@ -97,7 +97,7 @@ class Adaptive(Strategy):
 
     def _target(self) -> float:
         """Seconds from submit to result that are to be kept; inf when there is nothing to keep."""
-        target = self.latency_target
+        target = self.options.latency_target
         return math.inf if target is None or not self._feasible else target
 
     def _size(self, queue: QueueView) -> int:
