@@ -130,6 +130,13 @@ def test_the_games_that_are_named_are_played_to_their_end(gpuinfer):
     assert {one["metric"] for one in document["samples"]} == {"games_per_min"}
 
 
+def test_a_setting_of_every_run_is_compared_like_any_other(gpuinfer):
+    words = ["bench", "count", "--backend", "parrot", "--strategy", "at-once", "--games", "4", "--warmup", "0"]
+    code, out, _ = gpuinfer(*words, "--max-queue-rows", "5000,6000", "--json", "-", "--repeats", "1")
+    assert code == 0
+    assert [run["settings"]["max_queue_rows"] for run in json.loads(out)["runs"]] == [5000, 6000]
+
+
 @pytest.mark.thorough
 def test_the_winner_can_be_applied(gpuinfer):
     code, _, err = gpuinfer(*BENCH, "-B", "seconds=20ms,0", "--apply", "--quiet")

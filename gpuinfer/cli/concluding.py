@@ -51,10 +51,10 @@ def finished(
 
 def single(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with the first of several values each, and no plugin's options: enough to read the common settings."""
-    from gpuinfer.cli.variants import KINDS, parts
+    from gpuinfer.cli.variants import KINDS, SINGLE, parts
 
-    several = ("backend", "strategy", "device", "dtype")
-    first = {key: parts(values[key])[0] for key in several if values.get(key) and parts(values[key])}
+    common = {key: values.get(key) for key in flags.common() if key not in (*SINGLE, *KINDS)}
+    first = {key: parts(given)[0] for key, given in common.items() if isinstance(given, str) and parts(given)}
     return {**values, **first, **dict.fromkeys(KINDS)}
 
 
