@@ -26,8 +26,9 @@ NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/
 
 def commands(page: Path) -> list[str]:
     """The command lines in a page's fenced blocks that name no language or a shell."""
-    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.M | re.S)
-    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(.*)\n((?s:.*?))^```$", page.read_text(), re.M)  # all of them: an end is no beginning
+    shells = [block for language, block in blocks if language in ("", "sh", "bash", "console")]
+    lines = [line.strip().removeprefix("$ ") for block in shells for line in block.splitlines()]
     return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest) ", line)]
 
 
@@ -46,8 +47,8 @@ def shortened(line: str) -> list[str]:
     return words
 
 
-CASES = [  # the page that is read first in the ordinary run, all of them in CI
-    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] * (page != PAGES[0]))
+CASES = [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.thorough)
     for page in PAGES
     if any(line.startswith("gpuinfer ") for line in commands(page))
 ]
