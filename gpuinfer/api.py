@@ -589,8 +589,8 @@ class Workload(Plugin, ABC):
 
     @property
     def shows_answers(self) -> bool:
-        """Whether it shows its answers on the terminal itself, as they grow: no live view then, no panel, and it is
-        simply over when the user stops it.
+        """Whether a user waits for what it writes to standard output, and reads it there: no live view is drawn over
+        it then, a line takes the place of the panel, and when it is stopped it is simply over.
         """
         return False
 

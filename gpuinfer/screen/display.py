@@ -102,8 +102,8 @@ class Display:
         self._over = True
         if not self._brief:
             self._result.print(result_panel(report, trying_s))
-        elif self._says_end:
-            self._progress.print(Text(in_brief(report), style=FAINT))
+        elif self._says_end and (line := in_brief(report)):
+            self._progress.print(Text(line, style=FAINT))
 
     @contextlib.contextmanager
     def trying(self, words: str, turns: int) -> Iterator[Callable[[int], None]]:

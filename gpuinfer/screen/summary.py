@@ -61,9 +61,13 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
 
 
 def in_brief(report: Mapping[str, Any]) -> str:
-    """A run that has shown its answers, in one line."""
+    """A run that has shown its answers, in one line; "" when there was none."""
     wall_s, rate = report["wall_s"], (report.get("throughput") or {}).get("output_tokens_per_s") or 0.0
-    return f"{whole(rate * wall_s)} tokens in {short(wall_s)} · {number(rate)} tokens/s"
+    if not rate:
+        return ""
+    first = (report.get("first_token_s") or {}).get("p50")
+    after = f", the first after {short(first)}" if first else ""
+    return f"{whole(rate * wall_s)} tokens in {short(wall_s)}{after} · {number(rate)} tokens/s"
 
 
 def _was_complete(report: Mapping[str, Any]) -> bool:

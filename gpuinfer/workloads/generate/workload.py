@@ -86,8 +86,8 @@ class Generate(Workload):
 
     @property
     def shows_answers(self) -> bool:
-        """Texts of the command line are answered there, if that is a terminal."""
-        return bool(self.options.prompt) and self.writes_stdout and sys.stdout.isatty()
+        """Texts of the command line are answered there: as growing text on a terminal, else as rows."""
+        return bool(self.options.prompt) and self.writes_stdout
 
     @property
     def ordered(self) -> bool:
@@ -103,7 +103,7 @@ class Generate(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
-        if self.shows_answers:
+        if self.shows_answers and sys.stdout.isatty():
             async for progress in self._show(infer):
                 yield progress
             return
