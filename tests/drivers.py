@@ -44,6 +44,7 @@ class Ask:
     timeout: float
     group: str | None
     client: int | None
+    cancel_at: float = math.inf  # unless it has been cut by then; a simulation knows no cancellation
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Diary:
     told: dict = field(default_factory=dict)  # request → text of its error
     snapshot: object = None
     held: list = field(default_factory=list)  # at the end, by the strategy
+
+    def waits(self, number):
+        """Whether this request may be in the queue."""
+        return number not in self.ends and not any(number in requests for *_, requests in self.cuts)
 
     def arrived(self, request):
         self.numbers[request] = len(self.arrivals)
@@ -164,18 +169,24 @@ async def _by_the_engine(schedule, strategy):
         except GpuinferError as error:
             diary.told[number] = str(error)
 
+    def cancel(number):
+        if diary.waits(number):
+            tasks[number].cancel()
+
     for at, asks in schedule.at_once():
         await asyncio.sleep(at - loop.time())
         for ask in asks:
             if ask.client is not None and ask.client not in live:
                 live.add(ask.client)
                 engine.join(ask.client)
+            if ask.cancel_at < math.inf:
+                loop.call_at(ask.cancel_at, cancel, len(tasks))
             tasks.append(loop.create_task(submit(ask)))
     await asyncio.sleep(schedule.after_s)
     diary.held = list(engine.held(Patience()))
     diary.snapshot, ends, told = engine.snapshot(), dict(diary.ends), dict(diary.told)
     await engine.close(drain=False)
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*tasks, return_exceptions=True)
     diary.ends, diary.told = ends, told
     return diary
 
@@ -227,14 +238,15 @@ def by_the_simulation(schedule, strategy):
 
 def by_the_server(schedule, strategy):
     """What its threads do, in turns: one that is free takes in what has come, asks for a batch, and has it served."""
-    diary, now = Diary(), 0.0
+    diary, now, cancelled = Diary(), 0.0, set()
+    cancels = sorted((ask.cancel_at, number) for number, ask in enumerate(schedule.asks) if ask.cancel_at < math.inf)
     lanes = [Lane(f"forward {number}", clock=lambda: now) for number in range(schedule.limits.in_flight)]
     form = BlockForm(ModelSpec("none", inputs=1), AnswerLayout("tensor", ((1,),)))
     unpacker = Unpacker()
 
     def told(caller, data):
         for record in unpacker.feed(data):
-            if record.kind == Kind.FAILED:
+            if record.kind == Kind.FAILED and record.number not in cancelled:
                 diary.told[record.number] = str(error_from_wire(record.body))
 
     kept = kept_by(strategy, diary)
@@ -253,7 +265,7 @@ def by_the_server(schedule, strategy):
             itertools.count(),
         )
         while True:
-            now = min(arrivals[0][0] if arrivals else math.inf, ends[0][0] if ends else math.inf, look_at)
+            now = min([look_at, *(events[0][0] for events in (arrivals, ends, cancels) if events)])
             if now > until:
                 break
             if arrivals and arrivals[0][0] == now:
@@ -264,6 +276,11 @@ def by_the_server(schedule, strategy):
                     queue.take(
                         caller, Record(Kind.ASK, ask.priority, number, number, client, ask.rows, ask.timeout, body)
                     )
+            elif cancels and cancels[0][0] == now:
+                _, number = cancels.pop(0)
+                if diary.waits(number):
+                    cancelled.add(number)
+                    queue.take(caller, Record(Kind.CANCEL, number=number))
             elif ends and ends[0][0] == now:
                 _, _, batch, started, failed = heapq.heappop(ends)
                 errors = [FAILURE if failed else None] * len(batch.requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from drivers import CLIENTS, Ask, Schedule, by_the_engine, by_the_server, by_the_simulation
@@ -139,6 +140,18 @@ def counted_of(each):
         name: (sum(each[name]["counts"].values()), round(each[name]["total"], 7)) for name in ("latency", "queue_wait")
     }
     return each["requests"], each["rows"], {kind: count for kind, count in each["errors"].items() if count}, times
+
+
+@given(schedules(), st.sampled_from(list(STRATEGIES)), st.randoms(use_true_random=False))
+def test_engine_and_server_agree_when_requests_that_wait_are_cancelled(schedule, name, dice):
+    def late():
+        return dice.choice([math.inf, 0.3, 30]) * dice.uniform(0.1, 1) * UNIT_S
+
+    regretted = [replace(ask, cancel_at=ask.at + late()) for ask in schedule.asks]
+    schedule = replace(schedule, asks=regretted)
+    engine, server = by_the_engine(schedule, STRATEGIES[name]()), by_the_server(schedule, STRATEGIES[name]())
+    assert_alike(server, engine)
+    assert server.told == engine.told
 
 
 @given(schedules(), st.sampled_from(list(STRATEGIES)))

@@ -68,8 +68,7 @@ class Batch:
 class Core:
     """The queue of one backend. Not thread-safe: one thread, or one lock, at a time.
 
-    `stepped` says that the backend tells its own steps (`BackendContext.stepped`): those are the run's batches then,
-    and not what was admitted at once. `warn` may be shared by cores whose strategies are alike.
+    `warn` may be shared by cores whose strategies are alike, so that what they raise is said once for all.
     """
 
     def __init__(self, strategy: Strategy, journal: Journal | None = None, warn: WarnOnce | None = None) -> None:
@@ -86,7 +85,11 @@ class Core:
         self._put_off = False  # by the strategy, when it was last asked
 
     def open(self, limits: Limits, max_queue_rows: int | None = None, *, stepped: bool = False) -> None:
-        """What the backend can take. Before it no request may arrive; clients may join. Raises `UsageError`."""
+        """What the backend can take. Before it no request may arrive; clients may join. Raises `UsageError`.
+
+        `stepped` says that the backend tells its own steps (`BackendContext.stepped`): those are the run's batches
+        then, and not what is admitted at once.
+        """
         self._bounds = QueueBounds(limits, max_queue_rows)
         self.limits, self._stepped = limits, stepped
 
