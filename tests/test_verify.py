@@ -15,7 +15,7 @@ import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.text.generator import open_generator as opening
+from gpuinfer.text.generator import setup
 from gpuinfer.text.language import subwords
 from gpuinfer.text.language.chat import ChatTemplate
 from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
@@ -62,7 +62,7 @@ class Planted(Witness):
 def one_lane(request, monkeypatch) -> None:
     """Lanes wait for one another at each step, for long where tests share the cores: one of these tests has several."""
     if "real_checkpoint" not in request.node.name:
-        monkeypatch.setattr(opening, "cores", lambda: 1)
+        monkeypatch.setattr(setup, "cores", lambda: 1)
 
 
 @pytest.fixture
