@@ -147,6 +147,13 @@ def test_no_plugin_is_named_by_the_engine():
             assert not [target for target, _ in IMPORTS[name] if target.startswith(plugins)]
 
 
+def test_a_workload_is_known_by_its_entry_point_alone():
+    """But to the kit, which tries games with the engine that plays them."""
+    for name in MODULES:
+        if not name.startswith(("gpuinfer.workloads", "gpuinfer.testing")):
+            assert [target for target, _ in IMPORTS[name] if inside(target, "gpuinfer.workloads")] == [], name
+
+
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 

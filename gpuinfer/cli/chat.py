@@ -138,6 +138,8 @@ class Terminal:
     """Messages from standard input, answers to standard output, and everything else to standard error."""
 
     def __init__(self, quiet: bool = False) -> None:
+        if sys.stdin is None:
+            raise UsageError("chat reads messages, and there is no standard input. Run it in a terminal, or pipe them.")
         self.talks = sys.stdin.isatty()
         self._quiet = quiet
         self._shows = sys.stdout.isatty()
