@@ -95,7 +95,7 @@ class BatchRecord:
     requests: int
     started: float
     seconds: float  # in the backend
-    queue_wait_s: float  # of its oldest request
+    queue_wait_s: float  # of its oldest request, until the cut
     reason: Reason
 
 
