@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.generation import Completion, Logprob, Part
 
-MOST_PARTS_S = 3000.0  # parts a second, of all readers; a first token does not wait for it
+MOST_PARTS_S = 2000.0  # parts a second, of all readers; a first token does not wait for it
 
 
 class Growing(Protocol):
