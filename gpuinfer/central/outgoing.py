@@ -41,15 +41,10 @@ class Outgoing:
         """Nobody reads this answer any more."""
         self._unread.pop(number, None)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the line would take what could not go out before."""
-        return bool(self._unread) and not self._caller.stuck
-
-    def flush(self) -> None:
+    def _flush(self) -> None:
         self._due = False
         data, self._replies = self._replies, []
-        if self.waits:
+        if not self._caller.stuck:  # else with the next part, or with the end
             for number in tuple(self._unread):
                 data += self._parts(number)
         if data:
@@ -64,4 +59,4 @@ class Outgoing:
     def _flush_soon(self) -> None:
         if not self._due:
             self._due = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._flush)

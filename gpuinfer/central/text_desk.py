@@ -169,9 +169,6 @@ class TextDesk:
     def _turn(self) -> None:
         try:
             self._lines.take_in(self._lines.look(), self._on_record, self._forget)
-            for outgoing in self._outgoing.values():
-                if outgoing.waits:  # its line has just taken what it had been sent before
-                    outgoing.flush()
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
             self._loop.remove_reader(self._lines.fileno())
             self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")

@@ -19,7 +19,7 @@ TIMES = {
     "latency_s": "latency",
     "queue_wait_s": "queue wait",
     "first_token_s": "first token",
-    "between_tokens_s": "each after it",
+    "between_tokens_s": "between tokens",
 }
 
 

@@ -72,7 +72,7 @@ async def test_a_client_that_reads_nothing_stalls_nobody_and_is_owed_one_part_a_
         while (record := deaf.next()).kind == Kind.PART:
             given.append(part_from_wire(record.body))
     assert joined(given) == list(generation_from_wire(record.body).completions)
-    assert max(len(part.tokens) for part in given) > 1, "joined while they waited"
+    assert max(len(part.tokens) for part in given) > 50, "joined while they waited"
 
 
 @pytest.mark.thorough
