@@ -15,7 +15,7 @@ from text.toy import alone, joined, toy_generator
 from gpuinfer.api import Backend, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.streaming import PartStream
+from gpuinfer.engine.streaming import PartStream, Unread
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema
@@ -326,6 +326,20 @@ async def test_a_reader_that_leaves_frees_its_slots_at_the_next_step():
         gate.open.set()
         assert joined([part async for part in staying]) == list(alone(prompt("c", 9, samples=2)))
         assert {len(step.slots) for step in generator.decoder.steps[1:]} == {2}
+
+
+@run
+async def test_a_reader_that_does_not_read_stalls_no_other_and_is_owed_one_part_a_sample():
+    async with serving() as engine:
+        unread = Unread()
+        late = asked(engine, prompt("late", 40, samples=2), on_part=unread.add)
+        assert await outcomes(asked(engine, *PROMPTS)) == answers(PROMPTS)
+        await outcomes(late)
+        parts = []
+        while unread:
+            parts.append(unread.take())
+        assert [part.sample for part in parts] == [0, 1]
+        assert joined(parts) == list(alone(prompt("late", 40, samples=2)))
 
 
 @run
