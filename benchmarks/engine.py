@@ -18,7 +18,7 @@ from gpuinfer.api import Backend, Limits, Request, Result, Strategy
 from gpuinfer.config import registry
 from gpuinfer.config.options import Given, check
 from gpuinfer.engine.engine import Engine
-from gpuinfer.host import loop as precise_loop
+from gpuinfer.host import loop
 
 
 class Null(Backend):
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("-S", dest="options", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--plain-loop", action="store_true")
     arguments = parser.parse_args()
-    run = asyncio.run if arguments.plain_loop else precise_loop.run
+    run = asyncio.run if arguments.plain_loop else loop.run
     makers = {name: maker(name, arguments.options) for name in arguments.strategy.split(",")}
     for clients in (1, 64, 1024):
         requests = arguments.requests // (10 if clients == 1 else 1)

@@ -7,13 +7,13 @@ script imports this module alone, so that a worker does not load the command lin
 
 def main() -> None:
     from gpuinfer.cli import main as command
-    from gpuinfer.host import signals as leaving
+    from gpuinfer.host import signals
 
-    leaving.own()
+    signals.own()
     try:
         command()
     except SystemExit as ending:
-        leaving.soon(ending.code if isinstance(ending.code, int) else 1)
+        signals.soon(ending.code if isinstance(ending.code, int) else 1)
         raise
 
 

@@ -13,8 +13,7 @@ from helpers import AtOnce, Counting, Doubler, Unreachable
 
 from gpuinfer.api import ModelSpec, Progress, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.bench import measure as rooflines
-from gpuinfer.bench import series, tuning
+from gpuinfer.bench import measure, series, tuning
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.measure import MeasuredRun, Variant
 from gpuinfer.bench.series import Course, RunKind, Series
@@ -167,7 +166,7 @@ def running(name, workload, backend=InProcess, dtype="float32"):
 
 
 def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monkeypatch):
-    monkeypatch.setattr(rooflines, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
+    monkeypatch.setattr(measure, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
     both = running("a", Model), running("b", Model, dtype="bfloat16")
     _, steps = watched(*both, course=Course(1, 0.2, 0.2, parity=False))
     assert [kind for _, kind, _ in steps[:2]] == [RunKind.ROOFLINE] * 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from packages import install
 
-from gpuinfer.cli import doctor as examination
+from gpuinfer.cli import doctor
 from gpuinfer.config import registry
 
 WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}
@@ -22,9 +22,9 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def examined(monkeypatch, torch=WORKS) -> dict[str, examination.Fact]:
-    monkeypatch.setattr(examination, "probe_torch", lambda: torch)
-    return {finding.name: finding for _, findings in examination.examine() for finding in findings}
+def examined(monkeypatch, torch=WORKS) -> dict[str, doctor.Fact]:
+    monkeypatch.setattr(doctor, "probe_torch", lambda: torch)
+    return {finding.name: finding for _, findings in doctor.examine() for finding in findings}
 
 
 def test_machine_versions_and_places_are_found(monkeypatch):
@@ -35,7 +35,7 @@ def test_machine_versions_and_places_are_found(monkeypatch):
 
 
 def test_torch_is_asked_in_a_child_that_answers():
-    assert examination.probe_torch("print('{\"gpus\": []}')") == {"gpus": []}
+    assert doctor.probe_torch("print('{\"gpus\": []}')") == {"gpus": []}
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_torch_is_asked_in_a_child_that_answers():
     ],
 )
 def test_a_torch_that_breaks_its_process_breaks_only_that(code, said):
-    assert said in examination.probe_torch(code)["error"]
+    assert said in doctor.probe_torch(code)["error"]
 
 
 def test_a_torch_that_hangs_is_given_up():
-    assert "took over" in examination.probe_torch("import time; time.sleep(60)", limit_s=0.5)["error"]
+    assert "took over" in doctor.probe_torch("import time; time.sleep(60)", limit_s=0.5)["error"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_torch_that_hangs_is_given_up():
     ],
 )
 def test_what_would_run_is_said_with_its_reason(monkeypatch, torch, name, ok, remark):
-    monkeypatch.setattr(examination, "nvidia_smi", lambda: "")
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: "")
     monkeypatch.setattr(registry, "inspect", lambda record: replace(record, ok=True))
     finding = examined(monkeypatch, torch)[name]
     assert finding.ok is ok
@@ -73,7 +73,7 @@ def test_what_would_run_is_said_with_its_reason(monkeypatch, torch, name, ok, re
 
 
 def test_a_gpu_that_this_torch_cannot_use_is_explained(monkeypatch):
-    monkeypatch.setattr(examination, "nvidia_smi", lambda: "H200")
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: "H200")
     assert "built without CUDA" in examined(monkeypatch)["cuda"].remark
 
 

@@ -13,7 +13,7 @@ from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.config.registry import load
 from gpuinfer.errors import UsageError
-from gpuinfer.models import processor as formats
+from gpuinfer.models import processor
 from gpuinfer.models.load import build
 from gpuinfer.models.processor import computed_in
 from gpuinfer.text import arithmetic
@@ -25,7 +25,7 @@ SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
 
 @pytest.fixture(params=[pytest.param(True, id="a processor with products"), pytest.param(False, id="one without")])
 def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(formats, "NARROW", {name: lambda: request.param for name in NARROW})
+    monkeypatch.setattr(processor, "NARROW", {name: lambda: request.param for name in NARROW})
     monkeypatch.setattr(arithmetic, "multiplies_bfloat16", lambda: request.param)
     return bool(request.param)
 

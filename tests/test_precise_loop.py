@@ -96,11 +96,11 @@ def test_subprocesses_work():
 
 WAITS = """
 import asyncio
-from gpuinfer import precise_loop
+from gpuinfer.host import loop
 async def main():
     print("waiting", flush=True)
     await asyncio.sleep(600)
-precise_loop.run(main())
+loop.run(main())
 """
 
 

@@ -16,8 +16,7 @@ from helpers import AtOnce, Doubler, Unpicklable, Unreachable
 from gpuinfer import errors
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, QueueFull, UnknownName, UsageError, WorkerDied
-from gpuinfer.runtime import line as endings
-from gpuinfer.runtime import processes
+from gpuinfer.runtime import line, processes
 from gpuinfer.runtime.session import Session
 from gpuinfer.runtime.worker import describe
 
@@ -295,6 +294,6 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_of_ours_comes_back_as_itself(kind):
     sent = kind("model", "a", ["b"]) if kind is UnknownName else kind("what. Cure.")
-    back = endings.as_error(3, describe(sent))
+    back = line.as_error(3, describe(sent))
     assert type(back) is kind
     assert str(back) == str(sent)

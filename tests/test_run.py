@@ -242,7 +242,7 @@ STOPPED = """
     import json, os, sys
     sys.path.insert(0, sys.argv[1])
     from helpers import AtOnce, Doubler, Spread
-    from gpuinfer.run import run
+    from gpuinfer.runtime.run import run
 
     if __name__ == "__main__":
         workload = Spread(workers=2, each=10, target="helpers:until_stopped")

@@ -8,7 +8,7 @@ import pytest
 
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
-from gpuinfer.report.cores import cores
+from gpuinfer.report.sharing import cores
 from gpuinfer.screen.summary import rows
 from gpuinfer.screen.view import on_cores
 from gpuinfer.stats import Snapshot

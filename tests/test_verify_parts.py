@@ -11,8 +11,7 @@ from text.tiny import tiny_checkpoint
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
-from gpuinfer.verifying import asking as routes
-from gpuinfer.verifying import peer, positions, rounding
+from gpuinfer.verifying import asking, peer, positions, rounding
 from gpuinfer.verifying import rig as prompts
 from gpuinfer.verifying.asking import asked
 from gpuinfer.verifying.judging import Judge
@@ -32,7 +31,7 @@ def rig():
 
 @pytest.fixture
 def reference(rig):
-    return asked(rig, routes.likeliest(rig).reference)
+    return asked(rig, asking.likeliest(rig).reference)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +126,17 @@ class Broken(Witness):
 
 
 def test_other_slots_are_the_last_ones_first(rig):
-    plan = routes.likeliest(rig)
+    plan = asking.likeliest(rig)
     (places,) = [route.order for _, route in plan.routes if route.order is not None]
     assert places.tolist() == [2, 1, 0]
 
 
 def test_chunks_cut_every_prompt_that_is_long_enough(rig):
-    assert all(routes.chunk(longest) < longest for longest in (8, 24, 300, 4000))
+    assert all(asking.chunk(longest) < longest for longest in (8, 24, 300, 4000))
 
 
 def test_shared_beginnings_are_taken_over_and_not_computed(rig):
-    (route,) = [route for _, route in routes.likeliest(rig).routes if route.name == "shared"]
+    (route,) = [route for _, route in asking.likeliest(rig).routes if route.name == "shared"]
     assert asked(rig, route).cached > 0
 
 
@@ -179,7 +178,7 @@ def test_a_generator_that_does_nothing_is_given_up(rig, monkeypatch):
 
     monkeypatch.setattr(Generator, "step", lambda self: Stepped(()))
     with pytest.raises(WorkError, match="without doing anything"):
-        asked(rig, routes.likeliest(rig).reference)
+        asked(rig, asking.likeliest(rig).reference)
 
 
 class Ended:

@@ -20,8 +20,7 @@ from gpuinfer.api import Setup
 from gpuinfer.engine import watchdog
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import BackendDied, StrategyError
-from gpuinfer.host import loop as precise_loop
-from gpuinfer.host import signals as leaving
+from gpuinfer.host import loop, signals
 from gpuinfer.runtime.run import run
 
 HERE = str(Path(__file__).parent)
@@ -217,15 +216,15 @@ def test_a_backend_that_blocks_the_loop_is_given_up_with_a_report(command, tmp_p
 def test_threads_that_a_plugin_leaves_running_do_not_keep_the_process(tmp_path):
     script = tmp_path / "left.py"
     script.write_text(
-        "import threading, time\nfrom gpuinfer import leaving\n"
-        "threading.Thread(target=time.sleep, args=(1e6,)).start()\nleaving.own()\nleaving.soon(5)\n"
+        "import threading, time\nfrom gpuinfer.host import signals\n"
+        "threading.Thread(target=time.sleep, args=(1e6,)).start()\nsignals.own()\nsignals.soon(5)\n"
     )
     assert subprocess.run([sys.executable, script], timeout=60).returncode == 5
 
 
 def test_a_process_that_is_not_the_command_s_own_is_never_ended():
-    assert not leaving.owned()
-    leaving.soon(5)
+    assert not signals.owned()
+    signals.soon(5)
 
 
 def test_a_loop_leaves_behind_what_does_not_end():
@@ -241,6 +240,6 @@ def test_a_loop_leaves_behind_what_does_not_end():
         await asyncio.sleep(0)
         return task
 
-    task = precise_loop.run(main())
+    task = loop.run(main())
     assert not task.done()
     ended.set()

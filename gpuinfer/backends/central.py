@@ -18,7 +18,7 @@ from gpuinfer.central.link import Link
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
-from gpuinfer.models import processor as formats
+from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
@@ -132,7 +132,7 @@ class Central(Remote):
         in_flight: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
-        compute: formats.Compute = Field("auto", description=formats.COMPUTE)
+        compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")

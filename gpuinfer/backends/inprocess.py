@@ -13,7 +13,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Roofline, Setup
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.models import processor as formats
+from gpuinfer.models import processor
 from gpuinfer.models.layouts import misfit
 from gpuinfer.text import arithmetic
 from gpuinfer.text.model import TextModel
@@ -37,7 +37,7 @@ class InProcess(Backend):
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
-        compute: formats.Compute = Field("auto", description=formats.COMPUTE)
+        compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
 

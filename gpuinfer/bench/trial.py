@@ -18,7 +18,7 @@ from gpuinfer.api import Roofline
 from gpuinfer.bench.interval import ratio_of_turns
 from gpuinfer.bench.measure import Meter, in_metric
 from gpuinfer.errors import WorkError
-from gpuinfer.host import loop as precise_loop
+from gpuinfer.host import loop
 from gpuinfer.runtime.run import RunPlan, Update, execute
 
 SHARE = 0.15  # of the run, which a trial of its advice may last at most
@@ -113,7 +113,7 @@ class Turns:
         """Its rate. Raises `TimeoutError` when no time was left for it."""
         plan, meter = build(), Meter(self._course.seconds, self._course.starting)
         try:
-            report = precise_loop.run(asyncio.wait_for(self._execute(plan, meter), self._left_s()))
+            report = loop.run(asyncio.wait_for(self._execute(plan, meter), self._left_s()))
         except WorkError:
             if self._interrupted:
                 raise KeyboardInterrupt from None

@@ -62,7 +62,6 @@ app = _app()
 def execute(values: Mapping[str, Any]) -> int:
     """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, 3 when stopped, else 0."""
     from gpuinfer.cli import simulation
-    from gpuinfer.cli import simulation as sweeps
     from gpuinfer.cli.flags import spelled
     from gpuinfer.cli.workload import log_to_people
 
@@ -71,7 +70,7 @@ def execute(values: Mapping[str, Any]) -> int:
     common = simulation.common(values)
     destination = output.Destination(common.report)
     log_to_people(common.verbose)
-    cases = [simulation.case(flags, labels) for flags, labels in sweeps.grid(swept, values)]
+    cases = [simulation.case(flags, labels) for flags, labels in simulation.grid(swept, values)]
     _check_files(cases, common)
     command = spelled(simulation.NAME, {**values, "sweep": swept or None})
     whole = True

@@ -74,10 +74,10 @@ def execute(values: Mapping[str, Any]) -> int:
 
 def _show(document: dict[str, Any], on_stderr: bool) -> None:
     from gpuinfer.screen.display import comparison
-    from gpuinfer.verifying import verification as words
+    from gpuinfer.verifying import verification
 
-    title, notes = words.heading(document), list(words.notes(document))
-    comparison(title, words.COLUMNS, words.rows(document), notes, on_stderr=on_stderr)
+    title, notes = verification.heading(document), list(verification.notes(document))
+    comparison(title, verification.COLUMNS, verification.rows(document), notes, on_stderr=on_stderr)
 
 
 def _say(line: str) -> None:

@@ -14,10 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuinfer.config.change import Change
-from gpuinfer.report import busy, crowding, waits
-from gpuinfer.report import crowding as turns
-from gpuinfer.report import text as beside
-from gpuinfer.report import text as generation
+from gpuinfer.report import busy, crowding, text, waits
 from gpuinfer.report.case import Case, Verdict
 from gpuinfer.report.evidence import Evidence
 
@@ -27,7 +24,7 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     waits.for_arrivals,
     crowding.too_many_threads,
     crowding.others_have_the_cores,
-    turns.small_batches,
+    crowding.small_batches,
     busy.forwards,
     busy.one_worker,
     busy.all_workers,
@@ -38,18 +35,18 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     waits.for_nobody_known,
 )
 GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
-    generation.too_short,
+    text.too_short,
     busy.numbers_do_not_add_up,
     waits.for_arrivals,
     crowding.others_have_the_cores,
-    beside.idle,
-    beside.between,
-    generation.sampling,
-    generation.small_pieces,
-    generation.long_prompts,
-    generation.too_few_rows,
-    generation.more_slots,
-    generation.model,
+    text.idle,
+    text.between,
+    text.sampling,
+    text.small_pieces,
+    text.long_prompts,
+    text.too_few_rows,
+    text.more_slots,
+    text.model,
 )  # for backends with slots: their batches are forward steps, so none of the laws above speaks of them
 NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run go on for longer.")
 
@@ -79,8 +76,8 @@ def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     offered = run.facts.get("offered_rows_per_s", 0.0)
     if verdict.kind == "arrival-bound" or run.rows_per_s >= waits.KEEPS_UP * offered:
         return verdict
-    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
-    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
+    text = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+    return replace(verdict, why=f"{text} {verdict.why}", healthy=False)
 
 
 def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
@@ -128,7 +125,7 @@ class TriedAdvice:
     low: float  # of the 95 % interval
     high: float
     seconds: float  # of a turn
-    turns: int  # of both
+    crowding: int  # of both
     command: str  # that was tried
 
     @property

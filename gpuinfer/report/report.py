@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import cores as sharing
+from gpuinfer.report import sharing
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise

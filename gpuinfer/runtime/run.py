@@ -18,12 +18,9 @@ from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.config import blame
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
-from gpuinfer.host import loop as precise_loop
-from gpuinfer.host import neighbours, signals
-from gpuinfer.host import signals as leaving
+from gpuinfer.host import loop, neighbours, signals
 from gpuinfer.host.neighbours import CoreTime
-from gpuinfer.report import cores as sharing
-from gpuinfer.report import report
+from gpuinfer.report import report, sharing
 from gpuinfer.runtime import measuring
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
@@ -64,7 +61,7 @@ class Update:
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
     """`execute` for callers without an event loop."""
-    return precise_loop.run(execute(workload, backend, strategy, **arguments))
+    return loop.run(execute(workload, backend, strategy, **arguments))
 
 
 async def execute(
@@ -301,7 +298,7 @@ class _Execution:
         self._abandon("failed", FAILED, str(error))
 
     def _abandon(self, status: str, code: int, why: str) -> None:
-        if not leaving.owned():
+        if not signals.owned():
             log.error("%s", why)
             return
         try:
@@ -310,7 +307,7 @@ class _Execution:
         except Exception as error:  # noqa: BLE001 (the loop's thread is in the midst of something)
             log.warning("there is no report: %s", blame.in_short(error))
         print(f"gpuinfer: {why}", file=sys.stderr, flush=True)
-        leaving.now(code)
+        signals.now(code)
 
     def _fault(self, error: WorkError) -> None:
         self._failure = error

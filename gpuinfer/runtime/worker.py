@@ -18,8 +18,7 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import children
-from gpuinfer.host import loop as precise_loop
+from gpuinfer.host import children, loop
 from gpuinfer.host.error_wire import nearest
 from gpuinfer.runtime.line import LineClosed, WorkerLine
 from gpuinfer.runtime.processes import Job
@@ -50,7 +49,7 @@ def main(end: socket.socket, pulse: Connection, job: Job) -> None:
     """Run one job, and leave no later than the parent."""
     children.settle_in()
     logging.getLogger("gpuinfer").addHandler(_ToPeople())
-    precise_loop.run(_serve(end, Heart(pulse), job))
+    loop.run(_serve(end, Heart(pulse), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Setup
 from gpuinfer.report.report import environment
-from gpuinfer.verifying import asking as routes
-from gpuinfer.verifying import peer, positions, rounding, tokenizing
+from gpuinfer.verifying import asking, peer, positions, rounding, tokenizing
 from gpuinfer.verifying.asking import Answers, asked
 from gpuinfer.verifying.judging import Difference, Judge, document
 from gpuinfer.verifying.rig import Options, Rig, Tolerance, open_rig, tolerance
@@ -92,7 +91,7 @@ class Verification:
         }
 
     def _run(self, rig: Rig) -> None:
-        plan = routes.likeliest(rig)
+        plan = asking.likeliest(rig)
         self.say("each prompt alone …")
         reference = asked(rig, plan.reference)
         if self.setup.dtype != FLOAT32:
@@ -101,13 +100,13 @@ class Verification:
                 self.noise = rounding.distance(rig, reference, partial(positions.logits, exact))
         judge = Judge(rig, self.tolerance)
         self._make(judge, rig, plan, reference)
-        for other in routes.drawn(rig):
+        for other in asking.drawn(rig):
             self._make(judge, rig, other, asked(rig, other.reference))
         self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
         self._timed("compiled = plain torch", partial(self._plain, rig, reference))
         self._peers(rig, reference)
 
-    def _make(self, judge: Judge, rig: Rig, plan: routes.Way, reference: Answers) -> None:
+    def _make(self, judge: Judge, rig: Rig, plan: asking.Way, reference: Answers) -> None:
         for name, route in plan.routes:
             self._timed(name, partial(self._compared, judge, rig, name, route, reference))
 
@@ -131,11 +130,11 @@ class Verification:
             return skipped(name, "CUDA graphs need a CUDA device")
         from gpuinfer.text.generator import Tuning, open_generator
 
-        slots = min(routes.SOME, rig.decoder.slots)
+        slots = min(asking.SOME, rig.decoder.slots)
         tuning = Tuning(slots=slots, context=rig.decoder.length, graphs=False)
         eager = open_generator(rig.spec, self.setup, tuning)
         try:
-            route = routes.filled(rig, reference.route.sampling, slots)
+            route = asking.filled(rig, reference.route.sampling, slots)
             answers = asked(rig, replace(route, name="eager", decoder=eager.decoder))
             return judge.compare(name, reference, answers, ("graphs", "eager"))
         finally:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.models.forward_cuda import bucket_for
-from gpuinfer.text.decoder import torch_batch as torch_plan
+from gpuinfer.text.decoder import torch_batch
 from gpuinfer.text.decoder.torch_batch import back, parts_of, positions_of, reach_buckets, row_buckets, rows_of, tiles
 from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.step import Step
@@ -46,7 +46,7 @@ def test_a_row_finds_its_own_among_what_the_groups_give(step):
 
 
 def test_a_group_is_no_larger_than_its_masks_may_be(monkeypatch):
-    monkeypatch.setattr(torch_plan, "LARGEST_GROUP", 2 * 4 * 128)
+    monkeypatch.setattr(torch_batch, "LARGEST_GROUP", 2 * 4 * 128)
     ones = np.ones(7, np.int32)
     step = Step(np.zeros(28, np.int32), np.arange(7, dtype=np.int32), 100 * ones, 4 * ones, ones[:0])
     assert [len(part.segments) for part in parts_of(step, ROOM)] == [2, 2, 2, 1]

@@ -11,8 +11,7 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.decoder import open_decoder as opening
-from gpuinfer.text.decoder import open_sized, sizing
+from gpuinfer.text.decoder import open_decoder, open_sized, sizing
 from gpuinfer.text.decoder.open_decoder import NullDecoder
 from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -141,10 +140,10 @@ def test_another_failure_is_not_mistaken_for_a_lack_of_memory(monkeypatch):
     ],
 )
 def test_which_decoder_the_cpu_has(monkeypatch, kernels, options, name):
-    if kernels and not opening.kernels_for(torch.float32):
+    if kernels and not open_decoder.kernels_for(torch.float32):
         pytest.skip("this torch has no MKL")
     if not kernels:
-        monkeypatch.setattr(opening, "kernels_for", lambda dtype: False)
+        monkeypatch.setattr(open_decoder, "kernels_for", lambda dtype: False)
     decoder, found = opened(**options)
     assert type(decoder).__name__ == name
     assert decoder.slots == found.slots == 3

@@ -8,7 +8,7 @@ from sampling_reference import NO_TOKENS, PATHS, draw, edited, filtered, mask_of
 from scipy import stats
 
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import cpu_draw as cpu_random
+from gpuinfer.text.sampling import cpu_draw
 
 UNLIKELY = 1e-4  # of a right program to fail; seeds are fixed, so it does not do so now and then
 VOCABULARY = 20
@@ -48,7 +48,7 @@ def assert_frequencies(tokens, chances):
 def test_random_numbers_are_those_of_the_published_test_vectors(counter, key, words):
     given = np.array([[int(word, 16) for word in f"{counter} {key}".split()]], np.uint64)
     found = np.zeros((1, 4), np.uint64)
-    cpu_random.philox_words(given, found)
+    cpu_draw.philox_words(given, found)
     assert [f"{int(word):08x}" for word in found[0]] == words.split()
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sampling_reference import PATHS, draw, edited, filtered, probabilities, sampler
 
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import cpu_draw
-from gpuinfer.text.sampling import torch_path as torch_filters
+from gpuinfer.text.sampling import cpu_draw, torch_path
 from gpuinfer.text.sampling.cpu import scratch
 from gpuinfer.text.sampling.cpu_values import compiled, order_of, survey, value_of
 from gpuinfer.text.sampling.slots import SLOT, settings_of
@@ -43,9 +42,9 @@ def kept_by(path, logits, sampling):
         compiled_cut(logits, record[0], scratch(len(logits)), kept)
         return kept & (probabilities(logits, sampling.temperature) > 0)
     values = torch.from_numpy(logits)[None]
-    best, found = values.amax(1, keepdim=True), torch_filters.orders(values)
-    asked = torch_filters.Wanted.of(record, np.zeros(1), values.device)
-    return (found >= torch_filters.cut(found, best, asked, sort=True))[0].numpy()
+    best, found = values.amax(1, keepdim=True), torch_path.orders(values)
+    asked = torch_path.Wanted.of(record, np.zeros(1), values.device)
+    return (found >= torch_path.cut(found, best, asked, sort=True))[0].numpy()
 
 
 LOGITS = st.one_of(

@@ -17,7 +17,6 @@ from playing import START, check_trace, record_little, recorder, request
 from gpuinfer.api import Limits, Priority, Reason, Setup
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.trace import form, merge
-from gpuinfer.trace import merge as lock
 from gpuinfer.trace.merge import prepare, recording
 from gpuinfer.trace.reading import Arrival, CutRecord, RanRecord, Settle, read
 from gpuinfer.trace.recorder import Recorder
@@ -340,7 +339,7 @@ def test_where_files_cannot_be_locked_a_trace_is_recorded_all_the_same(tmp_path,
     def unable(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lock.fcntl, "flock", unable)
+    monkeypatch.setattr(merge.fcntl, "flock", unable)
     with recording(str(tmp_path / "trace.jsonl")):
         record_little(tmp_path / "trace.jsonl")
     assert len(read(tmp_path / "trace.jsonl").arrivals) == 6

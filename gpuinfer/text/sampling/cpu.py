@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.sampling import cpu_draw
-from gpuinfer.text.sampling import cpu_draw as cpu_logprobs
 from gpuinfer.text.sampling.cpu_filters import LEAST_BUCKETS, MOST_BUCKETS
 from gpuinfer.text.sampling.cpu_values import BLOCK
 from gpuinfer.text.sampling.slots import Slots
@@ -54,9 +53,7 @@ class CpuPath:
         values = as_rows(logits)
 
         def run(lane: int, lanes: int) -> None:
-            cpu_logprobs.logprob_rows(
-                lane, lanes, values, rows, chosen, wanted, self._work[lane], ranks, found, likeliest
-            )
+            cpu_draw.logprob_rows(lane, lanes, values, rows, chosen, wanted, self._work[lane], ranks, found, likeliest)
 
         self._share(run, len(rows) * values.shape[1])
         return ranks, found, likeliest

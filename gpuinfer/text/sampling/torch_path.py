@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.text.sampling import cpu_draw as cpu_random
-from gpuinfer.text.sampling import cpu_values as cpu_edits
+from gpuinfer.text.sampling import cpu_draw, cpu_values
 from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY
 from gpuinfer.text.sampling.slots import Slots
 
@@ -215,7 +214,7 @@ class TorchPath:
             for at in range(0, len(slots), ROWS)
         ]
         tokens = torch.cat(parts).cpu().numpy().astype(np.int32) if parts else np.zeros(0, np.int32)
-        cpu_edits.note_all(tokens, slots, self._slots.records, self._slots.lists())
+        cpu_values.note_all(tokens, slots, self._slots.records, self._slots.lists())
         return tokens
 
     @torch.inference_mode()
@@ -252,7 +251,7 @@ class TorchPath:
     def _mixed(self, values: Tensor, best: Tensor, slots: NDArray[np.int32], records: NDArray[Any]) -> Tensor:
         """Rows that take the likeliest token, and rows that draw, each by the cheapest way."""
         units = np.zeros(len(slots))
-        cpu_random.units(self._slots.records, slots, units)
+        cpu_draw.units(self._slots.records, slots, units)
         tokens = torch.zeros(len(slots), dtype=torch.int64, device=values.device)
         sorts = ((records["top_k"] > 0) & (records["top_k"] < self._vocabulary)) | (records["top_p"] < 1)
         greedy = records["inverse"] == 0
