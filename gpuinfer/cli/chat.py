@@ -182,7 +182,7 @@ class Terminal:
             self._at_start = True
 
     def note(self, text: str) -> None:
-        """For people: not where nobody talks."""
+        """For people: said where messages come from a terminal."""
         if self.talks and not self._quiet:
             write((dim(printable(text)) if sys.stderr.isatty() else text) + "\n", sys.stderr)
 

@@ -14,7 +14,7 @@ SHARE = 4  # and how many times as many as those that still wait
 class InOrder:
     """Holds lines back until all before them have been written; meanwhile they lie aside.
 
-    `window` bounds how far ahead of the first that is missing anybody may go. `others` are lines that lie aside too.
+    `window` bounds how far ahead of the first that is missing a line may come. `others` are lines that lie aside too.
     """
 
     def __init__(self, outlet: Outlet, window: int, others: Callable[[], Iterable[bytes]] = tuple) -> None:

@@ -112,7 +112,7 @@ class Pump:
                 await self._outlet.room()
         finally:
             self._source.stop()
-            if self._output.aside is None:  # nobody can go on: better out of order than lost
+            if self._output.aside is None:  # no run can go on: better out of order than lost
                 with contextlib.suppress(WorkError):
                     self._order.let_go()
             await self._outlet.close()

@@ -49,13 +49,13 @@ class Outlet:
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
-        self._wanted = False  # somebody waits for room
+        self._wanted = False  # `room` is waited for
         self._thread = threading.Thread(target=self._work, name="gpuinfer-output", daemon=True)
         self._thread.start()
 
     @property
     def full(self) -> bool:
-        """Whether so much waits that nobody should bring more before `room`."""
+        """Whether so much waits that no more should come before `room`."""
         return self._bytes > MOST_WAITING
 
     def add(self, line: bytes) -> None:
@@ -90,7 +90,7 @@ class Outlet:
         while self.full and self._failure is None:
             self._room.clear()
             self._wanted = True
-            if self.full and self._failure is None:  # the thread may not have seen that somebody waits
+            if self.full and self._failure is None:  # the thread may not have seen that `room` is waited for
                 await self._room.wait()
         if self._failure is not None:
             raise self._failure
@@ -216,7 +216,7 @@ class Aside:
 
     @property
     def left(self) -> Iterator[bytes]:
-        """Lines that nobody has taken."""
+        """Lines that have not been taken."""
         yield from self._left.values()
 
     def take(self, digest: str) -> bytes | None:
