@@ -36,7 +36,7 @@ class Kind(enum.IntEnum):
     BLOCK = 2  # from now on this is block number `block`, room for `rows` rows; its descriptor travels along
     ASK = 3  # answer the first `rows` rows of `block`; body, if any: group
     CANCEL = 4  # nobody wants the answer to request `number` any more
-    PROMPT = 9  # go on with a prompt, `rows` samples; body: `text_wire.Asked`
+    PROMPT = 9  # go on with a prompt, `rows` samples; body: `TextRequest`
     # from the server
     WELCOME = 5  # body: what it serves; the descriptor of its pulse travels along
     ANSWER = 6  # the answer to request `number` lies in its block
