@@ -21,6 +21,14 @@ BRIEFER = {  # what makes a command shorter that runs games
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
+ALONE = (
+    "bench",
+    "tune",
+    "simulate",
+    "doctor",
+    "config",
+    "plugins",
+)  # need no command before them, nor does one need them
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
 
@@ -30,6 +38,13 @@ def commands(page: Path) -> list[str]:
     shells = [block for language, block in blocks if language in ("", "sh", "bash", "console")]
     lines = [line.strip().removeprefix("$ ") for block in shells for line in block.splitlines()]
     return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest) ", line)]
+
+
+def to_run(page: Path) -> list[str]:
+    """The gpuinfer commands of a page, but for those that stand alone and an earlier page has already."""
+    earlier = {line for one in PAGES[: PAGES.index(page)] for line in commands(one)}
+    ours = [line for line in commands(page) if line.startswith("gpuinfer ")]
+    return [line for line in ours if not (line in earlier and line.split()[1] in ALONE)]
 
 
 def files(page: Path) -> dict[str, str]:
@@ -48,9 +63,7 @@ def shortened(line: str) -> list[str]:
 
 
 CASES = [
-    pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.thorough)
-    for page in PAGES
-    if any(line.startswith("gpuinfer ") for line in commands(page))
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.thorough) for page in PAGES if to_run(page)
 ]
 
 
@@ -58,9 +71,7 @@ CASES = [
 def test_every_gpuinfer_command_of_a_page_runs_in_their_order(page, tmp_path):
     for name, text in files(page).items():
         (tmp_path / name).write_text(text)
-    for line in commands(page):
-        if not line.startswith("gpuinfer "):
-            continue
+    for line in to_run(page):
         done = subprocess.run(
             [sys.executable, "-m", *shortened(line)],
             cwd=tmp_path,
