@@ -76,8 +76,8 @@ def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     offered = run.facts.get("offered_rows_per_s", 0.0)
     if verdict.kind == "arrival-bound" or run.rows_per_s >= waits.KEEPS_UP * offered:
         return verdict
-    text = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
-    return replace(verdict, why=f"{text} {verdict.why}", healthy=False)
+    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
 
 
 def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class TriedAdvice:
     low: float  # of the 95 % interval
     high: float
     seconds: float  # of a turn
-    crowding: int  # of both
+    turns: int  # of both
     command: str  # that was tried
 
     @property
