@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 from text.tiny import tiny_checkpoint
-from text.toy import alone, joined, toy_generator
+from text.toy import Generating, alone, joined, toy_generator
 
-from gpuinfer.api import Backend, ModelSpec, Request, Setup
+from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.streaming import PartStream, Unread
@@ -21,8 +21,7 @@ from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
-from gpuinfer.text.generator import Driver
-from gpuinfer.text.model import FEW, TextModel
+from gpuinfer.text.model import FEW
 
 WAIT_S = 30.0
 SLOTS = 4
@@ -53,35 +52,10 @@ class Gate:
         assert await asyncio.to_thread(self.reached.wait, WAIT_S)
 
 
-class Toy(Backend):
-    """A backend around one toy generator."""
-
-    def __init__(self, generator):
-        super().__init__()
-        self.generator = generator
-
-    async def start(self, context):
-        self.driver = Driver(self.generator)
-        self.text = TextModel(self.driver, context.stepped)
-        self.limits = self.text.limits
-
-    async def infer(self, batch):
-        raise NotImplementedError
-
-    def stream(self, batch):
-        return self.text.stream(batch)
-
-    def cancel(self, request):
-        self.text.cancel(request)
-
-    async def close(self):
-        await self.text.close()
-
-
 @asynccontextmanager
 async def serving(generator=None, **more):
     """An engine over a toy generator with four slots."""
-    async with running(Toy(generator or toy_generator(SLOTS)), **more) as engine:
+    async with running(Generating(generator or toy_generator(SLOTS)), **more) as engine:
         yield engine
 
 

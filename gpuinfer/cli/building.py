@@ -18,10 +18,7 @@ from gpuinfer.errors import UsageError
 if TYPE_CHECKING:
     from gpuinfer.runtime.run import RunPlan
 
-
 DEFAULT_BACKEND = "inprocess"
-
-
 NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that are not settings by themselves
 
 

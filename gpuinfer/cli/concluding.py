@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gpuinfer.bench.measure import Variant
     from gpuinfer.bench.series import Course, Outcome
 
-
 PANEL = "Comparison"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
+from gpuinfer.cli.concluding import concluded, own_flag
 from gpuinfer.cli.progress import interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
@@ -64,7 +65,6 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
     from gpuinfer.bench.grid import completed
     from gpuinfer.bench.series import Course
     from gpuinfer.cli.building import merge
-    from gpuinfer.cli.concluding import concluded
     from gpuinfer.cli.workload import log_to_people
 
     _refuse_others(values, own)
@@ -184,8 +184,6 @@ def _say(quiet: bool) -> Any:
 
 def more_flags() -> flags.Parameters:
     """What `bench generate` has beside the flags of every target."""
-    from gpuinfer.cli.concluding import own_flag
-
     sizes = ",".join(map(str, BATCH_SIZES))
     return {
         "batch_sizes": own_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.cli.building import around, setup_of
 from gpuinfer.cli.output import Destination
 from gpuinfer.cli.progress import interruptible
 from gpuinfer.config.change import Change
@@ -122,8 +123,6 @@ def _options(workload: Workload) -> Mapping[str, Any]:
 
 
 def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[str, Any]) -> RunPlan:
-    from gpuinfer.cli.building import around, setup_of
-
     copy = workload.trial(setup_of(settings.common), **changes)
     if copy is None:
         raise UsageError(NO_TRIAL)

@@ -9,14 +9,13 @@ import random
 
 import numpy as np
 import torch
+from text.toy import Generating
 
-from gpuinfer.api import Backend, BackendContext
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.text.generator import Driver, Prepared, Stepped, TextGenerator
-from gpuinfer.text.model import TextModel
+from gpuinfer.text.generator import Prepared, Stepped
 
 MASK = "_"
 
@@ -79,29 +78,8 @@ class Canvas:
         self._rows.clear()
 
 
-class Painter(Backend):
-    serves = ("text",)
-
-    async def start(self, context: BackendContext) -> None:
-        generator: TextGenerator = Canvas()
-        self.text = TextModel(Driver(generator), context.stepped)
-        self.limits = self.text.limits
-
-    async def infer(self, batch):
-        raise NotImplementedError
-
-    def stream(self, batch):
-        return self.text.stream(batch)
-
-    def cancel(self, request):
-        self.text.cancel(request)
-
-    async def close(self):
-        await self.text.close()
-
-
 async def answered():
-    engine = Engine(Painter(), Dynamic())
+    engine = Engine(Generating(Canvas()), Dynamic())
     await engine.start()
     try:
         prompts = [Prompt(text="x", key=str(number), sampling=Sampling(max_tokens=number)) for number in range(1, 10)]

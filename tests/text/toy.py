@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpuinfer.api import Backend
 from gpuinfer.generation import Completion, Part, Prompt, Sampling
-from gpuinfer.text.generator import Generator
+from gpuinfer.text.generator import Driver, Generator
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
+from gpuinfer.text.model import TextModel
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
@@ -234,3 +236,28 @@ def _said(sampling: Sampling, text: str, answer: list[int], logprobs: list[Any],
         stop_reason=cause,
         logprobs=None if sampling.logprobs is None else tuple(logprobs[: len(answer)]),
     )
+
+
+class Generating(Backend):
+    """A backend around one generator."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    async def start(self, context):
+        self.driver = Driver(self.generator)
+        self.text = TextModel(self.driver, context.stepped)
+        self.limits = self.text.limits
+
+    async def infer(self, batch):
+        raise NotImplementedError
+
+    def stream(self, batch):
+        return self.text.stream(batch)
+
+    def cancel(self, request):
+        self.text.cancel(request)
+
+    async def close(self):
+        await self.text.close()
