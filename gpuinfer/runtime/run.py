@@ -326,7 +326,8 @@ class _Execution:
     # What it says
 
     def status(self) -> str:
-        finished = self.progress.total is not None and self.progress.done >= self.progress.total
+        # where nothing was to do, a stop has won: whether the input is empty was perhaps not yet known
+        finished = bool(self.progress.total) and self.progress.done >= self.progress.total
         finished |= self._enough and not self._interrupted
         if self.session.stopping.is_set() and not finished:
             return "partial"

@@ -262,14 +262,8 @@ def test_what_is_refused_or_ends_before_its_first_answer_leaves_nothing_behind(t
         until((tmp_path / "out.jsonl.run.json").exists, process)
         until(lambda: (tmp_path / "out.jsonl.run.json").stat().st_size, process)
         process.send_signal(signal.SIGINT)
-        said = iter(process.stderr.readline, b"")
-        heard = (
-            b"stopped before the first answer",
-            b"Ctrl-C: stopping",
-        )  # by whether the model is open; else input may end first
-        assert any(word in line for line in said for word in heard)
-        _, errors = process.communicate()
-    assert process.returncode == 3, errors
+        errors = process.stderr.read()  # its input stays open: it ends by the signal alone
+        assert process.wait(60) == 3, errors
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -223,11 +223,8 @@ class Driver:
         while self._updates and not (self._updates[0].drain and self.generator.busy):
             update = self._updates[0]
             if update.done.set_running_or_notify_cancel():
-                try:
-                    self.generator.update(update.version, update.weights)
-                except Exception as error:
-                    update.done.set_exception(_died(error))
-                    raise  # some of the weights may be the new ones
+                # what raises here ends the thread, since some of the weights may be the new ones: `_fail_all` tells it
+                self.generator.update(update.version, update.weights)
                 update.done.set_result(None)
             self._updates.popleft()
 
@@ -281,7 +278,7 @@ class Driver:
             self._inbox.clear()
             updates = [update.done for update in self._updates]
         for done in updates:
-            if not done.done() and done.set_running_or_notify_cancel():
+            if done.running() or (not done.done() and done.set_running_or_notify_cancel()):
                 done.set_exception(reason)
         if tickets:
             self._hand_out([(ticket, reason) for ticket in tickets])
