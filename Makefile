@@ -1,6 +1,7 @@
 # make demo   a real search plays a real card game on this machine, with a live view
 # make test   the tests with small counts: minutes
 # make thorough    what takes long, and properties with more examples: CI runs it too
+# make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
 # make lint   formatting, lint, types
@@ -9,23 +10,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test thorough processors soak lint clean
+.PHONY: demo test thorough processors system soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu" tests plugins
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu and not system" tests plugins
 
 thorough: $(READY)
 	TEST_COUNTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
-		-m "(thorough or property) and not soak and not gpu" tests plugins
+		-m "(thorough or property) and not soak and not gpu and not system" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
 
+DEBIAN := chromium munge prometheus slurm-wlm
+system: $(READY)
+	dpkg -s $(DEBIAN) >/dev/null 2>&1 || { apt-get -qq update; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null; }
+	$(BIN)/python -m pytest -m "system and not soak and not gpu" tests plugins
+
 soak: $(READY)
-	TEST_COUNTS=thorough $(BIN)/python -m pytest -m "not gpu" --timeout 21600 tests plugins
+	TEST_COUNTS=thorough $(BIN)/python -m pytest -m "not gpu and not system" --timeout 21600 tests plugins
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 LAYERS = [
     ["gpuinfer.__main__"],
     ["gpuinfer.cli"],
-    ["gpuinfer.bench", "gpuinfer.screen", "gpuinfer.testing", "gpuinfer.verifying"],
+    ["gpuinfer.bench", "gpuinfer.screen", "gpuinfer.serving", "gpuinfer.testing", "gpuinfer.verifying"],
     [
         "gpuinfer.backends",
         "gpuinfer.runtime",
@@ -24,10 +24,18 @@ LAYERS = [
         "gpuinfer.workloads.selfplay",
         "gpuinfer.workloads",
     ],
-    ["gpuinfer.central", "gpuinfer.peers", "gpuinfer.simulate"],
-    ["gpuinfer.engine", "gpuinfer.load", "gpuinfer.openai", "gpuinfer.report", "gpuinfer.text"],
+    ["gpuinfer.central", "gpuinfer.fleet", "gpuinfer.peers", "gpuinfer.simulate"],
+    [
+        "gpuinfer.engine",
+        "gpuinfer.load",
+        "gpuinfer.monitoring",
+        "gpuinfer.openai",
+        "gpuinfer.report",
+        "gpuinfer.routing",
+        "gpuinfer.text",
+    ],
     ["gpuinfer.models", "gpuinfer.trace"],
-    ["gpuinfer.config", "gpuinfer.stats"],
+    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.stats"],
     ["gpuinfer.host", "gpuinfer.units"],
     ["gpuinfer.api", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
@@ -37,6 +45,10 @@ HEAVY = {
     "torch": ["gpuinfer.models", "gpuinfer.text", "gpuinfer.workloads.selfplay.dataset"],
     "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
+    "opentelemetry": [],
+    "prometheus_client": [],
+    "ray": [],
+    "uvloop": [],
 }
 
 
