@@ -60,10 +60,15 @@ def run(
 
 def kill(process: subprocess.Popen[Any]) -> None:
     """End a program that was started here, and whatever it has started that is still in its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(REAPED_S)
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """The same, without waiting until the system has taken it away."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def with_our_path(**more: str) -> dict[str, str]:

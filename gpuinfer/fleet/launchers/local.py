@@ -1,0 +1,117 @@
+"""Replicas as children of this process: each in a session of its own, with its own device, threads and log.
+
+A Ctrl-C in the terminal does not reach them, since the supervisor decides; `kill -9` of the supervisor does, by the end
+of their standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from gpuinfer.errors import WorkError
+from gpuinfer.fleet.launchers import readiness
+from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.host import children, commands
+
+COMMAND = (sys.executable, "-m", "gpuinfer")
+LEAVING = "--leave-with-parent"
+LOOK_S = 0.02
+OURS = "GPUINFER_"  # settings of the supervisor's, which has put what counts into files and flags
+KEPT = ("GPUINFER_DISABLED_PLUGINS",)
+
+
+class Local(Launcher):
+    """Starts replicas on this machine. `command` is what a plan's arguments follow: tests put their own there."""
+
+    name = "local"
+
+    def __init__(self, options: BaseModel | None = None, command: Sequence[str] = COMMAND) -> None:
+        super().__init__(options)
+        self._command = tuple(command)
+
+    async def launch(self, plan: ReplicaPlan) -> Child:
+        return self._start(plan)
+
+    def _start(self, plan: ReplicaPlan) -> Child:
+        log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            begins = os.lseek(log, 0, os.SEEK_END)
+            process = subprocess.Popen(
+                (*self._command, *plan.arguments, LEAVING),
+                stdin=subprocess.PIPE,  # its end is ours
+                stdout=log,
+                stderr=log,
+                env=environment(plan),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {self._command[0]}.") from None
+        finally:
+            os.close(log)
+        return Child(plan, process, begins)
+
+
+class Child(Launched):
+    """A replica that is a child of this process."""
+
+    def __init__(self, plan: ReplicaPlan, process: subprocess.Popen[bytes], begins: int) -> None:
+        self.log: Path | None = plan.log
+        self.pid = process.pid
+        self._plan, self._process, self._begins = plan, process, begins
+
+    async def ready(self, within_s: float) -> tuple[str, int]:
+        address = await readiness.wait(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
+        return address.host, address.port
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def last_words(self) -> str:
+        return readiness.last_words(self.log, self._begins)
+
+    async def terminate(self, within_s: float) -> None:
+        if self.alive:
+            self._process.terminate()
+            await _until(lambda: not self.alive, within_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Its whole session, even when it has ended itself: what it started may live on."""
+        commands.kill_group(self._process)
+        await _until(lambda: not self.alive, commands.REAPED_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _failure(self, why: str) -> WorkError:
+        if not self.alive:
+            why = f"{why} (exit code {self._process.returncode})"
+        return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+
+
+def environment(plan: ReplicaPlan) -> dict[str, str]:
+    """Of a replica: this process's, with its own devices and share of the cores, and no settings but by its flags."""
+    given = {key: value for key, value in commands.with_our_path().items() if key in KEPT or not key.startswith(OURS)}
+    if plan.devices is not None:
+        given["CUDA_VISIBLE_DEVICES"] = plan.devices
+    if plan.threads is not None:
+        for name in children.THREAD_COUNTS:
+            given.setdefault(name, str(plan.threads))
+    return given
+
+
+async def _until(done: Callable[[], bool], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while not done():
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(LOOK_S)
+    return True
