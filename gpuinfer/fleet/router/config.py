@@ -1,0 +1,52 @@
+"""All that router processes are told at their start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control application that the router speaks, and no client
+
+
+class RouterConfig(Struct, frozen=True):
+    """Sizes in bytes, times in seconds.
+
+    Requests for /v1/* and /predict go to replicas, all others to the control application on the Unix socket `control`:
+    with the client's own Authorization, and with `control_key` under `CONTROL_KEY_HEADER`.
+    """
+
+    host: str
+    port: int  # 0: a free one
+    control: str
+    control_key: str
+    processes: int = 1
+    policy: str = "least-loaded"
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()  # none: /v1/* and /predict are open
+    hosts: tuple[str, ...] = ()  # names that a Host or Origin may have, without ports; none: any
+
+    timeout_s: float = 300.0  # to the first byte of an answer, and between two pieces of it
+    connect_s: float = 2.0
+    wait_s: float = 15.0  # of a request for a replica, while none can take it but one may soon
+    slow_start_s: float = 10.0
+    retry_budget: float = 0.2  # of all requests, as many may be repeated because of an answer that says to try again
+    attempts: int = 8  # of one request, whatever happens
+
+    breaker_failures: int = 3  # in a row open a replica's breaker
+    breaker_share: float = 0.5  # of the latest `breaker_window` answers that were errors opens it, too
+    breaker_window: int = 20
+    breaker_open_s: float = 1.0  # before one request is let through to try it; doubles with each that fails
+    breaker_longest_s: float = 15.0
+
+    head_bytes: int = 32 << 10
+    body_bytes: int = 64 << 20
+    bodies_bytes: int = 1 << 30  # all that one process keeps of requests
+    connections: int = 8192  # of clients, to one process
+    head_s: float = 10.0
+    body_s: float = 60.0  # between two pieces of it
+    idle_s: float = 75.0
+    write_s: float = 60.0  # of a client that takes nothing
+    write_bytes: int = 256 << 10  # written and not yet taken by a client: above it no more is read from its replica
+    kept_bytes: int = 4 << 20  # of a stream, to take it up elsewhere; one that is longer cannot be
+    whole_bytes: int = 256 << 10  # an answer of a known length up to this one goes out only when it is whole
