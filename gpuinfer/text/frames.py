@@ -1,0 +1,143 @@
+"""A prompt and its answer as bodies of `/v1/generations`: msgpack, the answer in frames as it grows.
+
+A frame is its length, 4 bytes little-endian, and msgpack of `[kind, payload]`: any number of "part"
+(`generation.Part`), then "done" (`generation.Generation`) or "error" ({type, message, retry_after_s?}).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from gpuinfer.errors import BackendError, BadPrompt, GpuinferError, QueueFull
+from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.host.error_wire import nearest, rebuilt
+
+PROMPT_TYPE = "application/msgpack"
+FRAMES_TYPE = "application/x-gpuinfer-frames"
+LARGEST_PROMPT = 16 << 20  # bytes, encoded
+LARGEST_FRAME = 256 << 20
+LONGEST_MESSAGE = 2_000  # characters of an error's text
+UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
+_length = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_prompt = msgspec.msgpack.Decoder(Prompt)
+_frame = msgspec.msgpack.Decoder(tuple[str, Raw])
+_part, _done = msgspec.msgpack.Decoder(Part), msgspec.msgpack.Decoder(Generation)
+_error = msgspec.msgpack.Decoder(dict[str, Any])
+
+News = Part | Generation | GpuinferError
+
+
+def prompt_to_body(prompt: Any) -> bytes:
+    """Raises `BadPrompt` for what cannot travel."""
+    if not isinstance(prompt, Prompt):
+        raise BackendError(
+            f"a payload is a {type(prompt).__name__}, but this model continues prompts. "
+            "Submit gpuinfer.generation.Prompt."
+        )
+    try:
+        data = _encoder.encode(prompt)
+    except UNFIT as error:
+        raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
+    if len(data) > LARGEST_PROMPT:
+        raise BadPrompt(
+            f"this prompt has {len(data):,} bytes, and at most {LARGEST_PROMPT:,} travel to a server. Shorten it."
+        )
+    return data
+
+
+def prompt_from_body(body: bytes) -> Prompt:
+    """Raises `BadPrompt` for what is none."""
+    if len(body) > LARGEST_PROMPT:
+        raise BadPrompt(f"a prompt of {len(body):,} bytes: at most {LARGEST_PROMPT:,} are read. Shorten it.")
+    try:
+        return _prompt.decode(body)
+    except UNFIT as error:
+        raise BadPrompt(f"this is no prompt: {error}. Send msgpack of gpuinfer.generation.Prompt.") from error
+
+
+def to_frame(news: News) -> bytes:
+    """Raises `BackendError` for an answer that is none, or too large to travel."""
+    kind: str = "part" if isinstance(news, Part) else "error" if isinstance(news, GpuinferError) else "done"
+    try:
+        data = _encoder.encode((kind, _told(news) if isinstance(news, GpuinferError) else news))
+    except UNFIT as error:
+        raise BackendError(f"this answer cannot travel: {error}. Use the backend inprocess.") from error
+    if len(data) > LARGEST_FRAME:
+        raise BackendError(
+            f"this answer has {len(data):,} bytes, and at most {LARGEST_FRAME:,} travel from a server. "
+            "Ask for fewer logprobs or samples at once."
+        )
+    return _length.pack(len(data)) + data
+
+
+def _told(error: GpuinferError) -> dict[str, Any]:
+    message = str(error)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+    told: dict[str, Any] = {"type": nearest(error) or "BackendError", "message": message}
+    retry_after_s = getattr(error, "retry_after_s", None)
+    return told if retry_after_s is None else {**told, "retry_after_s": retry_after_s}
+
+
+class Unframer:
+    """News out of a stream of bytes that arrive in pieces."""
+
+    __slots__ = ("_have", "_pieces", "_want")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []  # joined only once they are a frame: a large one comes in many
+        self._have, self._want = 0, _length.size
+
+    def feed(self, data: bytes) -> list[News]:
+        """What is complete now. Raises `BackendError` for bytes that are no frames."""
+        self._pieces.append(data)
+        self._have += len(data)
+        if self._have < self._want:
+            return []
+        return list(self._complete(b"".join(self._pieces)))
+
+    def _complete(self, data: bytes) -> Iterator[News]:
+        at = 0
+        while len(data) - at >= _length.size:
+            (size,) = _length.unpack_from(data, at)
+            if size > LARGEST_FRAME:
+                raise BackendError(f"a frame of {size:,} bytes: the server speaks otherwise. {_CURE}")
+            self._want = _length.size + size
+            if len(data) - at < self._want:
+                break
+            yield _news(data[at + _length.size : at + self._want])
+            at += self._want
+            self._want = _length.size
+        self._pieces, self._have = [data[at:]], len(data) - at
+
+
+def _news(data: bytes) -> News:
+    try:
+        kind, payload = _frame.decode(data)
+        if kind == "part":
+            return _part.decode(payload)
+        if kind == "done":
+            return _done.decode(payload)
+        if kind == "error":
+            return _rebuilt(_error.decode(payload))
+    except UNFIT as error:
+        raise BackendError(f"the server sent no answer: {error}. {_CURE}") from error
+    raise BackendError(f"the server sent a frame of kind '{kind[:40]}', which nobody knows here. {_CURE}")
+
+
+def _rebuilt(told: dict[str, Any]) -> GpuinferError:
+    message = str(told.get("message", "it did not say why"))
+    error = rebuilt(str(told.get("type", "")), message) or BackendError(message)
+    if isinstance(error, QueueFull) and isinstance(after := told.get("retry_after_s"), int | float):
+        error.retry_after_s = float(after)
+    return error
+
+
+_CURE = "Let both ends run the same version of gpuinfer."

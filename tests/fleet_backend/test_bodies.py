@@ -1,0 +1,103 @@
+"""Rows and answers as safetensors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.models import bodies
+from gpuinfer.models.bodies import NotTensors
+
+ROWS = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def body(header, data=b""):
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
+
+def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int8", "float16", "int64"])
+def test_rows_are_read_as_they_were_written_by_us_and_by_the_library(dtype):
+    rows = ROWS.astype(dtype)
+    for written in (bodies.rows_to_body(rows), safetensors.numpy.save({"anything": rows})):
+        read = bodies.rows_from_body(written)
+        assert read.dtype == rows.dtype
+        np.testing.assert_array_equal(read, rows)
+    np.testing.assert_array_equal(safetensors.numpy.load(bodies.rows_to_body(rows))["rows"], rows)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [ROWS, (ROWS, ROWS[:, :1]), (ROWS,), {"value": ROWS[:, 0], "policy": ROWS}],
+    ids=["an array", "a tuple", "a tuple of one", "a dict"],
+)
+def test_an_answer_comes_back_in_its_form(answer):
+    read = bodies.answer_from_body(bodies.answer_to_body(answer))
+    assert type(read) is type(answer)
+    if isinstance(answer, dict):
+        assert read.keys() == answer.keys()
+        read, answer = tuple(read[name] for name in answer), tuple(answer.values())
+    for one, other in zip(np.atleast_2d(read) if isinstance(read, np.ndarray) else read, answer, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_tuple_has_its_order_whatever_the_order_in_the_body():
+    written = safetensors.numpy.save({"1": ROWS[:2].astype(np.float64), "0": ROWS}, {"answer": "tuple"})
+    first, second = bodies.answer_from_body(written)
+    assert (first.shape, second.shape) == ((4, 6), (2, 6))
+
+
+def test_what_is_no_array_does_not_travel():
+    with pytest.raises(NotTensors, match="does not travel"):
+        bodies.answer_to_body([1, 2, 3])
+    with pytest.raises(NotTensors, match="does not travel"):
+        bodies.rows_to_body(np.array(["a"]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(struct.pack("<Q", 1 << 62) + b"{}", id="a header longer than all"),
+        pytest.param(body(b"{" + b" " * (70 << 10) + b"}"), id="a header that is too long"),
+        pytest.param(body(b"[]"), id="a header that is a list"),
+        pytest.param(body(b"\xff\xfe"), id="a header that is no text"),
+        pytest.param(body(b"[" * 60_000), id="a header that nests"),
+        pytest.param(body({"a": tensor(dtype="Q8")}, bytes(8)), id="a dtype that nobody knows"),
+        pytest.param(body({"a": tensor(shape=(3,))}, bytes(8)), id="a shape that is larger than its bytes"),
+        pytest.param(body({"a": tensor(shape=(-1, -2))}, bytes(8)), id="a negative shape"),
+        pytest.param(body({"a": tensor(shape=(1 << 40, 1 << 40), offsets=(0, 8))}, bytes(8)), id="a huge shape"),
+        pytest.param(body({"a": tensor(shape=(1,) * 9, offsets=(0, 4))}, bytes(4)), id="too many dimensions"),
+        pytest.param(body({"a": tensor(offsets=(8, 0))}, bytes(8)), id="offsets the wrong way round"),
+        pytest.param(body({"a": tensor(offsets=(4, 12))}, bytes(12)), id="a gap"),
+        pytest.param(body({"a": tensor()}, bytes(12)), id="bytes that belong to nobody"),
+        pytest.param(body({"a": tensor()}, bytes(4)), id="too few bytes"),
+        pytest.param(body({"a": tensor(), "b": tensor()}, bytes(8)), id="two tensors in one place"),
+        pytest.param(body({"a": {**tensor(), "more": 1}}, bytes(8)), id="an unknown field"),
+        pytest.param(body({"__metadata__": {"a": 1}, "a": tensor()}, bytes(8)), id="metadata that is no text"),
+        pytest.param(body({str(n): tensor(shape=(0,), offsets=(0, 0)) for n in range(300)}), id="too many tensors"),
+        pytest.param(body({}), id="no tensor"),
+        pytest.param(body({"a": tensor(shape=(), offsets=(0, 4))}, bytes(4)), id="a single number"),
+    ],
+)
+def test_a_wrong_body_is_refused(wrong):
+    with pytest.raises(NotTensors):
+        bodies.rows_from_body(wrong)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_harm(data):
+    for wrong in (data, body(data), body({"a": tensor()}, data)):
+        with contextlib.suppress(NotTensors):
+            bodies.answer_from_body(wrong)
