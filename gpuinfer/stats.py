@@ -17,6 +17,7 @@ SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
 COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
+DONE_BY_A_DEVICE = ("tokens", "steps")  # each name → how much until now
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 
 
@@ -227,11 +228,14 @@ def _joined(parts: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, 
 
 
 def _devices_added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The processes share one device: its name and utilisation are the same for all, what each has taken adds up."""
+    """The processes share one device: its name and utilisation are the same for all; what each has taken and done
+    adds up.
+    """
     known = [part for part in parts if part]
     taken = {name for part in known for name in part if name.endswith("_mb")}
     added = {name: sum(part.get(name, 0.0) for part in known) for name in taken}
-    return {**known[0], **added} if known else {}
+    done = {name: _added([part[name] for part in known if part.get(name)]) for name in DONE_BY_A_DEVICE}
+    return {**known[0], **added, **{name: counts for name, counts in done.items() if counts}} if known else {}
 
 
 def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""The exposition: what Prometheus reads is what the snapshot says."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+
+import pytest
+from monitoring.synthetic import Server, worker
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuinfer.api import Reason
+from gpuinfer.monitoring.families import DURATIONS, durations
+from gpuinfer.monitoring.metrics import exposition
+from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.stats import ERRORS, Histogram, Snapshot
+
+WORKERS = [worker(0), worker(1, healthy=False, breaker="open", errors=7, restarts=2)]
+HOSTILE = '</script><img src=x onerror="alert(1)">\n\\ \x00 ' + "ä" * 5000
+
+
+def read(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample by its name and labels, as prometheus_client's own parser reads it."""
+    families = list(text_string_to_metric_families(text.decode()))
+    samples = [sample for family in families for sample in family.samples]
+    found = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(found) == len(samples), "a sample is there twice"
+    return found
+
+
+def of(samples, name, **labels):
+    return samples[name, frozenset({key.removesuffix("_"): value for key, value in labels.items()}.items())]
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    return Server().step(10.0, requests=400)
+
+
+def test_values_are_those_of_the_snapshot(snapshot):
+    samples = read(exposition(snapshot, list(of_workers(WORKERS))))
+    for name, count in snapshot.classes.items():
+        labels = {"class_": name}
+        assert of(samples, "gpuinfer_requests_total", **labels) == count["requests"]
+        assert of(samples, "gpuinfer_rows_total", **labels) == count["rows"]
+        for metric, what in (("request_duration", "latency"), ("queue_wait", "queue_wait")):
+            assert of(samples, f"gpuinfer_{metric}_seconds_sum", **labels) == pytest.approx(count[what]["total"])
+            held = sum(count[what]["counts"].values())
+            assert of(samples, f"gpuinfer_{metric}_seconds_count", **labels) == held
+            assert of(samples, f"gpuinfer_{metric}_seconds_bucket", **labels, le="+Inf") == held
+    for kind in ERRORS:
+        assert of(samples, "gpuinfer_errors_total", kind=kind) == snapshot.errors[kind]
+    for reason in Reason:
+        assert of(samples, "gpuinfer_batches_total", reason=reason) == snapshot.reasons.get(reason, 0)
+    assert of(samples, "gpuinfer_batch_rows_count") == sum(snapshot.batches.values())
+    assert of(samples, "gpuinfer_batch_rows_sum") == sum(size * times for size, times in snapshot.batches.items())
+    at_most_8 = sum(times for size, times in snapshot.batches.items() if size <= 8)
+    assert of(samples, "gpuinfer_batch_rows_bucket", le="8.0") == at_most_8
+    assert of(samples, "gpuinfer_input_tokens_total") == snapshot.device["tokens"]["input"]
+    assert of(samples, "gpuinfer_output_tokens_total") == snapshot.device["tokens"]["output"]
+    assert of(samples, "gpuinfer_waiting_rows") == snapshot.waiting
+    forward = snapshot.lanes[0]["stations"]["forward"]
+    assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="forward") == pytest.approx(forward)
+    assert of(samples, "gpuinfer_device_memory_allocated_bytes") == 41_300 * 2**20
+    assert of(samples, "gpuinfer_worker_up", worker="0") == 1
+    assert of(samples, "gpuinfer_worker_up", worker="1") == 0
+    assert of(samples, "gpuinfer_worker_errors_total", worker="1") == 7
+    assert of(samples, "gpuinfer_worker_breaker_state", worker="1", state="open") == 1
+    assert of(samples, "gpuinfer_worker_breaker_state", worker="1", state="closed") == 0
+
+
+def test_a_bucket_counts_what_was_at_most_its_bound():
+    histogram, times = Histogram(), [0.00003, 0.0009, 0.0011, 0.049, 0.051, 0.7, 299.0, 1000.0]
+    for seconds in times:
+        histogram.add(seconds)
+    buckets = dict(durations(histogram.to_wire()).buckets)
+    assert buckets == {
+        **{bound: sum(seconds <= bound for seconds in times) for bound in DURATIONS},
+        math.inf: len(times),
+    }
+
+
+def test_counters_are_there_before_they_first_count_and_never_fall():
+    server = Server()
+    before = read(exposition(Snapshot()))
+    assert of(before, "gpuinfer_errors_total", kind="failed") == 0
+    assert of(before, "gpuinfer_requests_total", class_="low") == 0
+    for _ in range(5):
+        now = read(exposition(server.step()))
+        rising = ("_total", "_count", "_sum", "_bucket")
+        assert not {key for key in before if key[0].endswith(rising) and now[key] < before[key]}
+        before = now
+
+
+def test_names_from_outside_are_escaped_and_bounded():
+    lanes = tuple(
+        {"name": f"{HOSTILE} lane-{lane}", "stations": {f"station {number} {HOSTILE}": 1.0 for number in range(100)}}
+        for lane in "abcdefghijklmnopqrstuvwxyz"
+    )
+    told = Server(model=HOSTILE).snapshot(lanes=lanes)
+    text = exposition(told, list(of_workers([worker(0, id=HOSTILE)])))
+    samples = read(text)
+    seconds = [value for (name, _), value in samples.items() if name == "gpuinfer_lane_seconds_total"]
+    assert len(seconds) <= 17 * 25
+    assert sum(seconds) == pytest.approx(2600)
+    assert len(text) < 200_000
+
+
+def test_scrapes_share_nothing():
+    one, other = exposition(Server(1).step()), exposition(Server(2).step(requests=3))
+    assert read(one) == read(exposition(Server(1).step()))
+    assert read(one) != read(other)
+
+
+@pytest.mark.system
+def test_promtool_has_nothing_to_say(snapshot):
+    for text in (exposition(Snapshot()), exposition(snapshot, list(of_workers(WORKERS)))):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, b"")
