@@ -77,8 +77,8 @@ class Options(api.Options):
     )
     in_flight: int | None = Field(None, ge=1, le=10**4, description="batches at once; default: 1, or as in the trace")
     replicas: int = Field(1, ge=1, le=10**4, description="servers behind the router")
-    routing: Literal["least-outstanding", "power-of-two", "round-robin", "random"] = Field(
-        "least-outstanding", description="which replica a request goes to"
+    routing: Literal["least-loaded", "power-of-two", "sticky", "round-robin", "random"] = Field(
+        "least-loaded", description="which replica a request goes to; sticky: all of a client's to one"
     )
     target: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="p95 latency; default: the strategy's latency_target"

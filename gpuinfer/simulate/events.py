@@ -15,6 +15,7 @@ from gpuinfer.config.blame import WarnOnce
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UsageError
 from gpuinfer.load.arrivals import Arrivals, Closed
+from gpuinfer.routing.policy import DEFAULT
 from gpuinfer.simulate.feed import ClosedFeed, OpenFeed
 from gpuinfer.simulate.outcome import Outcome
 from gpuinfer.simulate.replica import Replica, Running
@@ -36,7 +37,7 @@ def simulate(
     limits: Limits,
     *,
     replicas: int = 1,
-    routing: str = "least-outstanding",
+    routing: str = DEFAULT,
     seed: int = 0,
     requests: int | None = None,
     duration: float | None = None,
@@ -186,7 +187,7 @@ class Simulation:
                 while feed.next_at <= now:
                     ask = feed.take()
                     self._rows_taken += ask.rows
-                    replica = pick()
+                    replica = pick(ask)
                     replica.arrive(ask, now)
                     touched.append(replica)
                 if not events or events[0][0] > now:

@@ -1,0 +1,1 @@
+"""Which replica a request goes to: policies that the router and the simulator share."""

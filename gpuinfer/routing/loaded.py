@@ -1,0 +1,42 @@
+"""Policies that look at how much each replica has to do, in proportion to its speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gpuinfer.routing.choosing import Asking, Choice, Load, Policy
+
+
+class LeastLoaded(Policy):
+    """The one with the least in flight for its speed; of equals any, so that routers do not all run to the same one."""
+
+    def choose(self, loads: Sequence[Load], asking: Asking) -> Choice:
+        scores = [load.in_flight / load.speed for load in loads]
+        least = min(scores)
+        at = scores.index(least)
+        if (equals := scores.count(least)) > 1:
+            for _ in range(int(self._dice.random() * equals)):
+                at = scores.index(least, at + 1)
+            return Choice(loads[at], f"least-loaded {least:.4g}={least:.4g}")
+        scores[at] = math.inf
+        next_least = min(scores)
+        why = f"least-loaded {least:.4g}<{next_least:.4g}" if next_least < math.inf else "least-loaded alone"
+        return Choice(loads[at], why)
+
+
+class PowerOfTwo(Policy):
+    """The less loaded of two at random: nearly as good as looking at all, and it does not herd where loads are known
+    late (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
+    """
+
+    def choose(self, loads: Sequence[Load], asking: Asking) -> Choice:
+        count, draw = len(loads), self._dice.random
+        if count == 1:
+            return Choice(loads[0], "power-of-two alone")
+        first, second = int(draw() * count), int(draw() * (count - 1))
+        one, other = loads[first], loads[second + (second >= first)]
+        ours, theirs = one.in_flight / one.speed, other.in_flight / other.speed
+        if theirs < ours:
+            one, ours, theirs = other, theirs, ours
+        return Choice(one, f"power-of-two {ours:.4g}{'<' if ours < theirs else '='}{theirs:.4g}")
