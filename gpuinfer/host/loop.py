@@ -52,12 +52,12 @@ else:  # kqueue takes nanoseconds
         return asyncio.new_event_loop()
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], loops: Callable[[], asyncio.AbstractEventLoop] = new_loop) -> T:
     """Like `asyncio.run`, with precise timers, and with an end: a task that does not heed its cancellation, or a thread
-    that is not done, is waited for `WIND_UP_S` at most, and then left behind.
+    that is not done, is waited for `WIND_UP_S` at most, and then left behind. `loops` makes the loop.
     """
     with _little_slack():
-        runner, threads = asyncio.Runner(loop_factory=new_loop), ThreadPoolExecutor(thread_name_prefix="asyncio")
+        runner, threads = asyncio.Runner(loop_factory=loops), ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop = runner.get_loop()
         loop.set_default_executor(threads)
         try:

@@ -1,0 +1,125 @@
+"""The HTTP/1.1 server: listens, bounds its connections, ends what has lasted too long, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Mapping
+
+from gpuinfer.http import binding
+from gpuinfer.http.connection import Connection
+from gpuinfer.http.departures import Departures
+from gpuinfer.http.exchange import Handler, Quick
+from gpuinfer.http.limits import HttpLimits
+
+SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
+LOOK_S = 1.0  # how often deadlines are looked at, at most
+
+
+class HttpServer:
+    """Serves a handler. Made and used in one event loop.
+
+    `counts`: connections (open now), accepted, requests, refused, slow, unread, cancelled, broken_off, crowded.
+    """
+
+    def __init__(self, handler: Handler, limits: HttpLimits | None = None, *, quick: Quick | None = None) -> None:
+        self.handler = handler
+        self.quick = quick
+        self.limits = limits or HttpLimits()
+        self.loop = asyncio.get_running_loop()
+        self.departures = Departures(self.loop)
+        self.bodies = 0
+        self.closing = False
+        self._connections: set[Connection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._paths: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._emptied = asyncio.Event()
+        times = (self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s)
+        self._every = max(0.01, min(LOOK_S, min(times) / 4))
+        self._look_at = self.loop.call_later(self._every, self._look)
+
+    async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
+        """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours."""
+        sockets = binding.listeners(host, port, reuse_port)
+        for one in sockets:
+            self._servers.append(await self.loop.create_server(self._connection, sock=one, backlog=binding.BACKLOG))
+        return int(sockets[0].getsockname()[1])
+
+    async def listen_unix(self, path: str) -> None:
+        """Listen at a path that only this user can connect to. Raises UsageError."""
+        one = binding.unix_listener(path)
+        self._servers.append(await self.loop.create_unix_server(self._connection, sock=one, backlog=binding.BACKLOG))
+        self._paths.append(path)
+
+    def stop_accepting(self) -> None:
+        """No more connections; those that are open end after their present response."""
+        self.closing = True
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._paths.clear()
+        for connection in list(self._connections):
+            connection.shut()
+
+    async def drain(self, within_s: float) -> bool:
+        """Stop accepting, and wait for the responses under way. Whether all were complete in time."""
+        self.stop_accepting()
+        if not self._connections:
+            return True
+        self._emptied.clear()
+        try:
+            await asyncio.wait_for(self._emptied.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop now: what is under way is cancelled and broken off."""
+        self.stop_accepting()
+        tasks = [one for one in (connection.end() for connection in list(self._connections)) if one is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        while self._connections:
+            for connection in list(self._connections):
+                connection.transport.abort()
+            await asyncio.sleep(0)
+        self._look_at.cancel()
+        self.departures.close()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {**self._counts, "connections": len(self._connections), "body_bytes": self.bodies}
+
+    # For its connections
+
+    def opened(self, connection: Connection) -> None:
+        """One more; where that is too many, it is told so."""
+        self._counts["accepted"] += 1
+        self._connections.add(connection)
+        beyond = len(self._connections) - self.limits.connections
+        if beyond > 0:
+            self._counts["crowded"] += 1
+            connection.crowd(heard=beyond <= SPARE)
+
+    def closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._emptied.set()
+
+    def count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def _connection(self) -> Connection:
+        return Connection(self)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        for connection in list(self._connections):
+            connection.overdue(now)
+        self._look_at = self.loop.call_later(self._every, self._look)
