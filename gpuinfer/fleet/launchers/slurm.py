@@ -1,0 +1,250 @@
+"""Replicas as jobs of a SLURM cluster: one sbatch each, ended with the fleet, submitted anew when an allocation ends.
+
+A job that waits in the queue is no replica that hangs: how long it may wait is an option of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import getpass
+import itertools
+import logging
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.launchers import local, readiness, slurm_jobs, slurm_script
+from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.fleet.launchers.slurm_jobs import Job
+
+log = logging.getLogger(__name__)
+
+PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+PULSE = "fleet.pulse"  # in the fleet's folder: as long as it changes, there is a fleet
+PULSE_S = 5.0
+LOOK_S = 2.0  # between two questions how the jobs are, all in one
+GONE_S = 15.0  # for a job to be gone, once it is killed
+WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,:/@%+=&|()\[\]*!~-]*$"  # a value that is nothing but a value
+PATH = r"^[A-Za-z0-9_./~][^\x00-\x1f\x7f]*$"
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class Slurm(Launcher):
+    """Submits each replica as a job. `command` and `look_s` are for tests."""
+
+    class Options(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        account: str | None = Field(None, pattern=WORD, description="who is charged")
+        partition: str | None = Field(None, pattern=WORD, description="where the jobs run")
+        qos: str | None = Field(None, pattern=WORD, description="quality of service")
+        constraint: str | None = Field(None, pattern=WORD, description="what a node must have, such as a100")
+        reservation: str | None = Field(None, pattern=WORD, description="the name of a reservation")
+        time: str | None = Field(None, pattern=r"^(\d[\d:-]*|UNLIMITED)$", description="of one job, such as 04:00:00")
+        gpus: str | None = Field(None, pattern=WORD, description="of one replica: 1, a100:2")
+        cpus: int | None = Field(None, ge=1, le=4096, description="cores of one replica")
+        mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of one replica, such as 64G")
+        container: str | None = Field(None, pattern=PATH, description="an image for srun --container-image (pyxis)")
+        mounts: str | None = Field(None, pattern=PATH, description="its mounts, FROM:TO,…")
+        python: str | None = Field(None, pattern=PATH, description="the Python there; default this one, or python3")
+        folder: str | None = Field(None, pattern=PATH, description="where both hosts see the same files")
+        pending: float = Field(86_400.0, gt=0, description="seconds that a job may wait in the queue")
+
+    name = "slurm"
+    bind = "0.0.0.0"  # the script names the node's own address in its place
+    options: Options
+    start_s = 600.0  # a model comes from a file system that many share
+
+    def __init__(
+        self, options: BaseModel | None = None, command: Sequence[str] | None = None, look_s: float = LOOK_S
+    ) -> None:
+        super().__init__(options)
+        self.shared = Path(self.options.folder or "gpuinfer-fleet").expanduser().absolute()
+        self._command = tuple(command) if command else (self._python, "-m", "gpuinfer")
+        self._look_s = look_s
+        self._jobs: dict[str, SlurmJob] = {}  # those that have not ended
+        self._pulses: set[Path] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def _python(self) -> str:
+        return self.options.python or ("python3" if self.options.container else sys.executable)
+
+    def check(self) -> None:
+        lacking = [program for program in PROGRAMS if shutil.which(program) is None]
+        if lacking:
+            raise UsageError(
+                f"there is no SLURM here: no {' and no '.join(lacking)} to be found. Run this on a login node of the "
+                "cluster, or leave --launcher slurm out."
+            )
+        if self.options.mounts and not self.options.container:
+            raise UsageError("-L mounts goes with -L container=IMAGE. Give both, or leave it out.")
+        if why := slurm_jobs.answers():
+            raise UsageError(f"SLURM does not answer here: {why}\nAsk `sinfo`, or leave --launcher slurm out.")
+
+    @property
+    def notices(self) -> Sequence[str]:
+        where = f"{getpass.getuser()}@{socket.getfqdn()}"
+        return (f"from your own machine: ssh -N -L {{port}}:127.0.0.1:{{port}} {where}",)
+
+    async def launch(self, plan: ReplicaPlan) -> SlurmJob:
+        pulse = plan.folder / PULSE
+        self._begin(pulse)
+        script = slurm_script.write(plan, pulse, self._command, self._step())
+        begins = plan.log.stat().st_size if plan.log.exists() else 0
+        environment = local.environment(plan)
+        number = await slurm_jobs.submit([*self._allocation(plan), str(script)], environment)
+        job = SlurmJob(plan, number, begins, self.options.pending, self._look)
+        if not self._jobs:
+            atexit.register(self._leave)
+        self._jobs[number] = job
+        log.info("%s is job %s", plan.name, number)
+        return job
+
+    def _allocation(self, plan: ReplicaPlan) -> list[str]:
+        given = {name: getattr(self.options, name) for name in ("account", "partition", "qos", "constraint", "time")}
+        given |= {"reservation": self.options.reservation, "gpus": self.options.gpus, "mem": self.options.mem}
+        given |= {"cpus-per-task": self.options.cpus, "job-name": f"gpuinfer-{plan.name}"}
+        # not requeued: a job that ends is replaced by the fleet, which then knows of it
+        fixed = ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={_literal(plan.log)}"]
+        return [*fixed, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+
+    def _step(self) -> list[str]:
+        own = self.options
+        given = {"cpus-per-task": own.cpus, "container-image": own.container, "container-mounts": own.mounts}
+        return ["--ntasks=1", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+
+    # While there are jobs
+
+    def _begin(self, pulse: Path) -> None:
+        self._pulses.add(pulse)
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+
+    async def _beat(self) -> None:
+        """Show the jobs that there is a fleet: one that was killed leaves none behind."""
+        for beat in itertools.count():
+            for pulse in self._pulses:
+                with contextlib.suppress(OSError):  # a full disk: the next beat may get through
+                    pulse.write_text(f"{beat}\n")
+            await asyncio.sleep(PULSE_S)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(self._look_s)
+
+    async def _look(self) -> None:
+        """Learn how all jobs are. One that has ended is not asked for any more."""
+        if not self._jobs:
+            return
+        found = await slurm_jobs.states(list(self._jobs))
+        for number, job in (found or {}).items():
+            if (known := self._jobs.get(number)) is not None:  # another look may have seen its end
+                known.learn(job)
+            if job.ended:
+                self._jobs.pop(number, None)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GONE_S)
+        self._tasks = []
+        if self._jobs:
+            await slurm_jobs.cancel(*self._jobs)
+        self._jobs.clear()
+        atexit.unregister(self._leave)
+        for pulse in self._pulses:
+            pulse.unlink(missing_ok=True)
+
+    def _leave(self) -> None:
+        """Whatever has ended this process: what it has started goes with it."""
+        if self._jobs:
+            slurm_jobs.cancel_now(list(self._jobs))
+
+
+class SlurmJob(Launched):
+    """A replica that is a job."""
+
+    def __init__(
+        self, plan: ReplicaPlan, number: str, begins: int, pending_s: float, look: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.number = number
+        self.job = Job("PENDING")
+        self.log: Path | None = plan.log
+        self._plan, self._begins, self._pending_s, self._look = plan, begins, pending_s, look
+        self._changed = asyncio.Event()
+
+    def learn(self, job: Job) -> None:
+        """How it is now."""
+        if job == self.job:
+            return
+        if job.waits and job.reason not in ("", "None"):
+            log.warning("%s waits in the queue of SLURM (job %s): %s", self._plan.name, self.number, job.reason)
+        self.job = job
+        self._changed.set()
+
+    async def ready(self, within_s: float) -> tuple[str, int]:
+        """`within_s` counts from when the job runs."""
+        await self._until(lambda: not self.job.waits, self._pending_s)
+        if self.job.waits:
+            raise self._failure(
+                f"waited {self._pending_s:g} s in the queue ({self.job.reason}), which -L pending bounds"
+            )
+        address = await readiness.wait(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
+        return (self.job.node if address.host in EVERYWHERE else address.host), address.port
+
+    @property
+    def alive(self) -> bool:
+        return not self.job.ended
+
+    def last_words(self) -> str:
+        return readiness.last_words(self.log, self._begins)
+
+    async def terminate(self, within_s: float) -> None:
+        if self.alive and not self.job.waits:
+            await slurm_jobs.cancel("--signal=TERM", self.number)
+            await self._gone(within_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self.alive:
+            await slurm_jobs.cancel("--signal=KILL", "--full", self.number)
+            await slurm_jobs.cancel(self.number)  # also one that waits
+            if not await self._gone(GONE_S):
+                log.warning("%s: job %s is cancelled, and not gone yet", self._plan.name, self.number)
+
+    async def _gone(self, within_s: float) -> bool:
+        until = time.monotonic() + within_s
+        while self.alive and time.monotonic() < until:
+            await self._look()
+            if self.alive:
+                await self._until(lambda: not self.alive, min(0.25, max(0.0, until - time.monotonic())))
+        return not self.alive
+
+    async def _until(self, done: Callable[[], bool], within_s: float) -> None:
+        """Wait until news of the job make it so, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not done():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _failure(self, why: str) -> WorkError:
+        return readiness.failure(
+            f"{self._plan.name} (job {self.number}, {self.job.state})", why, self.last_words(), self.log
+        )
+
+
+def _literal(path: Path) -> str:
+    """A path in which SLURM finds nothing to fill in."""
+    return str(path).replace("%", "%%")

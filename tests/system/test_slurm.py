@@ -1,0 +1,164 @@
+"""The launcher `slurm` on a real SLURM of one node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_here
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "launchers"))
+
+from plans import COMMAND, SECONDS, plan
+
+from gpuinfer.errors import WorkError
+from gpuinfer.fleet.launchers import named
+from gpuinfer.fleet.launchers.slurm import Slurm
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with slurm_here.running() as folder:
+        yield folder
+
+
+def launcher(**options) -> Slurm:
+    made = Slurm(Slurm.Options(**options), COMMAND, look_s=0.2)
+    made.check()
+    return made
+
+
+def jobs() -> list[str]:
+    """Those that run or wait."""
+    return subprocess.run(["squeue", "--noheader", "--format=%i"], capture_output=True, text=True).stdout.split()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def test_a_job_comes_up_where_slurm_knows_the_node_and_leaves_when_asked(tmp_path):
+    slurm = launcher(time="00:10:00", cpus=1, mem="100M")
+    try:
+        replica = await slurm.launch(plan(tmp_path))
+        host, port = await replica.ready(SECONDS)
+        assert host == "127.0.0.1"  # as the configuration has it
+        socket.create_connection((host, port), SECONDS).close()
+        assert replica.alive
+        await until(lambda: "the sham replica is up" in replica.last_words())
+        await replica.terminate(SECONDS)
+        assert not replica.alive
+    finally:
+        await slurm.close()
+    await until(lambda: not jobs())
+
+
+async def test_our_settings_stay_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUINFER_DEVICE", "nonsense")
+    slurm = launcher()
+    try:
+        replica = await slurm.launch(plan(tmp_path))
+        await replica.ready(SECONDS)
+        await until(lambda: "settings" in replica.log.read_text())
+        assert "settings []" in replica.log.read_text()
+    finally:
+        await slurm.close()
+
+
+async def test_one_that_does_not_leave_is_killed(tmp_path):
+    slurm = launcher()
+    try:
+        replica = await slurm.launch(plan(tmp_path, "--stubborn"))
+        await replica.ready(SECONDS)
+        await replica.terminate(0.5)
+        assert not replica.alive
+    finally:
+        await slurm.close()
+
+
+async def test_a_replica_that_ends_first_is_told_with_its_last_words(tmp_path):
+    slurm = launcher()
+    try:
+        replica = await slurm.launch(plan(tmp_path, "--fail", "CUDA out of memory"))
+        with pytest.raises(WorkError, match=r"replica-0 \(job \d+, FAILED\) ended before it served") as told:
+            await replica.ready(SECONDS)
+        assert "CUDA out of memory" in str(told.value)
+    finally:
+        await slurm.close()
+
+
+async def test_the_end_of_an_allocation_is_noticed_and_the_next_attempt_comes_up(tmp_path):
+    slurm = launcher()
+    try:
+        replica = await slurm.launch(plan(tmp_path))
+        await replica.ready(SECONDS)
+        subprocess.run(["scancel", replica.number], check=True)  # as a time limit or a preemption does
+        await until(lambda: not replica.alive)
+        again = await slurm.launch(plan(tmp_path, attempt=1))
+        await again.ready(SECONDS)
+        assert again.alive
+    finally:
+        await slurm.close()
+    await until(lambda: not jobs())
+
+
+async def test_waiting_in_the_queue_is_told_bounded_and_no_failure_of_the_replica(tmp_path, caplog):
+    slurm = launcher(partition="closed", pending=2)
+    try:
+        replica = await slurm.launch(plan(tmp_path))
+        with pytest.raises(WorkError, match="waited 2 s in the queue"):
+            await replica.ready(0.01)
+        assert replica.alive
+        await replica.terminate(SECONDS)
+        assert not replica.alive
+    finally:
+        await slurm.close()
+    assert "waits in the queue of SLURM" in caplog.text
+    await until(lambda: not jobs())
+
+
+async def test_what_sbatch_refuses_is_told_in_its_own_words(tmp_path):
+    slurm = launcher(partition="nowhere")
+    try:
+        with pytest.raises(WorkError, match="nvalid partition"):
+            await slurm.launch(plan(tmp_path))
+    finally:
+        await slurm.close()
+
+
+async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
+    code = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from plans import COMMAND, plan\n"
+        "from gpuinfer.fleet.launchers import slurm_script\n"
+        "from gpuinfer.fleet.launchers.slurm import Slurm\n"
+        "slurm_script.LOOK_S, slurm_script.LOOKS = 1, 3\n"
+        "async def main():\n"
+        "    replica = await Slurm(None, COMMAND).launch(plan(Path(sys.argv[1])))\n"
+        "    await replica.ready(60)\n"
+        "    print('ready', flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    shams = str(Path(__file__).parents[1] / "launchers")
+    fleet = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), shams], stdout=subprocess.PIPE)
+    assert fleet.stdout.readline() == b"ready\n"
+    assert len(jobs()) == 1
+    os.kill(fleet.pid, signal.SIGKILL)
+    fleet.communicate(timeout=SECONDS)
+    await until(lambda: not jobs())
+
+
+def test_the_launcher_is_found_by_its_name_and_checks_its_options():
+    assert isinstance(named.make("slurm", {}), Slurm)
