@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
@@ -41,9 +40,13 @@ def jobs() -> list[str]:
     return subprocess.run(["squeue", "--noheader", "--format=%i"], capture_output=True, text=True).stdout.split()
 
 
+def scancel(*words: str) -> None:
+    subprocess.run(["scancel", *words], check=True, timeout=SECONDS)
+
+
 async def until(condition) -> None:
     async with asyncio.timeout(SECONDS):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  a file, or another program's word
             await asyncio.sleep(0.05)
 
 
@@ -102,7 +105,7 @@ async def test_the_end_of_an_allocation_is_noticed_and_the_next_attempt_comes_up
     try:
         replica = await slurm.launch(plan(tmp_path))
         await replica.ready(SECONDS)
-        subprocess.run(["scancel", replica.number], check=True)  # as a time limit or a preemption does
+        scancel("--quiet", replica.number)  # as a time limit or a preemption does
         await until(lambda: not replica.alive)
         again = await slurm.launch(plan(tmp_path, attempt=1))
         await again.ready(SECONDS)
@@ -152,11 +155,11 @@ async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
         "asyncio.run(main())\n"
     )
     shams = str(Path(__file__).parents[1] / "launchers")
-    fleet = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), shams], stdout=subprocess.PIPE)
-    assert fleet.stdout.readline() == b"ready\n"
+    fleet = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path), shams, stdout=PIPE)
+    assert await fleet.stdout.readline() == b"ready\n"
     assert len(jobs()) == 1
-    os.kill(fleet.pid, signal.SIGKILL)
-    fleet.communicate(timeout=SECONDS)
+    fleet.kill()
+    await fleet.communicate()
     await until(lambda: not jobs())
 
 
