@@ -25,7 +25,7 @@ thorough: $(READY)
 processors: $(READY)
 	$(BIN)/python tests/processors.py
 
-DEBIAN := chromium munge prometheus slurm-wlm
+DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
 	dpkg -s $(DEBIAN) >/dev/null 2>&1 || { apt-get -qq update; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null; }

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +36,9 @@ ALONE = (
     "config",
     "plugins",
 )  # need no command before them, nor does one need them
+RUNS = ("gpuinfer ", "curl ")
+SERVE = "gpuinfer serve "
+UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
 
@@ -36,15 +46,20 @@ def commands(page: Path) -> list[str]:
     """The command lines in a page's fenced blocks that name no language or a shell."""
     blocks = re.findall(r"^```(.*)\n((?s:.*?))^```$", page.read_text(), re.M)  # all of them: an end is no beginning
     shells = [block for language, block in blocks if language in ("", "sh", "bash", "console")]
-    lines = [line.strip().removeprefix("$ ") for block in shells for line in block.splitlines()]
-    return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest) ", line)]
+    whole = [block.replace("\\\n", " ") for block in shells]  # a line that ends so goes on in the next
+    lines = [line.strip().removeprefix("$ ") for block in whole for line in block.splitlines()]
+    return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest|curl) ", line)]
 
 
 def to_run(page: Path) -> list[str]:
-    """The gpuinfer commands of a page, but for those that stand alone and an earlier page has already."""
+    """The commands of a page that can be run: ours, curl's, and scripts that stand on the page.
+
+    Of those that stand alone, what an earlier page has is left out.
+    """
     earlier = {line for one in PAGES[: PAGES.index(page)] for line in commands(one)}
-    ours = [line for line in commands(page) if line.startswith("gpuinfer ")]
-    return [line for line in ours if not (line in earlier and line.split()[1] in ALONE)]
+    scripts = tuple(f"python {name}" for name in files(page))
+    ours = [line for line in commands(page) if line.startswith(RUNS) or line in scripts]
+    return [line for line in ours if not (line in earlier and line.split()[1] in ALONE and " serve" not in line)]
 
 
 def files(page: Path) -> dict[str, str]:
@@ -62,27 +77,109 @@ def shortened(line: str) -> list[str]:
     return words
 
 
+class Served:
+    """The server of a page: the last that its commands have started, on a port that is free here."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._process, self._ports = folder, None, {}
+
+    def start(self, line: str) -> None:
+        self.end()
+        words = shortened(line)
+        named = words[words.index("--port") + 1] if "--port" in words else "8000"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._ports[named] = port = str(free.getsockname()[1])
+        self._said = self._folder / "served.txt"
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *map(self.rewritten, words), "--port", port],
+                cwd=self._folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+        until = time.monotonic() + UP_S
+        while not _healthy(port):
+            assert self._process.poll() is None, f"{line}\n{self._said.read_text()}"
+            assert time.monotonic() < until, f"{line}\n{self._said.read_text()}"
+            time.sleep(0.1)
+
+    def rewritten(self, text: str) -> str:
+        """With the ports as they are here."""
+        return re.sub(r"\b(127\.0\.0\.1|localhost):(\d+)", lambda m: f"{m[1]}:{self._ports.get(m[2], m[2])}", text)
+
+    def end(self) -> None:
+        """It ends well when it is asked to."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.send_signal(signal.SIGTERM)
+            try:
+                code = process.wait(DOWN_S)
+            finally:
+                process.kill()
+            assert code == 0, self._said.read_text()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[Served]:
+    one = Served(folder)
+    try:
+        yield one
+        one.end()
+    finally:
+        one.kill()
+
+
+def _healthy(port: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 CASES = [
     pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.thorough) for page in PAGES if to_run(page)
 ]
 
 
 @pytest.mark.parametrize("page", CASES)
-def test_every_gpuinfer_command_of_a_page_runs_in_their_order(page, tmp_path):
-    for name, text in files(page).items():
-        (tmp_path / name).write_text(text)
-    for line in to_run(page):
-        done = subprocess.run(
-            [sys.executable, "-m", *shortened(line)],
-            cwd=tmp_path,
-            env={**_environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
-            stdin=subprocess.DEVNULL,  # a conversation ends with its messages
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
+    with served(tmp_path) as server:
+        for name, text in files(page).items():
+            (tmp_path / name).write_text(text)
+        for line in to_run(page):
+            if line.startswith(SERVE) and "--help" not in line:
+                server.start(line)
+                for name, text in files(page).items():
+                    (tmp_path / name).write_text(server.rewritten(text))
+            else:
+                run(server.rewritten(line), tmp_path)
+
+
+def run(line: str, folder: Path) -> None:
+    ours = line.startswith("gpuinfer ")
+    words = [sys.executable, "-m", *shortened(line)] if ours else ["bash", "-c", line.replace("curl ", "curl -f ", 1)]
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={
+            **_environment(),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+        },
+        stdin=subprocess.DEVNULL,  # a conversation ends with its messages
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 def test_the_readme_shows_what_make_can_do():
@@ -92,7 +189,8 @@ def test_the_readme_shows_what_make_can_do():
 
 
 def test_every_command_of_the_docs_is_run_or_is_set_up():
-    lines = {line for page in PAGES for line in commands(page) if not line.startswith("gpuinfer ")}
+    lines = {line for page in PAGES for line in commands(page) if line not in to_run(page)}
+    lines = {line for line in lines if not line.startswith(RUNS)}
     assert [line for line in sorted(lines) if not f"{line} ".startswith(NOT_RUN)] == []
 
 
