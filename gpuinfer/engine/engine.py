@@ -284,6 +284,26 @@ class Engine:
         """Whether there is a request or a batch under way."""
         return bool(self._unsettled or self._running)
 
+    @property
+    def serving(self) -> bool:
+        """Whether the backend has been given anything that it has not answered."""
+        return bool(self._running)
+
+    @property
+    def waiting_rows(self) -> int:
+        """The rows in the queue now."""
+        return self._core.queue.rows
+
+    @property
+    def moved(self) -> int:
+        """A number that changes whenever something is cut, computed, answered or given up."""
+        return self._core.moved + self._core.batches + self._unsettled.parts
+
+    @property
+    def longest_s(self) -> float:
+        """What the longest batch, or forward step, has taken until now."""
+        return self._longest_s
+
     def held(self, patience: Patience) -> Iterator[Held]:
         """What backend and strategy have in hand. Any thread may ask."""
         if self._doing:

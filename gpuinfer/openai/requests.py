@@ -70,6 +70,19 @@ class RequestReader:
 
     def read(self, body: bytes | Raw, url: str) -> AskedRequest:
         """Of a request to one of `URLS`. Raises `BadPrompt`, most often `BadRequest`."""
+        return self._asked(self._decoded(body, url), url)
+
+    def read_all(self, body: bytes | Raw, url: str, most: int) -> tuple[AskedRequest, ...]:
+        """The same of a request that may hold several prompts, as completions have it: one for each, `most` at most."""
+        request = self._decoded(body, url)
+        if not _are_several(request.prompt):
+            return (self._asked(request, url),)
+        prompts: list[Any] = request.prompt  # type: ignore[assignment]
+        if len(prompts) > most:
+            raise BadRequest(f"`prompt` holds {len(prompts)} prompts, and {most} are the most. Send several requests.", "prompt")
+        return tuple([self._asked(msgspec.structs.replace(request, prompt=one), url) for one in prompts])
+
+    def _decoded(self, body: bytes | Raw, url: str) -> RequestBody:
         try:
             request: RequestBody = self._body.decode(body)
         except (ValueError, RecursionError) as error:
@@ -78,16 +91,24 @@ class RequestReader:
         if getattr(request, name) is None:
             raise BadRequest(f"the request's body has no `{name}`. Give it, or another url.", name)
         refuse_wishes(request, self._able)
+        return request
+
+    def _asked(self, request: RequestBody, url: str) -> AskedRequest:
         prompt, said = understood(request, None, self._defaults)
         options = request.stream_options if isinstance(request.stream_options, dict) else {}
         return AskedRequest(
             prompt=prompt,
             said=said,
-            chat=name == "messages",
+            chat=URLS[url] == "messages",
             model=request.model,
             stream=bool(request.stream),
             usage=bool(options.get("include_usage")),
         )
+
+
+def _are_several(prompt: Any) -> bool:
+    """Whether it is a list of texts, or of lists of token ids, and of more than one."""
+    return isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(one, int) for one in prompt)
 
 
 def understood(

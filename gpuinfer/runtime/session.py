@@ -104,6 +104,26 @@ class Session(Infer):
         """Whether a request is under way, or the backend itself."""
         return self._engine.busy or (self._starting is not None and not self._starting.done())
 
+    @property
+    def serving(self) -> bool:
+        """Whether the backend has been given anything that it has not answered."""
+        return self._started and self._engine.serving
+
+    @property
+    def waiting_rows(self) -> int:
+        """The rows that wait in this process."""
+        return self._engine.waiting_rows if self._started else 0
+
+    @property
+    def moved(self) -> int:
+        """A number that changes whenever something is cut, computed, answered or given up."""
+        return self._engine.moved if self._started else 0
+
+    @property
+    def longest_s(self) -> float:
+        """What the longest batch, or forward step, has taken until now."""
+        return self._engine.longest_s
+
     async def ready(self) -> Limits:
         if self._starting is None:
             self._starting = asyncio.create_task(self._engine.start(self.roofline))

@@ -1,0 +1,99 @@
+"""Whether this replica is alive, ready, busy or stuck.
+
+Busy is healthy. Stuck is one that has work, and whose engine or generator has moved nothing for too long: its port may
+answer all the while. Looks are counted, not seconds, so that a process that was suspended does not call itself stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+LOOK_S = 0.25
+STUCK_S = 3.0
+LONGEST = 4.0  # times the longest batch or step so far: one that is slow is not one that hangs
+FIRST_S = 60.0  # until anything has been answered: kernels are compiled, memory is touched for the first time
+
+Status = Literal["ready", "starting", "draining", "stuck"]
+
+
+class Pulse(Protocol):
+    """What there is to see of an engine at work."""
+
+    @property
+    def moved(self) -> int: ...
+    @property
+    def longest_s(self) -> float: ...
+    @property
+    def waiting_rows(self) -> int: ...
+    @property
+    def serving(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Health:
+    """One replica's. `in_flight` is counted by whoever takes requests, the rest is looked at."""
+
+    pulse: Pulse
+    model: str
+    kind: str
+    phase: Literal["starting", "ready", "draining"] = "starting"
+    in_flight: int = 0  # requests that wait for their answers
+    dead: bool = False  # the backend is gone: nothing will be answered any more
+    _still: int = 0  # looks since something moved, with work there
+    _moved: int = -1
+
+    async def look(self, on_look: Callable[[], None] = lambda: None) -> None:
+        """Look again and again, until it is cancelled. `on_look` is called each time."""
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                self.look_once()
+                on_look()
+                await asyncio.sleep(LOOK_S)
+
+    def look_once(self) -> None:
+        moved = self.pulse.moved
+        still = moved == self._moved and self.pulse.serving and self.phase != "starting"
+        self._moved, self._still = moved, self._still + 1 if still else 0
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Since something moved; 0 with nothing to do."""
+        return self._still * LOOK_S
+
+    @property
+    def stuck(self) -> bool:
+        return self.dead or self.heartbeat_age_s > self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        longest_s = self.pulse.longest_s
+        return max(STUCK_S, LONGEST * longest_s) if longest_s else FIRST_S
+
+    @property
+    def status(self) -> Status:
+        return "stuck" if self.stuck else self.phase
+
+    @property
+    def code(self) -> int:
+        """200 or 503."""
+        return 200 if self.status == "ready" else 503
+
+    def told(self) -> dict[str, Any]:
+        """What `GET /health` answers."""
+        return {
+            "server": "gpuinfer",
+            "status": self.status,
+            "alive": not self.dead,
+            "ready": self.status == "ready",
+            "busy": self.in_flight > 0,
+            "stuck": self.stuck,
+            "heartbeat_age_s": round(self.heartbeat_age_s, 3),
+            "in_flight": self.in_flight,
+            "waiting_rows": self.pulse.waiting_rows,
+            "model": self.model,
+            "kind": self.kind,
+        }

@@ -1,0 +1,113 @@
+"""What all routes of a replica share: the way to the model, who is under way, and when nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import BackendDied, unwrap
+from gpuinfer.http.exchange import Exchange, Handler
+from gpuinfer.runtime.session import Session
+from gpuinfer.serving.answers import DRAINING, STARTING, NoSuchModel, Refused, Unavailable, plain_headers
+from gpuinfer.serving.asking import Asking, asking_of, new_id
+from gpuinfer.serving.figures import Recent
+from gpuinfer.serving.health import Health
+from gpuinfer.serving.spans import NO_SPANS, Spans
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LARGE = 64 << 10  # bytes of a body that is not decoded on the event loop
+
+Work = Callable[[Exchange, Asking], Awaitable[None]]
+
+
+@dataclass
+class Service:
+    """One model, as its routes see it."""
+
+    session: Session
+    health: Health
+    spec: ModelSpec
+    behind_router: bool = False
+    recent: Recent = field(default_factory=Recent)
+    spans: Spans = NO_SPANS
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """By which clients name the model."""
+        return self.health.model
+
+    @property
+    def widest(self) -> int:
+        """The most rows of one request."""
+        limits = self.session.limits
+        return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `NoSuchModel`. A request that names none means the one there is."""
+        if name is not None and name != self.name:
+            raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
+
+    def handler(self, work: Work) -> Handler:
+        """`work` as a handler: counted, refused while nothing is taken, and its errors answered."""
+
+        async def handle(exchange: Exchange) -> None:
+            try:
+                asking = asking_of(exchange.headers, self.behind_router)
+            except Exception as error:  # noqa: BLE001 (whatever is odd about a header)
+                self._refuse(exchange, error, new_id())
+                return
+            if self.health.phase != "ready":
+                why = STARTING if self.health.phase == "starting" else DRAINING
+                self._refuse(exchange, Unavailable(why), asking.id)
+                return
+            self.health.in_flight += 1
+            span = self.spans.begin(exchange, asking)
+            try:
+                await work(exchange, asking)
+            except asyncio.CancelledError:
+                span.failed("cancelled")
+                raise
+            except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+                span.failed(type(error).__name__)
+                self._refuse(exchange, error, asking.id)
+            finally:
+                self.health.in_flight -= 1
+                span.end()
+
+        return handle
+
+    def refused(self, error: BaseException, request_id: str) -> Refused:
+        """What a request that met this error is answered."""
+        error = unwrap(error)
+        if isinstance(error, BackendDied):
+            self.health.dead = True
+        elif not hasattr(error, "exit_code"):  # none of ours
+            log.error("request %s: %s", request_id, error, exc_info=error)
+        return Refused(error, request_id, self.retry_s())
+
+    def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
+        refused = self.refused(error, request_id)
+        exchange.respond(refused.status, refused.body, headers=plain_headers(request_id, refused.headers))
+
+    def retry_s(self) -> float | None:
+        """When there may be room in the queue, by the rate at which rows are answered; None: not known."""
+        rate = self.recent.rows_per_s
+        return self.session.waiting_rows / rate if rate else None
+
+    @staticmethod
+    async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:
+        """`decode(body)`; beside the event loop when it is large."""
+        return decode(body) if len(body) <= LARGE else await asyncio.to_thread(decode, body)
+
+
+def ways(asking: Asking) -> dict[str, Any]:
+    """What a request says to the engine."""
+    return {"priority": asking.priority, "timeout": asking.timeout_s, "client": asking.client}
