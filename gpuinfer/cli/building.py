@@ -98,6 +98,21 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
     return _made("backends", common.backend, merged, setup), _made("strategies", common.strategy, merged, setup)
 
 
+def served_plainly(name: str, setup: Setup, merged: settings.Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that were given for the backend and the strategy, checked as `served` does, to be made later."""
+    backend, strategy = served(name, setup, merged)
+    return _given_of(merged, "backends", merged.common.backend, backend), _given_of(
+        merged, "strategies", merged.common.strategy, strategy
+    )
+
+
+def _given_of(merged: settings.Settings, kind: str, name: str, made: Backend | Strategy) -> dict[str, Any]:
+    """Those alone that somebody gave, as the plugin understood them."""
+    given = merged.options(kind, name, type(made))
+    plain = _plain(made.options)
+    return {key: plain.get(key, value) for key, value in given.items()}
+
+
 def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:
     plugin = registry.load(kind, name)
     return blame.make(plugin, setup, merged.options(kind, name, plugin))

@@ -29,7 +29,17 @@ KINDS = {
 
 BASES = {"backends": "Backend", "strategies": "Strategy", "workloads": "Workload"}  # classes of gpuinfer.api
 
-COMMANDS = ("chat", "serve", "bench", "tune", "verify", "simulate", "plugins", "doctor", "config")  # ours, whoever is installed
+COMMANDS = (
+    "chat",
+    "serve",
+    "bench",
+    "tune",
+    "verify",
+    "simulate",
+    "plugins",
+    "doctor",
+    "config",
+)  # ours, whoever is installed
 SETTINGS = (
     "backend", "strategy", "device", "dtype", "seed", "json", "trace", "live", "quiet", "verbose", "roofline",
     "trial", "patience", "give_up", "max_failures", "max_queue_rows", "disabled_plugins", "backends", "strategies",

@@ -79,7 +79,9 @@ class RequestReader:
             return (self._asked(request, url),)
         prompts: list[Any] = request.prompt  # type: ignore[assignment]
         if len(prompts) > most:
-            raise BadRequest(f"`prompt` holds {len(prompts)} prompts, and {most} are the most. Send several requests.", "prompt")
+            raise BadRequest(
+                f"`prompt` holds {len(prompts)} prompts, and {most} are the most. Send several requests.", "prompt"
+            )
         return tuple([self._asked(msgspec.structs.replace(request, prompt=one), url) for one in prompts])
 
     def _decoded(self, body: bytes | Raw, url: str) -> RequestBody:

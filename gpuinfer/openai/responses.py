@@ -107,6 +107,10 @@ class Chunks:
     usage: bool = False
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
+    def taken_up(self, sample: int, tokens: int, ended: bool) -> None:
+        """So much of a sample has been sent by somebody else, its role too. What follows must come in parts."""
+        self._sent[sample] = _Sent(tokens=tokens, ended=ended)
+
     def of(self, part: Part) -> Iterator[dict[str, Any]]:
         """The chunks of a part, in order. There may be none."""
         sent = self._sent.get(part.sample)

@@ -13,7 +13,9 @@ from gpuinfer.api import Priority
 from gpuinfer.openai.requests import BadRequest
 
 CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}
-PLAIN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")  # what an id may consist of, so that it can stand in a header and a log
+PLAIN = re.compile(
+    r"[A-Za-z0-9._:@/+=-]{1,128}"
+)  # what an id may consist of, so that it can stand in a header and a log
 TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")  # W3C Trace Context, version 00 and on
 MOST_S = 86_400.0  # of a deadline
 

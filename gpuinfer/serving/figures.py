@@ -73,4 +73,7 @@ def figures(snapshot: Snapshot, recent: Recent, about: dict[str, Any]) -> dict[s
 def rates(seconds: float, counted: Snapshot) -> dict[str, float]:
     """For each second of the last ones."""
     counts: dict[str, float] = {"requests": counted.requests, "rows": counted.rows, **tokens_of(counted)}
-    return {"over_s": seconds, **{f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()}}
+    return {
+        "over_s": seconds,
+        **{f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()},
+    }

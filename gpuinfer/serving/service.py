@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ class Service:
     behind_router: bool = False
     recent: Recent = field(default_factory=Recent)
     spans: Spans = NO_SPANS
+    http_counts: Callable[[], Mapping[str, int]] = dict
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -49,6 +50,15 @@ class Service:
         """The most rows of one request."""
         limits = self.session.limits
         return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
+
+    def facts(self) -> dict[str, Any]:
+        """What the model takes, as far as that is known yet."""
+        told: dict[str, Any] = {"kind": self.health.kind}
+        if self.health.kind == "rows":
+            told |= {"features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
+        if self.health.phase != "starting":
+            told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
+        return told
 
     def check_model(self, name: str | None) -> None:
         """Raises `NoSuchModel`. A request that names none means the one there is."""

@@ -1,0 +1,93 @@
+"""OpenAI's /v1/completions and /v1/chat/completions: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.http.exchange import ClientGone, Exchange
+from gpuinfer.openai.requests import AskedRequest, PromptDefaults, RequestReader
+from gpuinfer.openai.responses import Chunks, Envelope, response
+from gpuinfer.openai.schema import MOST_TOKENS
+from gpuinfer.serving import events
+from gpuinfer.serving.answers import encode, plain_headers
+from gpuinfer.serving.asking import Asking
+from gpuinfer.serving.bounds import MOST_PROMPTS, check_request
+from gpuinfer.serving.growing import growing, whole
+from gpuinfer.serving.service import Service, ways
+
+COMPLETION_TOKENS = 16  # of a completion that says nothing else, as OpenAI has it; a chat goes on to its end
+
+
+class Chats:
+    """Both routes of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._readers = {
+            "/v1/completions": _reader(COMPLETION_TOKENS),
+            "/v1/chat/completions": _reader(MOST_TOKENS),
+        }
+
+    def answer(self, url: str) -> Callable[[Exchange, Asking], Any]:
+        """The work of the route `url`."""
+
+        async def work(exchange: Exchange, asking: Asking) -> None:
+            begun, body = events.split_begun(exchange.body, asking.begun, MOST_PROMPTS)
+            asked = await self._service.decoded(lambda body: self._readers[url].read_all(body, url, MOST_PROMPTS), body)
+            self._service.check_model(asked[0].model)
+            for one in asked:
+                check_request(one.prompt, self._service.widest)
+            prompts = _keyed(asked, asking.id)
+            if begun is not None:
+                (prompt,) = prompts  # a router takes up requests with one prompt
+                prompts = [msgspec.structs.replace(prompt, begun=events.tokens_begun(begun, prompt.samples))]
+            envelope = Envelope(asking.id, asked[0].chat, self._service.name, asking.created or int(time.time()))
+            if asked[0].stream:
+                chunks = Chunks(envelope, asked[0].usage)
+                await self._stream(exchange, asking, prompts, events.Events(chunks, self._service.behind_router, begun))
+            else:
+                answers = await whole(self._service.session, prompts, ways(asking))
+                exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
+
+        return work
+
+    async def _stream(self, exchange: Exchange, asking: Asking, prompts: Sequence[Prompt], told: events.Events) -> None:
+        """The response begins with the first news: what fails before that fails with a status of its own."""
+        try:
+            async with contextlib.aclosing(growing(self._service.session, prompts, ways(asking))) as answers:
+                async for news in answers:
+                    data = told.end(news) if isinstance(news, Generation) else told.of(news)
+                    if not exchange.begun:
+                        exchange.begin(200, events.CONTENT_TYPE, plain_headers(asking.id, events.HEADERS))
+                    if data:
+                        await exchange.write(data)
+            exchange.end()
+        except (ClientGone, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not exchange.begun:
+                raise
+            await exchange.write(events.error_event(self._service.refused(error, asking.id).body))
+            exchange.end()
+
+
+def _reader(tokens: int) -> RequestReader:
+    return RequestReader(PromptDefaults(Sampling(max_tokens=tokens)), streams=True)
+
+
+def _keyed(asked: Sequence[AskedRequest], request_id: str) -> list[Prompt]:
+    """Each draws its own answer; those with a seed the answer of that seed, whoever asks."""
+    several = len(asked) > 1
+    return [
+        one.prompt
+        if one.prompt.sampling.seed is not None
+        else msgspec.structs.replace(one.prompt, key=f"{request_id}.{index}" if several else request_id)
+        for index, one in enumerate(asked)
+    ]

@@ -1,0 +1,103 @@
+"""The flags of `gpuinfer serve` that concern one server: which model, where it listens, who may ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import UsageError
+from gpuinfer.models.layouts import INPUT_DTYPES
+from gpuinfer.openai.options import ModelOptions, check_model, model_of
+
+NETWORKS = ("blobnet", "blobnet-small")  # `models.networks` imports torch
+FEATURES, ACTIONS, SEATS = 256, 53, 4  # of a built-in network, where nobody says otherwise
+WANTED = (
+    "serve needs a model: give --model DIR with a checkpoint's folder, --model tiny to try it out, "
+    "--model blobnet or --model module:factory for a network of rows."
+)
+HERE = ("127.0.0.1", "::1", "localhost")
+
+
+class ServeOptions(ModelOptions):
+    """One server's flags."""
+
+    model: str | None = Field(
+        None, description="a folder with a checkpoint, tiny, blobnet, blobnet-small, or module:factory"
+    )
+    weights: Path | None = Field(None, description="of a network of rows: its weights, a safetensors file")
+    features: int | None = Field(None, ge=1, le=1 << 20, description="of a network of rows: values in one row")
+    actions: int | None = Field(None, ge=1, le=1 << 20, description="of a network for games: its moves")
+    seats: int | None = Field(None, ge=1, le=1 << 10, description="of a network for games: its players")
+    input_dtype: Literal["float32", "uint8", "int8", "bits"] = Field(
+        "float32", description="of a network of rows: what its rows are made of"
+    )
+    served_model_name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
+    )
+    host: str = Field("127.0.0.1", description="the address to listen at")
+    port: int = Field(8000, ge=0, le=65_535, description="0: one that is free")
+    api_key_file: Path | None = Field(None, description="the keys of clients, one a line")
+    admin_key_file: Path | None = Field(None, description="the keys of those who may change what runs")
+    insecure: bool = Field(False, description="let anyone in, at an address that others reach")
+    allowed_hosts: list[str] = Field([], description="names by which clients may call this server: a.example,b.example")
+    drain_timeout: float = Field(30.0, ge=0, le=86_400, description="seconds that requests have to finish at the end")
+    max_body: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one request's body, at most")
+    max_connections: int = Field(8192, ge=1, le=1 << 20, description="connections at once")
+    otlp_endpoint: str | None = Field(None, description="where to send a span for each request: http://host:4318")
+    setup_file: Path | None = Field(None, description="a server described in a file, in place of --model")
+    ready_file: Path | None = Field(None, description="written once the server is ready: {host, port, pid}")
+    behind_router: bool = Field(False, description="believe what only our own router may say of a request")
+
+
+def spec_of(own: ServeOptions) -> ModelSpec:
+    """The model that the flags name. Raises `UsageError`."""
+    if own.model is None and own.checkpoint is None:
+        raise UsageError(WANTED)
+    check_model(own, "serve")
+    if own.model is None or not is_of_rows(own.model):
+        _refuse_rows_flags(own)
+        return model_of(own)
+    if own.input_dtype not in INPUT_DTYPES:
+        raise UsageError(f"--input-dtype {own.input_dtype} is none of {', '.join(INPUT_DTYPES)}.")
+    built_in = own.model in NETWORKS
+    features = own.features or (FEATURES if built_in else None)
+    if features is None:
+        raise UsageError(f"{own.model} takes rows, and nobody says how long they are. Give --features N.")
+    sizes = {
+        "actions": own.actions or (ACTIONS if built_in else None),
+        "seats": own.seats or (SEATS if built_in else None),
+    }
+    return ModelSpec(
+        name=own.model,
+        weights=str(own.weights) if own.weights else None,
+        inputs=features,
+        input_dtype=own.input_dtype,
+        arguments={name: value for name, value in sizes.items() if value is not None},
+    )
+
+
+def is_of_rows(name: str) -> bool:
+    """Whether it names a network of rows: one of ours, or module:factory."""
+    return name in NETWORKS or (":" in name and not Path(name).is_dir())
+
+
+def _refuse_rows_flags(own: ServeOptions) -> None:
+    for name in ("weights", "features", "actions", "seats"):
+        if getattr(own, name) is not None:
+            raise UsageError(
+                f"--{name} is said of a network of rows, and {own.model or own.checkpoint} is a model of text. "
+                f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
+            )
+
+
+def check_address(own: ServeOptions) -> None:
+    """Raises `UsageError` for an address that others reach, without a key and without a word that this is meant."""
+    if own.host in HERE or own.api_key_file is not None or own.insecure:
+        return
+    raise UsageError(
+        f"--host {own.host} lets others in. Give --api-key-file FILE with keys (openssl rand -hex 32 > FILE; "
+        "chmod 600 FILE), or say --insecure if everybody may."
+    )

@@ -1,0 +1,183 @@
+"""The life of one replica: it listens, loads its model, serves, and drains when it is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from gpuinfer.api import Backend, Strategy
+from gpuinfer.config.described import Described
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import signals
+from gpuinfer.host.files import write_whole
+from gpuinfer.http.access import LOOPBACK, Access, Keys
+from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.paths import Paths
+from gpuinfer.http.server import HttpServer
+from gpuinfer.runtime.session import Session
+from gpuinfer.serving.health import Health
+from gpuinfer.serving.options import HERE
+from gpuinfer.serving.routes import routes
+from gpuinfer.serving.service import Service
+from gpuinfer.serving.spans import NO_SPANS, Spans
+
+log = logging.getLogger(__name__)
+
+DONE, FAILED, PARTIAL = 0, 1, 3  # exit codes
+LAST_S = 5.0  # for the last bytes of responses to reach their clients
+LOOK_S = 0.02  # how often it is looked whether all is answered, while draining
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a replica listens and who may ask it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    api: Keys | None = None
+    admin: Keys | None = None
+    hosts: frozenset[str] = frozenset()  # more names that it may be called by
+    behind_router: bool = False
+    ready_file: Path | None = None
+    drain_s: float = 30.0
+    limits: HttpLimits = field(default_factory=HttpLimits)
+
+    def access(self) -> Access:
+        """On loopback only its own names are right; behind a router any, since the router has checked them."""
+        checked = (self.host in HERE or self.hosts) and not self.behind_router
+        return Access(self.api, self.admin, LOOPBACK | self.hosts | {self.host} if checked else None)
+
+
+Say = Callable[[str, int], None]
+"""Told once the server is ready: its address and port."""
+
+
+class Replica:
+    """One model behind HTTP. Made and run on one event loop."""
+
+    def __init__(
+        self, described: Described, backend: Backend, strategy: Strategy, place: Place, spans: Spans = NO_SPANS
+    ) -> None:
+        if described.setup.model is None:
+            raise UsageError("a server without a model has nothing to serve. Give it one.")
+        self._place, self._spans = place, spans
+        self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
+        self.health = Health(self.session, described.name, described.kind)
+        self.service = Service(
+            self.session, self.health, described.setup.model, behind_router=place.behind_router, spans=spans
+        )
+        self._loop = asyncio.get_running_loop()
+        self.stop = asyncio.Event()  # asked to end
+        self._at_once = asyncio.Event()  # asked again
+        self._failure: WorkError | None = None
+
+    async def run(self, say: Say = lambda host, port: None) -> int:
+        """Serve until a signal comes, or the model is gone. The exit code: 3 where something was broken off.
+
+        Raises `UsageError` for an address that cannot be had and for a model that cannot be loaded, and `WorkError`
+        once its backend was given up.
+        """
+        paths = Paths(routes(self.service), self._place.access())
+        server = HttpServer(paths, self._place.limits, quick=paths.quick)
+        self.service.http_counts = lambda: server.counts
+        port = await server.listen(self._place.host, self._place.port)
+        looking = asyncio.create_task(self.health.look(self._look))
+        try:
+            with signals.handled(self._asked, self._insist, self._force):
+                async with self.session:
+                    try:
+                        return await self._serve(server, port, say)
+                    finally:
+                        await server.close()
+        finally:
+            looking.cancel()
+            await asyncio.wait({looking})
+            await asyncio.to_thread(self._spans.close)
+            if self._place.ready_file is not None:
+                self._place.ready_file.unlink(missing_ok=True)
+
+    async def _serve(self, server: HttpServer, port: int, say: Say) -> int:
+        loading = asyncio.create_task(self.session.ready())
+        if not await self._unless_stopped(loading):
+            loading.cancel()
+            await asyncio.wait({loading}, timeout=1.0)
+            return DONE
+        loading.result()
+        self.health.phase = "ready"
+        if self._place.ready_file is not None:
+            told = {"host": self._place.host, "port": port, "pid": os.getpid()}
+            write_whole(self._place.ready_file, msgspec.json.encode(told))
+        say(self._place.host, port)
+        await self.stop.wait()
+        if self._failure is not None:
+            raise self._failure
+        return await self._drain(server)
+
+    async def _unless_stopped(self, task: asyncio.Task[object]) -> bool:
+        stopped = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        return task.done()
+
+    async def _drain(self, server: HttpServer) -> int:
+        """Take nothing new, and finish what is there. New requests are told so, and /health too, until the end."""
+        self.health.phase = "draining"
+        until = time.monotonic() + self._place.drain_s
+        while self.health.in_flight and time.monotonic() < until and not self._at_once.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._at_once.wait(), LOOK_S)
+        left = self.health.in_flight
+        if left:
+            log.warning("%d requests were broken off.", left)
+        elif not self._at_once.is_set():
+            await server.drain(LAST_S)
+        return PARTIAL if left else DONE
+
+    def _look(self) -> None:
+        """Four times a second."""
+        now = time.monotonic()
+        if self.health.phase != "starting" and self.service.recent.due(now):
+            self.service.recent.take(now, self.session.snapshot())
+
+    # Who wants it to end
+
+    def _asked(self, number: int) -> None:
+        """The first signal, from another thread."""
+        first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        log.warning(
+            "%s: finishing what is under way, for %g s at most. Once more ends at once.", first, self._place.drain_s
+        )
+        self._loop.call_soon_threadsafe(self.stop.set)
+
+    def _insist(self) -> None:
+        self.stop.set()
+        self._at_once.set()
+        self.session.hurry()
+
+    def _force(self) -> None:
+        """Not even that has ended it. From another thread."""
+        if signals.owned():
+            print("gpuinfer: stopped at once, as it did not end by itself.", file=sys.stderr, flush=True)
+            signals.now(PARTIAL)
+
+    def _fault(self, error: WorkError) -> None:
+        """The backend was given up."""
+        self.health.dead = True
+        self._failure = error
+        self.stop.set()
+
+    def _stuck(self, error: WorkError) -> None:
+        """The backend blocks the loop, and was given up. From another thread."""
+        log.error("%s", error)
+        if signals.owned():
+            signals.now(FAILED)

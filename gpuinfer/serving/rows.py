@@ -1,0 +1,120 @@
+"""Rows as clients write them, and answers as they read them: JSON, or safetensors.
+
+Dtype, rank, shape and byte count are checked before anything is used, and values for what the model's rows can hold.
+A value that is no finite number is refused: no answer to it would count, as the engine refuses NaN and +inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from gpuinfer.api import ModelSpec, Result
+from gpuinfer.models.bodies import NotTensors, answer_to_body, rows_from_body
+from gpuinfer.models.layouts import BITS, row_dtype, row_shape
+from gpuinfer.openai.requests import BadRequest, unreadable
+
+Block = NDArray[Any]
+ELEMENTS: Mapping[str, Any] = {
+    "float32": float,
+    "uint8": Annotated[int, Meta(ge=0, le=255)],
+    "int8": Annotated[int, Meta(ge=-128, le=127)],
+    BITS: Annotated[int, Meta(ge=0, le=1)],
+}
+_encode = msgspec.json.Encoder().encode
+
+
+def body_of(spec: ModelSpec) -> Any:
+    """The structure of a request in JSON: rows of this model."""
+    element = ELEMENTS[spec.input_dtype]
+    fields = [("rows", list[list[element]] | None, None), ("x", list[element] | None, None)]
+    return msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
+
+
+class RowReader:
+    """Understands the rows of one model, as a `body_of` it: at most `most` in a request."""
+
+    def __init__(self, spec: ModelSpec, body: Any, most: int) -> None:
+        self._body = body
+        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(body).decode
+        self._spec, self._most = spec, most
+        self._dtype, self._inputs = row_dtype(spec), spec.inputs
+        self._bits, self._floats = spec.input_dtype == BITS, self._dtype.kind == "f"
+
+    def from_json(self, body: bytes) -> tuple[Block, bool]:
+        """The block [rows, …], and whether it was one row, given as `x`. Raises `BadRequest`."""
+        try:
+            given = self._decode(body)
+        except (ValueError, RecursionError) as error:
+            raise unreadable(error, self._body, body, "request") from error
+        rows, alone = given.rows, given.x is not None
+        if alone == (rows is not None):
+            raise BadRequest('one of `rows` and `x` is wanted. Write {"rows": [[…], …]}, or {"x": […]} for one row.')
+        rows = (given.x,) if alone else rows
+        self._check_count(len(rows))
+        for row in rows:
+            if len(row) != self._inputs:
+                raise BadRequest(
+                    f"a row has {len(row)} values, and this model takes {self._inputs}.", "x" if alone else "rows"
+                )
+        with np.errstate(over="ignore"):  # becomes inf, which is refused
+            block = np.array(rows, self._dtype)
+        return self._checked(np.packbits(block, axis=1, bitorder="little") if self._bits else block), alone
+
+    def from_tensors(self, body: bytes) -> Block:
+        """The block, a view of `body`. Raises `BadRequest`."""
+        try:
+            block = rows_from_body(body)
+        except NotTensors as error:
+            raise BadRequest(f"the body is not as it should be: {error}") from error
+        wanted = row_shape(self._spec)
+        if block.dtype != self._dtype or block.shape[1:] != wanted:
+            raise BadRequest(
+                f"a tensor {block.dtype} {list(block.shape)}, and this model takes {self._dtype} "
+                f"[rows, {', '.join(map(str, wanted))}]. Send that."
+            )
+        self._check_count(len(block))
+        return self._checked(block)
+
+    def _check_count(self, rows: int) -> None:
+        if not 1 <= rows <= self._most:
+            raise BadRequest(f"{rows} rows, and a request holds 1 to {self._most}. Send several requests.", "rows")
+
+    def _checked(self, block: Block) -> Block:
+        if self._floats and not np.isfinite(block).all():
+            raise BadRequest("a value is NaN, infinite, or too large for the model's rows. Send finite numbers.")
+        return block
+
+
+class AnswerWriter:
+    """Answers of one model for clients. An infinite value, as of a move that is not allowed, is null in JSON."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        plays = {"actions", "seats"} <= spec.arguments.keys()
+        self._names: Sequence[str] = ("policy", "values") if plays else ()
+
+    def to_json(self, result: Result, alone: bool) -> bytes:
+        """`{"outputs": …}`, or `{"y": …}` for one row given as `x`: of one tensor its rows, else each by name."""
+        if alone:
+            return _encode({"y": self._plain(result, lambda one: one[0].tolist())})
+        return _encode({"outputs": self._plain(result, lambda one: one.tolist())})
+
+    def _plain(self, result: Result, plain: Callable[[Any], Any]) -> Any:
+        if isinstance(result, np.ndarray):
+            return plain(result)
+        if isinstance(result, Mapping):
+            return {str(name): plain(one) for name, one in result.items()}
+        if isinstance(result, Sequence):
+            names = self._names if len(self._names) == len(result) else map(str, range(len(result)))
+            return {name: plain(one) for name, one in zip(names, result, strict=True)}
+        return plain(np.asarray(result))
+
+    @staticmethod
+    def to_tensors(result: Result) -> bytes:
+        """See `models.bodies`."""
+        return answer_to_body(result)
