@@ -58,7 +58,7 @@ def status(error: BaseException) -> int:
 
 
 def told(error: BaseException, request_id: str) -> dict[str, Any]:
-    """The body, in OpenAI's shape. Whatever may name something internal is written to the log under the request's id."""
+    """The body, in OpenAI's shape. What may name something internal is written to the log, under the request's id."""
     if isinstance(error, NoSuchModel):
         return error_body(str(error), "invalid_request_error", "model", "model_not_found")
     if isinstance(error, SAID) or type(error) is RequestError:

@@ -17,7 +17,8 @@ MOST_VALUE = 1_000  # characters of a template's argument
 TEMPLATE_ARGUMENTS = frozenset(
     ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string", "today")
 )
-"""What a client may say to a chat template. Models read these; anything else may mean whatever a template makes of it."""
+"""What a client may say to a chat template: models read these, and anything else means whatever a template makes of it.
+"""
 
 
 def check_request(prompt: Prompt, widest: int) -> None:

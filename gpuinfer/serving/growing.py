@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ async def whole(session: Session, prompts: Sequence[Prompt], ways: dict[str, Any
 
 async def growing(
     session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
-) -> AsyncIterator[Part | Generation]:
+) -> AsyncGenerator[Part | Generation]:
     """Parts as they come, and last the whole. Nothing is read ahead of whoever reads this."""
     if len(prompts) > 1:
         async with contextlib.aclosing(_several(session, prompts, ways)) as parts:
@@ -45,7 +45,7 @@ async def growing(
 
 async def _several(
     session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
-) -> AsyncIterator[Part | Generation]:
+) -> AsyncGenerator[Part | Generation]:
     news: asyncio.Queue[News] = asyncio.Queue(1)
     readers = [asyncio.create_task(_read(session, one, ways, index, news)) for index, one in enumerate(prompts)]
     ended: dict[int, Generation] = {}

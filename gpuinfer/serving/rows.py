@@ -31,8 +31,8 @@ _encode = msgspec.json.Encoder().encode
 
 def body_of(spec: ModelSpec) -> Any:
     """The structure of a request in JSON: rows of this model."""
-    element = ELEMENTS[spec.input_dtype]
-    fields = [("rows", list[list[element]] | None, None), ("x", list[element] | None, None)]
+    element: Any = ELEMENTS[spec.input_dtype]
+    fields: Any = [("rows", list[list[element]] | None, None), ("x", list[element] | None, None)]
     return msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
 
 

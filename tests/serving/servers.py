@@ -1,0 +1,113 @@
+"""`gpuinfer serve` as people run it: a process of its own on a port of its own, asked over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120  # for a server to load its model on a machine that stalls, and for anything to come about
+
+
+class Server:
+    """A running server. `log` is what it wrote."""
+
+    def __init__(self, *words: object, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.ready_file, self.log_file = folder / "ready.json", folder / "log"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "gpuinfer", "serve", "--port", "0"),
+                    *("--ready-file", str(self.ready_file), *map(str, words)),
+                ],
+                cwd=folder,
+                env={**inherited, "COLUMNS": "200", **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def wait_until_ready(self) -> Server:
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None, lambda: self.log)
+        assert self.ready_file.exists(), self.log
+        told = json.loads(self.ready_file.read_text())
+        self.host, self.port = told["host"], told["port"]
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
+
+    def ask(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    ) -> Answer:
+        """`body`: bytes as they are, anything else as JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = self.connect()
+        try:
+            connection.request(method or ("GET" if data is None else "POST"), path, data, headers or {})
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """The exit code after this signal."""
+        self.process.send_signal(number)
+        return self.process.wait(SECONDS)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+
+class Answer:
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of server-sent events; [DONE] as None."""
+        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [None if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@contextlib.contextmanager
+def serving(*words: object, folder: Path, **more: Any) -> Iterator[Server]:
+    """A server that is ready."""
+    server = Server(*words, folder=folder, **more)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.kill()
+
+
+def until(condition: Callable[[], object], otherwise: Callable[[], object] = lambda: "") -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"that did not come about: {otherwise()}"
+        time.sleep(0.01)

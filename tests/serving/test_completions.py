@@ -1,0 +1,167 @@
+"""/v1/completions, /v1/chat/completions and /predict of a running server."""
+
+from __future__ import annotations
+
+import pytest
+
+CHAT = [{"role": "user", "content": "Hi"}]
+BAD = {
+    "malformed JSON": ("/v1/completions", b'{"prompt": ', None, None),
+    "no UTF-8": ("/v1/completions", b'{"prompt": "\xff"}', None, None),
+    "nested too deeply": ("/v1/completions", b'{"prompt": ' + b"[" * 100_000, None, None),
+    "a wrong type": ("/v1/completions", {"prompt": 5}, None, None),
+    "no prompt": ("/v1/completions", {"messages": CHAT}, "prompt", None),
+    "an unknown field": ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", None),
+    "an unsupported parameter": ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix", None),
+    "too many samples": ("/v1/completions", {"prompt": "a", "n": 9}, "n", None),
+    "more samples than anybody has": ("/v1/completions", {"prompt": "a", "n": 10**9}, None, None),
+    "a context that is full": ("/v1/completions", {"prompt": "a" * 5000}, None, "context_length_exceeded"),
+    "too many prompts": ("/v1/completions", {"prompt": ["a"] * 1000}, "prompt", None),
+    "a template's argument that is not listed": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template_kwargs",
+        None,
+    ),
+    "a pattern that is too long": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * 40_000}, None, None),
+    "a pattern that is none": ("/v1/completions", {"prompt": "a", "guided_regex": "(("}, None, None),
+    "a deep schema": (
+        "/v1/completions",
+        b'{"prompt": "a", "guided_json": ' + b'{"not": ' * 100 + b"true" + b"}" * 101,
+        None,
+        None,
+    ),
+    "no message": ("/v1/chat/completions", {"messages": []}, "messages", None),
+    "no samples at all": ("/predict", {"prompt": "a", "num_samples": 0}, None, None),
+    "a prediction of nothing": ("/predict", {}, None, None),
+}
+
+
+def test_a_completion_has_the_shape_of_openais(tiny):
+    answer = tiny.ask("/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 6, "ignore_eos": True})
+    body = answer.json
+    assert answer.status == 200
+    assert body["object"] == "text_completion"
+    assert body["usage"]["completion_tokens"] == 6
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["id"] == f"cmpl-{answer.headers['x-request-id']}"
+
+
+def test_the_request_id_of_a_client_is_given_back(tiny):
+    answer = tiny.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 1}, {"X-Request-Id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    assert answer.json["id"] == "cmpl-mine-7"
+
+
+def test_an_id_that_could_not_stand_in_a_log_is_replaced(tiny):
+    answer = tiny.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 1}, {"X-Request-Id": "a b" * 99})
+    assert "a b" not in answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_seed_draws_the_same_answer_whole_and_streamed(tiny, path):
+    asked = {"max_tokens": 12, "seed": 5, **({"prompt": "Hello"} if path == "/v1/completions" else {"messages": CHAT})}
+    whole = tiny.ask(path, asked).json["choices"][0]
+    events = tiny.ask(path, {**asked, "stream": True}).events
+    assert events[-1] is None
+    choices = [event["choices"][0] for event in events[:-1]]
+    if path == "/v1/completions":
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+    else:
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
+    assert choices[-1]["finish_reason"] == whole["finish_reason"]
+
+
+def test_without_a_seed_two_requests_differ(tiny):
+    asked = {"prompt": "Hello", "max_tokens": 24, "ignore_eos": True}
+    texts = {tiny.ask("/v1/completions", asked).json["choices"][0]["text"] for _ in range(2)}
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_several_prompts_have_their_choices_one_after_the_other(tiny, stream):
+    asked = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 3, "seed": 1, "ignore_eos": True}
+    answer = tiny.ask("/v1/completions", {**asked, "stream": stream, "stream_options": {"include_usage": True}})
+    if stream:
+        texts = [""] * 6
+        for event in answer.events[:-1]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        usage = answer.events[-2]["usage"]
+    else:
+        texts = [choice["text"] for choice in answer.json["choices"]]
+        usage = answer.json["usage"]
+    alone = [
+        tiny.ask("/v1/completions", {**asked, "prompt": one}).json["choices"][index]["text"]
+        for one in asked["prompt"]
+        for index in (0, 1)
+    ]
+    assert texts == alone
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len("onetwothree"), 18)
+
+
+def test_each_request_has_its_own_form_of_answer(tiny):
+    asked = {"messages": CHAT, "max_tokens": 60, "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["red", "blue"]}}}
+    answer = tiny.ask("/v1/chat/completions", {**asked, "response_format": form})
+    assert answer.json["choices"][0]["message"]["content"] in ('"red"', '"blue"')
+
+
+def test_log_probabilities_stand_where_openai_has_them(tiny):
+    chat = tiny.ask(
+        "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 3}
+    ).json
+    assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 3
+    text = tiny.ask("/v1/completions", {"prompt": "a", "max_tokens": 2, "logprobs": 2}).json
+    assert len(text["choices"][0]["logprobs"]["token_logprobs"]) >= 1
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_cannot_be_is_400_and_says_why(tiny, path, body, param, code, stream):
+    if stream and (isinstance(body, bytes) or path == "/predict"):
+        pytest.skip("no form of its own")
+    answer = tiny.ask(path, {**body, "stream": True} if stream else body)
+    assert answer.status == 400, answer.body
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["message"].endswith(".")
+    assert "Traceback" not in answer.error["message"]
+    if param:
+        assert answer.error["param"] == param
+    if code:
+        assert answer.error["code"] == code
+
+
+def test_an_unknown_model_is_404(tiny):
+    answer = tiny.ask("/v1/completions", {"model": "gpt-5", "prompt": "a"})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+
+
+def test_rows_are_not_asked_of_a_model_of_text(tiny):
+    answer = tiny.ask("/v1/evaluate", {"x": [1]})
+    assert answer.status == 404
+    assert "/v1/completions" in answer.error["message"]
+
+
+def test_a_prediction_has_so_many_samples(tiny):
+    asked = {"prompt": "Hello", "num_samples": 3, "max_new_tokens": 4, "seed": 2}
+    samples = tiny.ask("/predict", asked).json["samples"]
+    assert len(samples) == 3
+    assert all(len(one["tokens"]) <= 4 for one in samples)
+    assert samples == tiny.ask("/predict", asked).json["samples"]
+
+
+def test_a_deadline_that_has_passed_is_408(tiny):
+    answer = tiny.ask("/v1/completions", {"prompt": "a"}, {"X-Gpuinfer-Timeout": "1e-9"})
+    assert (answer.status, answer.error["type"]) == (408, "timeout_error")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("X-Gpuinfer-Timeout", "soon"), ("X-Gpuinfer-Timeout", "nan"), ("X-Gpuinfer-Priority", "highest")],
+)
+def test_a_header_that_says_nothing_is_400(tiny, name, value):
+    answer = tiny.ask("/v1/completions", {"prompt": "a"}, {name: value})
+    assert answer.status == 400
+    assert name in answer.error["message"]
