@@ -23,6 +23,7 @@ SHOWN = (
     "retried",
     "resumed",
 )
+IDLE = "idle"  # the station of a lane that waits for work
 TEXT = 300  # characters of a sentence from outside
 LEAST_SHARE = 0.001  # of the lanes' time: less is not named
 Numbers = dict[str, float]
@@ -104,16 +105,21 @@ def _batches(recent: Snapshot, slots: int) -> dict[str, Any]:
 
 
 def _places(recent: Snapshot) -> list[dict[str, Any]]:
-    """Where the lanes' time went: kind of lane, station, share of that kind's time; the largest first."""
+    """Where the lanes' time went: kind of lane, station, share of that kind's time.
+
+    The busiest kind comes first, its stations from the largest on, and idle last.
+    """
     spent: Counter[tuple[str, str]] = Counter()
     whole: Counter[str] = Counter()
+    busy: Counter[str] = Counter()
     for lane in recent.lanes:
         kind = kind_of(lane["name"])
         for station, seconds in lane["stations"].items():
             spent[kind, short(station)] += max(0.0, seconds)
             whole[kind] += max(0.0, seconds)
+            busy[kind] += max(0.0, seconds) * (station != IDLE)
     shares = [(kind, station, seconds / whole[kind]) for (kind, station), seconds in spent.items() if whole[kind]]
-    shares.sort(key=lambda place: (-whole[place[0]], place[0], -place[2]))
+    shares.sort(key=lambda place: (-busy[place[0]], place[0], place[1] == IDLE, -place[2]))
     worth = [place for place in shares if place[2] >= LEAST_SHARE][:MOST_PLACES]
     return [{"lane": kind, "station": station, "share": share} for kind, station, share in worth]
 

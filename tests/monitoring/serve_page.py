@@ -64,7 +64,14 @@ class Pretence:
             }
             if ill:
                 told = EVIL if self._given.hostile else "no heartbeat for 3 s: killed, starts again in 2 s"
-                changes |= {"healthy": False, "state": "down", "errors": 3, "restarts": 1, "retried": 5, "breaker": "open"}
+                changes |= {
+                    "healthy": False,
+                    "state": "down",
+                    "errors": 3,
+                    "restarts": 1,
+                    "retried": 5,
+                    "breaker": "open",
+                }
                 changes |= {"last_event": told, "url": EVIL if self._given.hostile else "http://127.0.0.1:41003"}
             found.append(worker(number, **changes))
         return found

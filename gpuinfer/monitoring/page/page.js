@@ -2,7 +2,7 @@
 // say whether it was refused. Whatever comes from the server is shown as text, and never as HTML.
 "use strict";
 
-const POINTS = 180; // of a line: one a second
+const POINTS = 180, FEWEST = 60; // of a line, one a second: a new one is drawn as wide as the fewest would be
 const SILENCE_MS = 10000; // without a look the connection is given up, and made anew
 const RETRY_MS = [500, 1000, 2000, 3000];
 const KEY = "gpuinfer-key";
@@ -76,10 +76,14 @@ function facts(id, pairs) {
     row.append(element("dt"), element("dd"));
     return row;
   };
-  each(by(id), pairs, make, (_, [name, value], [term, told]) => { write(term, name); write(told, value); });
+  each(by(id), pairs, make, (_, [name, value, kind = ""], [term, told]) => {
+    write(term, name);
+    write(told, value);
+    term.className = kind;
+  });
 }
 
-/** Horizontal bars: [name, share of the whole, still]; `nothing` is said when there are none. */
+/** Horizontal bars: [name, share of the whole, still], or [title]; `nothing` is said when there are none. */
 function shares(id, rows, nothing) {
   const list = by(id);
   const empty = list.firstElementChild?.classList.contains("none");
@@ -92,10 +96,10 @@ function shares(id, rows, nothing) {
     return row;
   };
   each(list, rows, make, (row, [name, part, still], [label, bar, value]) => {
-    row.className = still ? "still" : "";
+    row.className = part === undefined ? "title" : still ? "still" : "";
     write(label, name);
-    bar.firstElementChild.style.width = `${Math.min(100, part * 100)}%`;
-    write(value, share(part));
+    bar.firstElementChild.style.width = `${Math.min(1, part || 0) * 100}%`;
+    write(value, part === undefined ? "" : share(part));
   });
 }
 
@@ -105,7 +109,6 @@ class Line {
   constructor(id) {
     this.svg = by(id);
     this.values = []; // [low, high or undefined]; null where the connection was lost
-    this.svg.setAttribute("viewBox", `0 0 ${POINTS} 100`);
     this.svg.setAttribute("preserveAspectRatio", "none");
     this.paths = ["above", "under", "line"].map((kind) => {
       const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -122,6 +125,7 @@ class Line {
   }
 
   draw() {
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} 100`);
     const all = this.values.flatMap((pair) => pair || []).filter((value) => value !== undefined);
     const top = Math.max(...all, 1e-9) * 1.08;
     const runs = this.runs((pair) => pair[0], top);
@@ -131,9 +135,13 @@ class Line {
     above.setAttribute("d", this.runs((pair) => pair[1], top).map((run) => `M${run.join("L")}`).join(""));
   }
 
+  get width() {
+    return Math.max(FEWEST, this.values.length);
+  }
+
   /** Points without a gap between them: lists of "x,y". */
   runs(of, top) {
-    const runs = [[]], first = POINTS - this.values.length;
+    const runs = [[]], first = this.width - this.values.length;
     this.values.forEach((pair, index) => {
       const value = pair && of(pair);
       if (value === null || value === undefined) runs.push([]);
@@ -160,9 +168,7 @@ function show(look) {
   showRates(rates, totals);
   showTimes(look);
   showBatches(look.batches);
-  shares("places", look.places.map(({ lane, station, share }) => {
-    return [lane === station ? station : `${station} · ${lane}`, share, station === "idle"];
-  }), "Nothing has run yet.");
+  showPlaces(look.places);
   showWorkers(look.workers);
   showErrors(look);
   showDevice(look.device);
@@ -175,22 +181,22 @@ function showRates(rates, totals) {
   write(by("throughput"), number(main));
   write(by("throughput-unit"), text ? "tokens/s" : "rows/s");
   lines.throughput.add(main);
-  const others = text ? [["prompt tokens/s", number(rates.input_tokens)]] : [["rows in all", number(totals.rows)]];
-  facts("throughput-facts", [["requests/s", number(rates.requests)], ...others, ["requests in all", number(totals.requests)]]);
+  const others = text ? [["tokens in/s", number(rates.input_tokens)]] : [["rows", number(totals.rows)]];
+  facts("throughput-facts", [["requests/s", number(rates.requests)], ...others, ["requests", number(totals.requests)]]);
 }
 
 function showTimes(look) {
   const { latency_s: latency, queue_wait_s: wait, first_token_s: first, between_tokens_s: between } = look;
   write(by("latency"), time(latency.p50));
   lines.latency.add(latency.p50, latency.p95);
-  facts("latency-facts", [["95 of 100 within", time(latency.p95)], ["99 of 100 within", time(latency.p99)], ["longest", time(latency.max)]]);
+  facts("latency-facts", [["p95", time(latency.p95), "above"], ["p99", time(latency.p99)], ["longest", time(latency.max)]]);
   by("tokens-tile").hidden = !("output_tokens" in look.totals);
   write(by("tokens"), time(first.p50));
   lines.tokens.add(first.p50, first.p95);
-  facts("tokens-facts", [["95 of 100 within", time(first.p95)], ["token to token", time(between.p50)], ["95 of 100 within", time(between.p95)]]);
+  facts("tokens-facts", [["p95", time(first.p95), "above"], ["next token", time(between.p50)], ["its p95", time(between.p95)]]);
   write(by("queue"), number(look.waiting_rows));
   lines.queue.add(look.waiting_rows);
-  facts("queue-facts", [["median wait", time(wait.p50)], ["95 of 100 within", time(wait.p95)], ["longest", time(wait.max)]]);
+  facts("queue-facts", [["median wait", time(wait.p50)], ["p95", time(wait.p95)], ["longest", time(wait.max)]]);
 }
 
 function showBatches({ sizes, reasons, rows_mean: mean, slots }) {
@@ -215,6 +221,15 @@ function showBatches({ sizes, reasons, rows_mean: mean, slots }) {
   shares("reasons", named.map(([reason, times]) => [REASONS[reason] || reason, times / cut]), "None was cut in the last seconds.");
 }
 
+/** By kinds of lanes, each under its title. */
+function showPlaces(places) {
+  const kinds = [...new Set(places.map((place) => place.lane))];
+  shares("places", kinds.flatMap((kind) => {
+    const own = places.filter((place) => place.lane === kind);
+    return [[`${kind} lanes`], ...own.map(({ station, share }) => [station, share, station === "idle"])];
+  }), "Nothing has run yet.");
+}
+
 // ---- replicas ----
 
 let served = new Map(), servedAt = 0; // name → answered, at the last look
@@ -237,7 +252,7 @@ function showWorkers(workers) {
 function workerRow() {
   const row = element("tr"), head = element("th"), state = element("td"), load = element("td"), bar = element("div", "bar");
   head.scope = "row";
-  head.append(element("span"), element("span", "quiet"), element("span", "quiet"));
+  head.append(element("span"), element("span", "quiet wide"), element("span", "quiet"));
   state.append(element("span", "mark"));
   bar.append(element("span"));
   const pair = element("div", "load");
@@ -249,7 +264,7 @@ function workerRow() {
 
 function fillWorker(worker, rate, most, [head, state, load, speed, answered, errors, moved, restarts]) {
   const [name, url, event] = head.children;
-  write(name, worker.name);
+  write(name, /^\d+$/.test(worker.name) ? `replica ${worker.name}` : worker.name);
   write(url, (worker.url || "").replace(/^http:\/\//, ""));
   write(event, worker.last_event || "");
   const broken = worker.breaker && worker.breaker !== "closed";
@@ -375,7 +390,7 @@ async function run() {
     const status = await watch((name, value) => {
       failures = 0;
       if (name !== "look") return trouble(value.message);
-      state("live", "live");
+      state("live", value.about.status === "draining" ? "draining" : "live");
       trouble("");
       by("main").classList.remove("stale");
       since = new Date().toLocaleTimeString();
