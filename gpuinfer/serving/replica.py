@@ -132,6 +132,8 @@ class Replica:
     async def _drain(self, server: HttpServer) -> int:
         """Take nothing new, and finish what is there. New requests are told so, and /health too, until the end."""
         self.health.phase = "draining"
+        for end in self.service.at_drain:
+            end()
         until = time.monotonic() + self._place.drain_s
         while self.health.in_flight and time.monotonic() < until and not self._at_once.is_set():
             with contextlib.suppress(TimeoutError):

@@ -22,6 +22,7 @@ from gpuinfer.serving.generations import Generations
 from gpuinfer.serving.openapi import answers, holding
 from gpuinfer.serving.predict import Predict, PredictBody
 from gpuinfer.serving.service import Service
+from gpuinfer.serving.watched import watched
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
 CHOICES = holding("id", "object", "created", "model", "choices", "usage")
@@ -35,6 +36,7 @@ def routes(service: Service) -> list[Route]:
         *(_text(service) if service.health.kind == "text" else _rows(service)),
         *_others(service),
         Route("GET", "/stats", _stats(service), "api", "Counters, times and rates of the last seconds.", _STATS),
+        *watched(service),
     ]
     found: list[Route] = []
     found.append(Route("GET", "/openapi.json", _document(found), "api", "This document.", _PLAIN))

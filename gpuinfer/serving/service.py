@@ -39,6 +39,7 @@ class Service:
     spans: Spans = NO_SPANS
     http_counts: Callable[[], Mapping[str, int]] = dict
     created: int = field(default_factory=lambda: int(time.time()))
+    at_drain: list[Callable[[], None]] = field(default_factory=list)  # ends what would go on for ever
 
     @property
     def name(self) -> str:

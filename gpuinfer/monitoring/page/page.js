@@ -268,10 +268,11 @@ function fillWorker(worker, rate, most, [head, state, load, speed, answered, err
   write(url, (worker.url || "").replace(/^http:\/\//, ""));
   write(event, worker.last_event || "");
   const broken = worker.breaker && worker.breaker !== "closed";
-  const word = worker.healthy ? (broken ? `breaker ${worker.breaker}` : "healthy") : worker.state === "up" ? "unhealthy" : worker.state || "unhealthy";
-  write(state.firstElementChild, word);
+  const word = worker.state && worker.state !== "up" ? worker.state : worker.healthy ? "healthy" : "unhealthy";
+  write(state.firstElementChild, broken && worker.healthy ? `breaker ${worker.breaker}` : word);
   const ill = !worker.healthy && !["starting", "draining"].includes(worker.state);
-  state.firstElementChild.className = `mark ${ill ? "bad" : worker.healthy && !broken ? "" : "warn"}`;
+  const well = worker.healthy && !broken && worker.state !== "late";
+  state.firstElementChild.className = `mark ${ill ? "bad" : well ? "" : "warn"}`;
   const [count, bar] = load.firstElementChild.children;
   write(count, number(worker.in_flight || 0));
   bar.firstElementChild.style.width = `${((worker.in_flight || 0) / most) * 100}%`;

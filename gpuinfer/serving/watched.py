@@ -1,0 +1,58 @@
+"""How one replica is watched: the live page with its events, and metrics for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gpuinfer import __version__
+from gpuinfer.http.exchange import Exchange, Handler
+from gpuinfer.http.paths import Route
+from gpuinfer.monitoring.events import Seen, Watching
+from gpuinfer.monitoring.metrics import CONTENT_TYPE, exposition
+from gpuinfer.monitoring.page import FILES, asset
+from gpuinfer.serving.service import Service
+
+HIDDEN: Mapping[str, Any] = {"hidden": True}
+TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+def watched(service: Service) -> list[Route]:
+    """The files of the page hold nothing of this server's and need no key; what it is told does."""
+    watching = Watching(lambda: _see(service))
+    service.at_drain.append(watching.close)
+    return [
+        Route("GET", "/metrics", _metrics(service), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
+        Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
+        *(Route("GET", path, _file, "open", "The live page.", HIDDEN) for path in FILES),
+    ]
+
+
+async def _see(service: Service) -> Seen:
+    await service.session.refresh()
+    about = {
+        "model": service.name,
+        "status": service.health.status,
+        "version": __version__,
+        "up_s": time.monotonic() - service.recent.began,
+    }
+    return Seen(service.session.snapshot(), about=about)
+
+
+def _metrics(service: Service) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        await service.session.refresh()
+        exchange.respond(200, await asyncio.to_thread(exposition, service.session.snapshot()), CONTENT_TYPE)
+
+    return handle
+
+
+async def _file(exchange: Exchange) -> None:
+    found = asset(exchange.path)
+    if found is None:
+        exchange.refuse(404, f"there is nothing at {exchange.path}.")
+        return
+    body, content_type, headers = found
+    exchange.respond(200, body, content_type, headers)
