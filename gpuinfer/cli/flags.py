@@ -152,6 +152,11 @@ def _text(
     )
 
 
+def words(name: str, short: str, metavar: str, text: str) -> inspect.Parameter:
+    """A flag of one command that may be given several times."""
+    return _parameter(name, list[str] | None, [short], text, metavar=metavar)
+
+
 def _switch(name: str, declaration: str, text: str, default: str | None) -> inspect.Parameter:
     return _parameter(name, bool | None, [declaration], _help(text, default), panel=EVERYWHERE)
 

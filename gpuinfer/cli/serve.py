@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags
-from gpuinfer.serving.options import ServeOptions, check_address, spec_of
+from gpuinfer.cli import flags, serving_fleet
+from gpuinfer.cli.serving_fleet import FleetOptions
+from gpuinfer.host import leaving
+from gpuinfer.host.files import write_whole
+from gpuinfer.serving.options import check_address, spec_of
 
 if TYPE_CHECKING:
     from gpuinfer.config.described import Described
+    from gpuinfer.config.options import Given
     from gpuinfer.config.settings import Settings
+    from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.serving.replica import Place
 
-NAME = "serve"
+NAME, LAUNCHER = "serve", "launcher"
 COMMON = (
     *("backend", "strategy", "backend_options", "strategy_options", "device", "dtype", "seed", "trace"),
     *("patience", "give_up", "max_queue_rows", "quiet", "verbose", "config"),
@@ -28,7 +34,11 @@ TEXT = """Serve a model over HTTP, in OpenAI's words and in our own.
 A model of text answers /v1/chat/completions, /v1/completions and /predict, a
 network of rows /v1/evaluate. /health, /stats and /metrics say how it is.
 Ctrl-C finishes what is under way; once more ends at once.
+
+--replicas N starts N copies behind a router, on this machine or elsewhere
+(--launcher), and starts those anew that die or hang.
 """
+LAUNCHER_TEXT = "Option of the launcher, such as account=… of slurm; repeatable."
 
 
 def _app() -> typer.Typer:
@@ -37,7 +47,8 @@ def _app() -> typer.Typer:
     def call(**values: Any) -> None:
         raise typer.Exit(execute(values))
 
-    return flags.app(NAME, {**flags.of(ServeOptions, NAME), **common}, TEXT, call)
+    launcher = {"launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT)}
+    return flags.app(NAME, {**flags.of(FleetOptions, NAME), **launcher, **common}, TEXT, call)
 
 
 app = _app()
@@ -49,13 +60,19 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.config.options import check
 
-    merged = merge(NAME, values)
-    own = ServeOptions(**check(ServeOptions, merged.table(NAME), NAME))
+    pairs = flags.pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
+    merged = merge(NAME, {key: value for key, value in values.items() if key != "launcher_options"})
+    own = FleetOptions(**check(FleetOptions, merged.table(NAME), NAME))
+    if own.leave_with_parent:
+        leaving.with_parent()
     check_address(own)
     described = described_by(own, merged)
     backend, strategy = described.plugins()
     log_to_people(merged.common.verbose)
     place = place_of(own)
+    launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
+    if serving_fleet.wanted(own, launcher_options):
+        return _fleet(own, described, place, launcher_options, quiet=merged.common.quiet)
     from gpuinfer.http import loop
     from gpuinfer.serving.replica import Replica
 
@@ -69,7 +86,27 @@ def execute(values: Mapping[str, Any]) -> int:
     return loop.run(serve())
 
 
-def described_by(own: ServeOptions, merged: Settings) -> Described:
+def _fleet(own: FleetOptions, described: Described, place: Place, options: Mapping[str, Given], *, quiet: bool) -> int:
+    """The same with several replicas, none of them in this process."""
+    launcher = serving_fleet.launcher_of(own, options)
+    plan = serving_fleet.plan_of(own, described, launcher, place.access())
+
+    def tell(news: str) -> None:
+        if not quiet:
+            print(news, file=sys.stderr, flush=True)
+
+    def say(fleet: Fleet) -> None:
+        if own.ready_file is not None:
+            told = {"host": own.host, "port": fleet.port, "pid": os.getpid()}
+            write_whole(own.ready_file, json.dumps(told).encode())
+        tell(_welcome(described, own, own.host, fleet.port))
+        for notice in launcher.notices:
+            tell(notice)
+
+    return serving_fleet.run(plan, launcher, say, tell)
+
+
+def described_by(own: FleetOptions, merged: Settings) -> Described:
     """What is to be served, by a file or by flags. Raises `UsageError`."""
     from gpuinfer.cli.building import served_plainly, setup_of
     from gpuinfer.config import described
@@ -88,7 +125,7 @@ def described_by(own: ServeOptions, merged: Settings) -> Described:
     )
 
 
-def place_of(own: ServeOptions) -> Place:
+def place_of(own: FleetOptions) -> Place:
     """Where it listens and who may ask. Raises `UsageError` for key files that are none."""
     from gpuinfer.http.access import Keys
     from gpuinfer.http.limits import HttpLimits
@@ -107,7 +144,7 @@ def place_of(own: ServeOptions) -> Place:
     )
 
 
-def _welcome(described: Described, own: ServeOptions, host: str, port: int) -> str:
+def _welcome(described: Described, own: FleetOptions, host: str, port: int) -> str:
     """Where it listens, who may ask, and a line to try."""
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     who = "with a key" if own.api_key_file else "anybody who reaches it" if own.insecure else "from this machine alone"

@@ -24,18 +24,8 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Of a file: one key a line; empty lines and those that begin with # are skipped. Raises UsageError."""
-        path = Path(path)
-        try:
-            mode = path.stat().st_mode
-            text = path.read_bytes()[: FILE_BYTES + 1]
-        except OSError as error:
-            raise UsageError(f"cannot read the key file {path} ({error.strerror}). Write one key a line.") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {path}")
-        if len(text) > FILE_BYTES:
-            raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")
-        return cls(_keys(path, text))
+        """Of a file, as `read_keys` has it."""
+        return cls(read_keys(path))
 
     def allow(self, authorization: str | None) -> bool:
         """Whether an Authorization header, `Bearer KEY`, has one of the keys; the time tells nothing of them."""
@@ -45,6 +35,21 @@ class Keys:
         for one in self._digests:
             found |= hmac.compare_digest(one, digest)
         return found and scheme.lower() == "bearer"
+
+
+def read_keys(path: str | Path) -> list[str]:
+    """Of a file: one key a line; empty lines and those that begin with # are skipped. Raises UsageError."""
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+        text = path.read_bytes()[: FILE_BYTES + 1]
+    except OSError as error:
+        raise UsageError(f"cannot read the key file {path} ({error.strerror}). Write one key a line.") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {path}")
+    if len(text) > FILE_BYTES:
+        raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")
+    return _keys(path, text)
 
 
 def _keys(path: Path, text: bytes) -> list[str]:

@@ -27,6 +27,7 @@ class ReplicaPlan:
     threads: int | None  # cores for its numeric libraries; None: as many as they like
     arguments: tuple[str, ...]  # all of the command line that follows `gpuinfer`
     attempt: int = 0  # how often this index was started before
+    logs: Path | None = None  # where its log goes instead, when people named a folder
 
     @property
     def name(self) -> str:
@@ -40,7 +41,7 @@ class ReplicaPlan:
     @property
     def log(self) -> Path:
         """What it prints; attempts follow one another in one file."""
-        return self.folder / f"{self.name}.log"
+        return (self.logs or self.folder) / f"{self.name}.log"
 
 
 class Launched(ABC):
@@ -65,6 +66,11 @@ class Launched(ABC):
         """The last lines of its log, for people; empty when it said nothing."""
         return ""
 
+    @property
+    def suspended(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP), as far as that can be seen from here."""
+        return False
+
     @abstractmethod
     async def terminate(self, within_s: float) -> None:
         """Ask it to finish what is under way and leave; past the limit, kill it. Comes back when it has ended."""
@@ -81,6 +87,7 @@ class Launcher(ABC):
         model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
+    here: bool = False  # whether all replicas share this machine's cores and devices
     bind: str = "127.0.0.1"  # the address at which replicas listen (`--host`)
     shared: Path | None = None  # where the fleet's folder must lie, for all hosts to see; None: anywhere
     start_s: float = 120.0  # how long a replica may take to serve, unless people say otherwise: a queue takes longer

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel
 
 from gpuinfer.errors import WorkError
@@ -32,6 +33,7 @@ class Local(Launcher):
     """Starts replicas on this machine. `command` is what a plan's arguments follow: tests put their own there."""
 
     name = "local"
+    here = True
 
     def __init__(self, options: BaseModel | None = None, command: Sequence[str] = COMMAND) -> None:
         super().__init__(options)
@@ -74,6 +76,13 @@ class Child(Launched):
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def suspended(self) -> bool:
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:  # gone
+            return False
 
     def last_words(self) -> str:
         return readiness.last_words(self.log, self._begins)

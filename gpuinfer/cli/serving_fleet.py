@@ -1,0 +1,210 @@
+"""`serve` with several replicas: its flags, the plan that they make, and the life of a fleet at the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pydantic import Field
+
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import machine, signals
+from gpuinfer.serving.options import ServeOptions
+
+if TYPE_CHECKING:
+    from gpuinfer.config.described import Described
+    from gpuinfer.config.options import Given
+    from gpuinfer.fleet.launchers.launcher import Launcher
+    from gpuinfer.fleet.plan import FleetPlan
+    from gpuinfer.fleet.scaling import Scaling
+    from gpuinfer.fleet.supervisor import Fleet
+    from gpuinfer.http.access import Access
+
+log = logging.getLogger(__name__)
+
+DONE, PARTIAL = 0, 3  # exit codes
+LEFT_S = 5.0  # for what was cancelled to end
+MAKE_A_FLEET = ("replicas", "gpus", "min_replicas", "max_replicas", "launcher")
+
+
+class FleetOptions(ServeOptions):
+    """One server's flags, and those of several behind a router."""
+
+    replicas: int | None = Field(None, ge=1, le=1024, description="so many copies of the model, behind a router")
+    gpus: str | None = Field(None, description="one replica on each of these devices: 0,2,4,6")
+    launcher: str | None = Field(None, description="where replicas run: local, slurm or ray [local]")
+    routing: str = Field(
+        "least-loaded", description="who gets a request: least-loaded, round-robin, power-of-two, sticky"
+    )
+    router_processes: int = Field(1, ge=1, le=64, description="processes that relay requests")
+    min_replicas: int | None = Field(None, ge=1, le=1024, description="never fewer, whatever the load")
+    max_replicas: int | None = Field(None, ge=1, le=1024, description="never more, whatever the load")
+    target_queue: float = Field(16.0, gt=0, le=1e6, description="requests per replica, above which more are started")
+    scale_down_delay: float = Field(60.0, ge=0, le=1e6, description="seconds without need of a replica until it leaves")
+    request_timeout: float = Field(
+        300.0, gt=0, le=86_400, description="seconds that a request waits for a replica's answer"
+    )
+    start_timeout: float | None = Field(None, gt=0, le=86_400, description="seconds for a replica to come up [120]")
+    log_dir: Path | None = Field(None, description="where replicas write their logs [a temporary folder]")
+
+
+OF_A_FLEET = tuple(name for name in FleetOptions.model_fields if name not in ServeOptions.model_fields)
+
+
+def wanted(own: FleetOptions, launcher_options: Mapping[str, Any]) -> bool:
+    """Whether the flags ask for a fleet. Raises `UsageError` for those of a fleet's that would do nothing."""
+    if any(getattr(own, name) is not None for name in MAKE_A_FLEET):
+        return True
+    idle = [f"--{name.replace('_', '-')}" for name in OF_A_FLEET if name in own.model_fields_set]
+    if launcher_options:
+        idle.append("-L")
+    if idle:
+        raise UsageError(f"{idle[0]} is said of a fleet, and this is one server. Add --replicas N, or leave it out.")
+    return False
+
+
+def launcher_of(own: FleetOptions, given: Mapping[str, Given]) -> Launcher:
+    """Raises `UsageError` for one that there is not, that refuses its options, or that cannot work here."""
+    from gpuinfer.fleet.launchers import named
+
+    return named.make(own.launcher or "local", given)
+
+
+def plan_of(own: FleetOptions, described: Described, launcher: Launcher, access: Access) -> FleetPlan:
+    """Raises `UsageError` for flags that do not go together, and for key files that are none."""
+    from gpuinfer.fleet.plan import FleetPlan
+    from gpuinfer.http.access import read_keys
+
+    scaling = _scaling(own)
+    replicas = own.replicas or (scaling.least if scaling else len((own.gpus or "0").split(",")))
+    devices = _devices(own, described, launcher)
+    most = scaling.most if scaling else replicas
+    setup = replace(described.setup, processes=most) if launcher.here else described.setup
+    plan = FleetPlan(
+        setup=msgspec.json.encode(msgspec.structs.replace(described, setup=setup)),
+        replicas=replicas,
+        scaling=scaling,
+        devices=devices,
+        devices_named=own.gpus is not None,
+        host=own.host,
+        port=own.port,
+        router_processes=own.router_processes,
+        routing=_policy(own.routing),
+        api_keys=() if own.api_key_file is None else tuple(read_keys(own.api_key_file)),
+        access=access,
+        request_timeout_s=own.request_timeout,
+        start_s=own.start_timeout,
+        drain_s=own.drain_timeout,
+        logs=own.log_dir,
+        body_bytes=own.max_body,
+        connections=own.max_connections,
+        arguments=_arguments(own),
+    )
+    plan.check()
+    return plan
+
+
+def _scaling(own: FleetOptions) -> Scaling | None:
+    if own.min_replicas is None and own.max_replicas is None:
+        return None
+    from gpuinfer.fleet.scaling import Scaling
+
+    least = own.min_replicas or 1
+    most = own.max_replicas or max(least, own.replicas or len(own.gpus.split(",") if own.gpus else ""))
+    return Scaling(least, most, own.target_queue, own.scale_down_delay)
+
+
+def _devices(own: FleetOptions, described: Described, launcher: Launcher) -> tuple[str, ...]:
+    from gpuinfer.fleet.plan import gpus_here, gpus_of
+
+    if own.gpus is not None:
+        if any(device == "cpu" or ":" in device for device in described.setup.devices):
+            raise UsageError(
+                "--gpus says which device each replica sees, so --device has nothing to choose. Leave it out."
+            )
+        return gpus_of(own.gpus)
+    return gpus_here() if launcher.here and machine.wants_cuda(described.setup.devices) else ()
+
+
+def _policy(name: str) -> str:
+    from gpuinfer.routing.policy import POLICIES
+
+    if name not in POLICIES:
+        raise UnknownName("routing policy", name, POLICIES, label="Policies")
+    return name
+
+
+def _arguments(own: FleetOptions) -> tuple[str, ...]:
+    """What replicas are told beside what they serve."""
+    words = ["--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
+    if own.otlp_endpoint:
+        words += ["--otlp-endpoint", own.otlp_endpoint]
+    return tuple(words)
+
+
+def run(plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None], tell: Callable[[str], None]) -> int:
+    """Serve until a signal comes. `say` is called once the fleet serves. The exit code: 3 where requests broke off.
+
+    Raises what `Fleet.start` raises.
+    """
+    from gpuinfer.http import loop
+
+    return loop.run(_Life(plan.drain_s, tell).live(plan, launcher, say))
+
+
+class _Life:
+    """Of a fleet at the command line: it ends by a signal; by a second one at once."""
+
+    def __init__(self, drain_s: float, tell: Callable[[str], None]) -> None:
+        self._drain_s, self._tell = drain_s, tell
+        self._stop, self._at_once = asyncio.Event(), asyncio.Event()
+
+    async def live(self, plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None]) -> int:
+        from gpuinfer.fleet.supervisor import Fleet
+
+        self._loop = asyncio.get_running_loop()
+        fleet = Fleet(plan, launcher, self._tell)
+        with signals.handled(self._asked, self._insist, self._force):
+            try:
+                if not await self._unless(self._stop, fleet.start()):
+                    return DONE
+                say(fleet)
+                await self._stop.wait()
+                whole = await self._unless(self._at_once, fleet.drain())
+                return DONE if whole else PARTIAL
+            finally:
+                await fleet.close()
+
+    async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> Any:
+        """What the work comes to; None when the event came first, and the work was left."""
+        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if working.done():
+            return working.result()
+        working.cancel()
+        await asyncio.wait((working,), timeout=LEFT_S)
+        return None
+
+    def _asked(self, number: int) -> None:
+        """The first signal, from another thread."""
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self._tell(f"{name}: finishing what is under way, for {self._drain_s:g} s at most. Once more ends at once.")
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _insist(self) -> None:
+        self._stop.set()
+        self._at_once.set()
+
+    def _force(self) -> None:
+        """Not even that has ended it. From another thread."""
+        if signals.owned():
+            print("gpuinfer: stopped at once, as it did not end by itself.", file=sys.stderr, flush=True)
+            signals.now(PARTIAL)

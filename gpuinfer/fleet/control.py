@@ -1,0 +1,160 @@
+"""The fleet's own application, on a Unix socket behind the router: how it is, what it counts, who belongs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from gpuinfer import __version__
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet import page
+from gpuinfer.fleet.router.config import CONTROL_KEY_HEADER
+from gpuinfer.http.access import Access
+from gpuinfer.http.exchange import Exchange
+from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.server import HttpServer
+from gpuinfer.monitoring.events import Seen, Watching
+from gpuinfer.monitoring.metrics import CONTENT_TYPE, exposition
+from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.stats import Snapshot
+
+encode = msgspec.json.Encoder().encode
+
+
+class View(Protocol):
+    """Of a fleet, what is asked here."""
+
+    @property
+    def ready(self) -> bool: ...
+    def about(self) -> Mapping[str, Any]: ...
+    def workers(self) -> list[dict[str, Any]]: ...
+    async def snapshot(self) -> Snapshot: ...
+    async def stats(self) -> dict[str, Any]: ...
+    async def add(self, url: str | None = None, key: str | None = None) -> Any: ...
+    async def remove(self, id: int) -> Any: ...
+    async def ask_replica(self, path: str) -> bytes | None: ...
+
+
+class Adding(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /workers`. Without a URL a replica is started."""
+
+    url: str | None = None
+    key: str | None = None  # the bearer token that the server at this URL asks for
+
+
+class Control:
+    """Listens from `start` to `close`."""
+
+    def __init__(self, fleet: View, access: Access, key: str, socket: str) -> None:
+        self._fleet, self._key, self._socket = fleet, key, socket
+        self._watching = Watching(self._see)
+        self.paths = Paths(self._routes(), access)
+        self._server: HttpServer | None = None
+        self._began = time.monotonic()
+
+    async def start(self) -> None:
+        self._server = HttpServer(self.paths, quick=self._quick)
+        await self._server.listen_unix(self._socket)
+
+    async def close(self) -> None:
+        self._watching.close()
+        if self._server is not None:
+            await self._server.close()
+
+    def _quick(self, exchange: Exchange) -> bool:
+        """Nobody but the router is heard."""
+        given = exchange.headers.get(CONTROL_KEY_HEADER.lower(), "")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            exchange.refuse(403, "only the fleet's router may ask here. Ask it.")
+            return True
+        return self.paths.quick(exchange)
+
+    def _routes(self) -> list[Route]:
+        workers = "/workers"
+        return [
+            Route("GET", "/health", self._health, "open", "Whether a worker takes requests"),
+            Route("GET", "/stats", self._stats, "api", "What the fleet has counted"),
+            Route("GET", "/metrics", self._metrics, "api", "The same for Prometheus"),
+            Route("GET", "/openapi.json", self._openapi, "open", "This document"),
+            Route("GET", workers, self._workers, "admin", "All workers"),
+            Route("POST", workers, self._add, "admin", "Add a worker by its URL, or start a replica"),
+            Route("DELETE", f"{workers}/{{id}}", self._remove, "admin", "Let a worker drain and leave"),
+            *page.routes(self._watching),
+        ]
+
+    async def _see(self) -> Seen:
+        about = {"version": __version__, "up_s": time.monotonic() - self._began, **self._fleet.about()}
+        return Seen(await self._fleet.snapshot(), self._fleet.workers(), about)
+
+    async def _health(self, exchange: Exchange) -> None:
+        workers = self._fleet.workers()
+        ready = self._fleet.ready
+        told = {
+            "server": "gpuinfer",
+            "status": "ready" if ready else "starting",
+            "alive": True,
+            "ready": ready,
+            "total_workers": len(workers),
+            "healthy_workers": sum(worker["healthy"] for worker in workers),
+            "in_flight": sum(worker["in_flight"] for worker in workers),
+            "waiting_rows": sum(worker["waiting_rows"] for worker in workers),
+        }
+        exchange.respond(200 if ready else 503, encode(told), headers=() if ready else [("Retry-After", "1")])
+
+    async def _stats(self, exchange: Exchange) -> None:
+        exchange.respond(200, encode(await self._fleet.stats()))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        families = list(of_workers(self._fleet.workers()))
+        text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), families)
+        exchange.respond(200, text, CONTENT_TYPE)
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        body = await self._fleet.ask_replica("/openapi.json")
+        if body is None:
+            exchange.refuse(503, "no replica is up yet. Ask again in a moment.", [("Retry-After", "1")])
+            return
+        document = msgspec.json.decode(body)
+        document["paths"] = {**document.get("paths", {}), **_described(self.paths.routes)}
+        exchange.respond(200, encode(document))
+
+    async def _workers(self, exchange: Exchange) -> None:
+        exchange.respond(200, encode({"workers": self._fleet.workers()}))
+
+    async def _add(self, exchange: Exchange) -> None:
+        try:
+            adding = msgspec.json.decode(exchange.body or b"{}", type=Adding)
+            worker = await self._fleet.add(adding.url, adding.key)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            exchange.refuse(400, f'{error}. Send {{"url": "http://HOST:PORT"}}, or {{}} to start a replica.')
+        except UsageError as error:
+            exchange.refuse(400, str(error))
+        except WorkError as error:
+            exchange.refuse(409, str(error))
+        else:
+            exchange.respond(201, encode(worker.told()))
+
+    async def _remove(self, exchange: Exchange) -> None:
+        text = exchange.parameters["id"]
+        worker = await self._fleet.remove(int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+        if worker is None:
+            exchange.refuse(404, f"there is no worker '{text[:20]}'. GET /workers lists them.")
+        else:
+            exchange.respond(202, encode(worker.told()))
+
+
+def _described(routes: tuple[Route, ...]) -> Mapping[str, Any]:
+    """The fleet's own routes as OpenAPI has them."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        responses = {"default": {"description": "An error in OpenAI's shape, or the answer."}}
+        told: dict[str, Any] = {"summary": route.summary, "responses": responses, **route.openapi}
+        if "{id}" in route.path:
+            told["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "integer"}}]
+        paths.setdefault(route.path, {})[route.method.lower()] = told
+    return paths

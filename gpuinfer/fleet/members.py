@@ -1,0 +1,136 @@
+"""Who is in the fleet: adding, removing, and the roster that the router is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.folder import Folder
+from gpuinfer.fleet.launchers.launcher import Launcher, ReplicaPlan
+from gpuinfer.fleet.plan import MOST_REPLICAS, FleetPlan
+from gpuinfer.fleet.replica import Replica
+from gpuinfer.fleet.roster import Roster
+from gpuinfer.fleet.visitor import Visitor, address_of
+from gpuinfer.fleet.worker import Worker
+
+LOOK_S = 0.1  # between two looks whether one that drains is done
+EMPTY_LOOKS = 5  # in a row: a router process may hear of the draining a moment later
+
+
+class NoRoom(WorkError):
+    """There are as many replicas as there may be."""
+
+
+class Members:
+    """`on_roster` is told of each change, `in_flight` says how many requests are under way at a member."""
+
+    def __init__(
+        self,
+        plan: FleetPlan,
+        launcher: Launcher,
+        folder: Folder,
+        on_roster: Callable[[Roster], None],
+        in_flight: Callable[[int], int],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.all: dict[int, Worker] = {}
+        self._plan, self._launcher, self._folder = plan, launcher, folder
+        self._setup_file = folder.write("setup.json", plan.setup)
+        self._on_roster, self._in_flight, self._tell = on_roster, in_flight, tell
+        self._ids, self._versions = itertools.count(), itertools.count(1)
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def own(self) -> list[Replica]:
+        """Ours that are to stay, oldest first."""
+        return [one for one in self.all.values() if isinstance(one, Replica) and not one.leaving]
+
+    def start(self) -> Replica:
+        """One more replica of ours. Raises `NoRoom`."""
+        if len(self.own) >= self._plan.most:
+            raise NoRoom(
+                f"{len(self.own)} replicas run, and no more may. Remove one, or raise --max-replicas (--gpus)."
+            )
+        plan = self._planned(next(self._ids))
+        start_s = self._plan.start_s or self._launcher.start_s
+        replica = Replica(plan, self._folder.key, self._launcher, start_s, self.changed, self._tell)
+        self._join(replica)
+        return replica
+
+    def visit(self, url: str, key: str | None = None) -> Visitor:
+        """A server that somebody else has started. Raises `UsageError` for a URL that is refused or already here."""
+        address = address_of(url)
+        for one in self.all.values():
+            if (one.host, one.port) == address and not one.leaving:
+                raise UsageError(f"{url} is worker {one.id} already. Remove that first, or add another.")
+        if len(self.all) >= MOST_REPLICAS:
+            raise NoRoom(f"{MOST_REPLICAS:,} workers are as many as there may be. Remove one.")
+        visitor = Visitor(next(self._ids), url, key, self.changed, self._tell)
+        self._join(visitor)
+        return visitor
+
+    def remove(self, id: int, within_s: float) -> Worker | None:
+        """Let one drain, and end it then or when the time is over. None: there is none of this id."""
+        worker = self.all.get(id)
+        if worker is not None and id not in self._leaving:
+            worker.drain()
+            self.changed()
+            self._leaving[id] = asyncio.create_task(self._leave(worker, within_s))
+        return worker
+
+    def nudge(self, id: int) -> None:
+        """A request has failed there."""
+        if (worker := self.all.get(id)) is not None:
+            worker.nudge()
+
+    def changed(self) -> None:
+        known = (worker.member() for worker in self.all.values())
+        self._on_roster(Roster(next(self._versions), tuple(member for member in known if member is not None)))
+
+    async def end(self, within_s: float) -> None:
+        """All of them, at once; 0 seconds: without asking."""
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*(worker.end(within_s) for worker in self.all.values()), return_exceptions=True)
+
+    def _join(self, worker: Worker) -> None:
+        self.all[worker.id] = worker
+        worker.begin()
+        self.changed()
+
+    def _planned(self, id: int) -> ReplicaPlan:
+        """Its command line goes on with a ready file, which is another one for each attempt."""
+        files = ("--setup-file", str(self._setup_file), "--api-key-file", str(self._folder.key_file))
+        place = ("--host", self._launcher.bind, "--port", "0", "--behind-router")
+        return ReplicaPlan(
+            index=id,
+            setup_file=self._setup_file,
+            key_file=self._folder.key_file,
+            folder=self._folder.path,
+            devices=self._device(),
+            threads=self._plan.threads() if self._launcher.here else None,
+            arguments=("serve", *files, *place, *self._plan.arguments),
+            logs=self._folder.logs,
+        )
+
+    async def _leave(self, worker: Worker, within_s: float) -> None:
+        until = time.monotonic() + within_s
+        empty = 0
+        while empty < EMPTY_LOOKS and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            empty = 0 if self._in_flight(worker.id) else empty + 1
+        await worker.end(max(1.0, until - time.monotonic()))
+        del self.all[worker.id], self._leaving[worker.id]
+        self._tell(f"worker {worker.id} has left.")
+        self.changed()
+
+    def _device(self) -> str | None:
+        """The one that the fewest replicas have."""
+        devices = self._plan.devices
+        if not devices:
+            return None
+        taken = [one.plan.devices for one in self.all.values() if isinstance(one, Replica)]
+        return min(dict.fromkeys(devices), key=lambda one: taken.count(one) / devices.count(one))

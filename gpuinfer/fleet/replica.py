@@ -1,0 +1,143 @@
+"""One replica of ours: started, looked after, killed when it hangs, started anew when it is gone.
+
+    starting → up → (draining) → down → starting …
+
+It is up once it has written its ready file and answered a probe. Down is what it is between its end and the next
+attempt, which comes at once after one that had served well, and ever later after those that fail (`backoff`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from gpuinfer.errors import WorkError
+from gpuinfer.fleet.backoff import Backoff
+from gpuinfer.fleet.heartbeat import LATE_LOOKS, LOOK_S
+from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.fleet.worker import Worker
+
+KILL_S = 30.0  # for a launcher to end something
+CAUSES = {
+    None: "died",
+    "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
+    "stuck": "had work and did none of it, and was killed",
+}
+
+
+class Replica(Worker):
+    """`first` is done once the first attempt has come up, or has failed: its result is the error, or None."""
+
+    ours = True
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        key: str,
+        launcher: Launcher,
+        start_s: float,
+        changed: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        super().__init__(plan.index, key, changed, tell)
+        self.plan = plan
+        self.first: asyncio.Future[WorkError | None] = asyncio.get_running_loop().create_future()
+        self._launcher, self._start_s = launcher, start_s
+        self._backoff = Backoff()
+        self._launching: asyncio.Task[Launched] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of a child of this process."""
+        return getattr(self._launched, "pid", None)
+
+    @property
+    def _launched(self) -> Launched | None:
+        """What the latest attempt has started."""
+        task = self._launching
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
+    async def run(self) -> None:
+        while True:
+            served_s = await self._attempt()
+            delay_s = self._backoff.after(served_s)
+            if delay_s:
+                self._tell(f"{self.plan.name} is started again in {delay_s:g} s.")
+            await asyncio.sleep(delay_s)
+
+    async def end(self, within_s: float) -> None:
+        await self._over()
+        self._first_is_over(None)
+        if self._launching is not None:
+            await asyncio.wait({self._launching}, timeout=KILL_S)
+        if (launched := self._launched) is not None:
+            await (launched.terminate(within_s) if within_s > 0 else launched.kill())
+        self.state = "down"
+
+    def told(self) -> dict[str, Any]:
+        plan = self.plan
+        return {**super().told(), "pid": self.pid, "devices": plan.devices, "log": str(plan.log)}
+
+    async def _attempt(self) -> float:
+        """Start it, and look after it until it is gone. For how many seconds it served."""
+        self.since = 0.0
+        self._become("starting")
+        plan = self._planned()
+        self.attempts += 1
+        try:
+            launched, (host, port) = await self._started(plan)
+        except WorkError as error:
+            await self._gone(plan, str(error), told=self.first.done())
+            self._first_is_over(error)
+            return 0.0
+        up_at: float | None = None
+        async with self._probed(host, port):
+            while (beat := await self._look(lambda: not launched.alive)) == "well":
+                if up_at is None and self.since:
+                    up_at = time.monotonic()
+                    self._tell(f"{plan.name} is up at {self.url}.")
+                    self._first_is_over(None)
+        words = launched.last_words() if beat is None else ""
+        await self._gone(plan, f"{plan.name} {CAUSES[beat]}." + (f' Its last words: "{words}".' if words else ""))
+        self._first_is_over(WorkError(self.failure))
+        return 0.0 if up_at is None else time.monotonic() - up_at
+
+    def _planned(self) -> ReplicaPlan:
+        plan = replace(self.plan, attempt=self.attempts)
+        return replace(plan, arguments=(*plan.arguments, "--ready-file", str(plan.ready_file)))
+
+    async def _started(self, plan: ReplicaPlan) -> tuple[Launched, tuple[str, int]]:
+        """Raises `WorkError` when it cannot be started, ends or is suspended meanwhile, or takes too long."""
+        self._launching = asyncio.create_task(self._launcher.launch(plan))
+        launched = await asyncio.shield(self._launching)
+        ready = asyncio.create_task(launched.ready(self._start_s))
+        suspended = 0
+        try:
+            while not ready.done():
+                await asyncio.wait({ready}, timeout=LOOK_S)
+                suspended = suspended + 1 if launched.suspended else 0
+                if suspended >= LATE_LOOKS:
+                    raise WorkError(f"{plan.name} was suspended while it started, and killed.")
+            return launched, ready.result()
+        finally:
+            ready.cancel()
+
+    async def _gone(self, plan: ReplicaPlan, why: str, told: bool = True) -> None:
+        self.failure = why
+        if told:
+            self._tell(why)
+        self._become("down")
+        if (launched := self._launched) is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(launched.kill(), KILL_S)
+        plan.ready_file.unlink(missing_ok=True)
+
+    def _first_is_over(self, error: WorkError | None) -> None:
+        if not self.first.done():
+            self.first.set_result(error)

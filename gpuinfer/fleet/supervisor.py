@@ -1,0 +1,222 @@
+"""A fleet: replicas, started and looked after; router processes in front; one application for all else.
+
+clients → router processes → replicas         /v1/*, /predict
+                  ↓
+          control application (here)          /health, /stats, /metrics, /workers, the page
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from gpuinfer.errors import WorkError
+from gpuinfer.fleet.control import Control
+from gpuinfer.fleet.counting import EVERY_S, Counting
+from gpuinfer.fleet.figures import figures
+from gpuinfer.fleet.folder import Folder
+from gpuinfer.fleet.launchers.launcher import Launcher
+from gpuinfer.fleet.members import Members, NoRoom
+from gpuinfer.fleet.plan import FleetPlan
+from gpuinfer.fleet.probe import bracketed
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.processes import MemberCounters, Routers
+from gpuinfer.fleet.scaling import LOOK_S, Decision, Scaler
+from gpuinfer.fleet.worker import Worker
+from gpuinfer.stats import Snapshot
+
+log = logging.getLogger(__name__)
+
+KEPT_DECISIONS = 32
+END_S = 10.0  # for replicas to leave, once nothing is under way
+NOTHING = MemberCounters()
+
+
+class Fleet:
+    """`start` once, then `close` whatever happened; in between all is asked on the event loop that started it.
+
+    `tell` is called with news for people, a sentence at a time.
+    """
+
+    def __init__(self, plan: FleetPlan, launcher: Launcher, tell: Callable[[str], None] = log.info) -> None:
+        plan.check()
+        self.plan, self.launcher = plan, launcher
+        self.url, self.port = "", 0
+        self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self._tell = tell
+        self._began = time.monotonic()
+        self._scaler = Scaler(plan.limits)
+        self._counting = Counting()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._folder = Folder(launcher.shared, plan.logs)
+        key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
+        self._control = Control(self, plan.access, key, socket)
+        self._routers = Routers(_router_config(plan, key, socket), self._heard)
+        self._members = Members(
+            plan, launcher, self._folder, self._routers.update, lambda id: self._counted(id).in_flight, tell
+        )
+
+    async def start(self) -> str:
+        """Start all, and wait until each replica has come up or has failed at its first attempt. The fleet's URL.
+
+        It serves from the first replica on. Raises `UsageError` when the port is in use, `WorkError` with the first
+        replica's last words when none came up.
+        """
+        await self._control.start()
+        self.port = await self._routers.start()
+        self.url = f"http://{bracketed(self.plan.host)}:{self.port}"
+        self._tell(f"{self.plan.replicas} replicas are started; their logs are in {self.logs}.")
+        replicas = [self._members.start() for _ in range(self.plan.replicas)]
+        failures = [error for error in await asyncio.gather(*(one.first for one in replicas)) if error is not None]
+        if failures and len(failures) == len(replicas):
+            raise WorkError(
+                f"none of {len(replicas)} replicas came up. {failures[0]}" if replicas[1:] else str(failures[0])
+            )
+        for error in failures:
+            self._tell(str(error))
+        self._tasks = [asyncio.create_task(self._scale()), asyncio.create_task(self._count())]
+        return self.url
+
+    async def add(self, url: str | None = None, key: str | None = None) -> Worker:
+        """One more worker: a server at a URL, or else a replica of ours. Raises `UsageError` or `NoRoom`."""
+        return self._members.start() if url is None else self._members.visit(url, key)
+
+    async def remove(self, id: int) -> Worker | None:
+        """Let one drain and leave; it is not waited for. None: there is none of this id."""
+        return self._members.remove(id, self.plan.drain_s)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes requests."""
+        return any(worker.healthy for worker in self._members.all.values())
+
+    def about(self) -> dict[str, Any]:
+        """Plain facts, for the page."""
+        limits = self.plan.limits
+        return {
+            "model": next((one.health.model for one in self._members.all.values() if one.health), ""),
+            "url": self.url,
+            "policy": self.plan.routing,
+            "replicas": f"{limits.least}" if limits.fixed else f"{limits.least} to {limits.most}",
+        }
+
+    def workers(self) -> list[dict[str, Any]]:
+        """All, each with what the router has counted of it."""
+        return [self._told(worker) for worker in self._members.all.values()]
+
+    async def snapshot(self) -> Snapshot:
+        """What our own replicas have counted, those included that are gone."""
+        return await self._counting.fetch(self._members.all.values())
+
+    async def stats(self) -> dict[str, Any]:
+        """What `/stats` answers."""
+        snapshot = await self.snapshot()
+        workers, totals = self.workers(), self._routers.totals()
+        limits = self.plan.limits
+        return {
+            "server": "gpuinfer",
+            "url": self.url,
+            "uptime_s": time.monotonic() - self._began,
+            "total_workers": len(workers),
+            "healthy_workers": sum(worker["healthy"] for worker in workers),
+            "total_requests": totals.requests,
+            "workers": workers,
+            "router": {"policy": self.plan.routing, "processes": self.plan.router_processes, **asdict(totals)},
+            "scaling": {
+                **asdict(limits),
+                "replicas": len(self._members.own),
+                "decisions": [asdict(decision) for decision in self.decisions],
+            },
+            **figures(snapshot, *self._counting.recent()),
+        }
+
+    async def ask_replica(self, path: str) -> bytes | None:
+        """What one replica that is up answers there; None without one."""
+        return await self._counting.ask(self._members.all.values(), path)
+
+    async def drain(self, within_s: float | None = None) -> bool:
+        """Take nothing new and let all that is under way finish, then the replicas leave. Whether all of it did."""
+        within_s = self.plan.drain_s if within_s is None else within_s
+        self._end_tasks()
+        whole = await self._routers.drain(within_s)
+        await self._members.end(END_S)
+        return whole
+
+    async def close(self) -> None:
+        """End everything now. Logs in the fleet's own folder are kept when something went wrong."""
+        self._end_tasks()
+        failed = any(worker.failure for worker in self._members.all.values())
+        await asyncio.gather(self._routers.close(), self._members.end(0.0), return_exceptions=True)
+        await asyncio.gather(self._control.close(), self._counting.close(), self.launcher.close())
+        if self._folder.remove(keep_logs=failed and self.plan.logs is None):
+            self._tell(f"The logs are kept in {self._folder.path}.")
+
+    @property
+    def logs(self) -> str:
+        """The folder of the replicas' logs."""
+        return str(self._folder.logs)
+
+    def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _heard(self, event: Mapping[str, Any]) -> None:
+        """Of a router process: a request has failed at a member."""
+        if isinstance(id := event.get("member"), int):
+            self._members.nudge(id)
+
+    def _counted(self, id: int) -> MemberCounters:
+        return self._routers.counters().get(id, NOTHING)
+
+    def _told(self, worker: Worker) -> dict[str, Any]:
+        counted = asdict(self._counted(worker.id))
+        return {**worker.told(), "requests_served": counted.pop("requests"), **counted}
+
+    async def _count(self) -> None:
+        """Look at the replicas' counters now and then, so that those of one that dies are not all lost."""
+        while True:
+            await self.snapshot()
+            await asyncio.sleep(EVERY_S)
+
+    async def _scale(self) -> None:
+        while not self.plan.limits.fixed:
+            await asyncio.sleep(LOOK_S)
+            own = self._members.own
+            load = float(sum(self._counted(one.id).in_flight for one in own))
+            if (decision := self._scaler.look(time.monotonic(), load, len(own))) is not None:
+                self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        self._tell(f"{decision.before} → {decision.after} replicas: {decision.reason}.")
+        try:
+            for _ in range(decision.before, decision.after):
+                self._members.start()
+        except NoRoom as error:
+            self._tell(str(error))
+        for _ in range(decision.after, decision.before):
+            idlest = min(self._members.own, key=lambda one: (self._counted(one.id).in_flight, -one.id))
+            self._members.remove(idlest.id, self.plan.drain_s)
+
+
+def _router_config(plan: FleetPlan, control_key: str, socket: str) -> RouterConfig:
+    return RouterConfig(
+        host=plan.host,
+        port=plan.port,
+        control=socket,
+        control_key=control_key,
+        processes=plan.router_processes,
+        policy=plan.routing,
+        policy_options=dict(plan.routing_options),
+        api_keys=plan.api_keys,
+        hosts=tuple(sorted(plan.access.hosts or ())),
+        timeout_s=plan.request_timeout_s,
+        body_bytes=plan.body_bytes,
+        connections=plan.connections,
+    )

@@ -1,0 +1,142 @@
+"""Fleets as programs of their own, asked over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import standins
+from standin_fleet import ADMIN_KEY
+
+from gpuinfer.http.client import Client, Response
+
+HERE = Path(__file__).parent
+ADMIN = [("Authorization", f"Bearer {ADMIN_KEY}")]
+
+
+class Program:
+    """A running fleet."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process, self.folder = process, folder
+        self.url = ""
+        self.client: Client | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    async def wait_until_ready(self) -> None:
+        file = self.folder / "ready.json"
+        await standins.until(lambda: file.exists() or self.process.poll() is not None, "the fleet's start")
+        assert file.exists(), self.log
+        told = json.loads(file.read_text())
+        self.url = f"http://{told['host']}:{told['port']}"
+        self.client = Client(self.url, connections=64, timeout_s=standins.LIMIT_S)
+
+    async def ask(self, method: str, path: str, body: Any = None, headers: Any = ()) -> Response:
+        assert self.client is not None
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        return await self.client.request(method, path, data, headers)
+
+    async def json(self, method: str, path: str, body: Any = None, headers: Any = ADMIN) -> Any:
+        return json.loads((await self.ask(method, path, body, headers)).body)
+
+    async def workers(self) -> list[dict[str, Any]]:
+        return (await self.json("GET", "/workers"))["workers"]
+
+    async def whole(self, replicas: int) -> list[dict[str, Any]] | None:
+        workers = await self.workers()
+        return workers if len(workers) == replicas and all(one["healthy"] for one in workers) else None
+
+    def family(self) -> list[psutil.Process]:
+        """The supervisor's children and theirs: replicas and router processes."""
+        return [one for one in psutil.Process(self.process.pid).children(recursive=True) if not _tracker(one)]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        await standins.until(lambda: self.process.poll() is not None, "the fleet's end")
+        return int(self.process.returncode)
+
+
+def _tracker(process: psutil.Process) -> bool:
+    """Python's own helper, which leaves by itself."""
+    with contextlib.suppress(psutil.Error):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False
+
+
+@contextlib.asynccontextmanager
+async def fleet(folder: Path, *, ready: bool = True, **given: Any) -> AsyncIterator[Program]:
+    """`given`: as `standin_fleet` takes it."""
+    command = [sys.executable, str(HERE / "standin_fleet.py"), str(folder), json.dumps(given)]
+    async with running(command, folder, ready=ready) as program:
+        yield program
+
+
+@contextlib.asynccontextmanager
+async def running(command: list[str], folder: Path, *, ready: bool = True) -> AsyncIterator[Program]:
+    process = _start(command, folder)
+    program = Program(process, folder)
+    try:
+        if ready:
+            await program.wait_until_ready()
+        yield program
+    finally:
+        if program.client is not None:
+            await program.client.close()
+        family = program.family() if process.poll() is None else []
+        process.kill()
+        process.wait(standins.LIMIT_S)
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+
+
+def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=_environment()
+        )
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    return {**inherited, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
+async def all_gone(processes: list[psutil.Process]) -> None:
+    """Wait until none of them runs."""
+    await standins.until(lambda: not any(_runs(one) for one in processes), "the end of all of a fleet's processes")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def kill(pid: int, number: int) -> bool:
+    """Whether there was such a process."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+now = time.monotonic
