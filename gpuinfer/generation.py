@@ -63,7 +63,16 @@ class Rendering(Struct, frozen=True, kw_only=True):
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
-    """One thing to continue: exactly one of `text`, `tokens`, `messages`."""
+    """One thing to continue: exactly one of `text`, `tokens`, `messages`.
+
+    `begun`: of each sample the tokens that have been drawn already, by the same model with the same seed and key; one
+    entry for each sample, which may be empty, or none at all. They are computed like a prompt's, and the answer goes on
+    as if it had never stopped: the `Generation` is the whole one, a `Part` holds only what follows. Whoever has had
+    parts gives the tokens of all that it has had. A sample that is ended by its tokens (an end or stop token, the last
+    of `max_tokens`, a stop string or constraint complete in them) draws none: its one part is its finish. Of one that a
+    stop string ended the tokens do not tell, where they are not part of the answer: they are drawn again, and it ends
+    the same. Tokens that cannot be those of an answer are a `BadPrompt`.
+    """
 
     text: str | None = None
     tokens: tuple[int, ...] | None = None
@@ -76,6 +85,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     truncate: Literal["left", "right"] | None = None  # of a prompt that does not fit, what goes; None: it is refused
     adapter: str | None = None  # the name of one that the backend has; None: the model itself
     special_tokens: bool = True  # add what the tokenizer adds to a text; a chat template has its own
+    begun: tuple[tuple[int, ...], ...] = ()
 
 
 class Candidate(Struct, frozen=True, array_like=True):
@@ -107,7 +117,9 @@ class Part(Struct, frozen=True, kw_only=True):
     """What has been added to one answer since its part before.
 
     Joined over one sample, texts, tokens and log-probabilities are exactly those of its `Completion`: what a stop
-    string may still take back, and half a character, wait for what follows them.
+    string may still take back, and half a character, wait for what follows them. At the end of each part but the last,
+    the tokens so far say what the text so far is: so whoever goes on after them (`Prompt.begun`) knows what has been
+    given out. The last part cannot be divided so: its text and its finish belong together.
     """
 
     sample: int  # whose: its place in `Generation.completions`

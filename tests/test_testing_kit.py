@@ -157,6 +157,13 @@ class Reciting(Poet):
         return Generation(completions=(answer,) * prompt.samples, prompt_tokens=1)
 
     def parts(self, request, answer):
+        return parts_of(answer, request.payload.begun) if request.parts else ()
+
+
+class FromTheTop(Reciting):
+    """Begins again what had begun."""
+
+    def parts(self, request, answer):
         return parts_of(answer) if request.parts else ()
 
 
@@ -351,6 +358,7 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(Unending, "gives parts that make the answer", id="no last part"),
         pytest.param(Hasty, "gives parts that make the answer", id="parts beyond a stop string"),
         pytest.param(Mute, "gives parts that make the answer", id="parts that are none"),
+        pytest.param(FromTheTop, "goes on with an answer that has begun", id="begins again"),
         pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
         pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
         pytest.param(OldCache, "changes its weights", id="a cache of old weights"),

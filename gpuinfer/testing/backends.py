@@ -26,7 +26,7 @@ from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.parts import parts_make_the_answer, reader_may_leave
+from gpuinfer.testing.parts import begun_goes_on, parts_make_the_answer, reader_may_leave
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
 UNITS = {"utilisation": "0 to 1", "allocated_mb": "MB", "reserved_mb": "MB"}
@@ -133,6 +133,7 @@ class _Examination:
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
             **({"gives parts that make the answer": self._gives_parts} if self._takes_prompts else {}),
+            **({"goes on with an answer that has begun": self._goes_on} if self._takes_prompts else {}),
             **({"lets a reader leave": self._lets_readers_leave} if self._takes_prompts else {}),
             **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
             **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
@@ -254,6 +255,9 @@ class _Examination:
 
     async def _gives_parts(self) -> str | None:
         return await parts_make_the_answer(self.backend, self._make_payload)
+
+    async def _goes_on(self) -> str | None:
+        return await begun_goes_on(self.backend, self._make_payload)
 
     async def _lets_readers_leave(self) -> str | None:
         return await reader_may_leave(self.backend, self._make_payload)

@@ -54,7 +54,8 @@ class FakeInfer(Infer):
     def stream(self, payload: Any, **said: Any) -> Stream:
         async def ask(on_part: OnPart) -> Result:
             result = await self(payload, **said)
-            for part in parts_of(result) if isinstance(result, Generation) else ():
+            begun = payload.begun if isinstance(payload, Prompt) else ()
+            for part in parts_of(result, begun) if isinstance(result, Generation) else ():
                 on_part(part)
                 await asyncio.sleep(0)
             return result
@@ -109,11 +110,15 @@ def made_up(prompt: Prompt) -> Generation:
     )
 
 
-def parts_of(generation: Generation) -> Iterator[Part]:
-    """A made-up answer token by token, the samples in turn; the text is cut evenly."""
+def parts_of(generation: Generation, begun: Sequence[Sequence[int]] = ()) -> Iterator[Part]:
+    """A made-up answer token by token, the samples in turn; the text is cut evenly. Of samples that have `begun` what
+    follows; of one that is whole its finish.
+    """
     for sample, answer in enumerate(generation.completions):
-        count = max(1, len(answer.tokens))
-        for at in range(count):
+        count, had = max(1, len(answer.tokens)), len(begun[sample]) if begun else 0
+        if had == count:
+            yield Part(sample=sample, text="", tokens=(), finish_reason=answer.finish_reason)
+        for at in range(had, count):
             ends = at + 1 == count
             yield Part(
                 sample=sample,

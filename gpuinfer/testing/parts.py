@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from gpuinfer.api import Backend, Request
+from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Completion, Generation, Part, Prompt
 
 TOKENS = 12  # of an answer that is read
@@ -48,6 +49,25 @@ async def reader_may_leave(backend: Backend, make_prompt: MakePrompt) -> str | N
         whole, given = await _asked(backend, make_prompt(min(rows, 8), seed), parts=True)
         if given and (fault := fault_of_parts(given, whole)):
             return f"after a reader has left: {fault}"
+    return None
+
+
+async def begun_goes_on(backend: Backend, make_prompt: MakePrompt) -> str | None:
+    """After the first tokens of each sample, a different number of them. To refuse that is as well."""
+    prompt = _longer(make_prompt(min(2, backend.limits.max_rows), 0), TOKENS)
+    whole, _ = await _asked(backend, prompt, parts=False)
+    for shift in (1, TOKENS // 2):
+        begun = tuple(one.tokens[: shift + sample] for sample, one in enumerate(whole.completions))
+        try:
+            answer, given = await _asked(backend, structs.replace(prompt, begun=begun), parts=True)
+        except BadPrompt:
+            return None
+        for sample, (had, one) in enumerate(zip(begun, answer.completions, strict=True)):
+            if one.tokens[: len(had)] != had:
+                return f"an answer that had begun with {had!s:.60} is {one.tokens!s:.60}. Go on after `Prompt.begun`."
+            after = tuple(token for part in given if part.sample == sample for token in part.tokens)
+            if given and had + after != one.tokens:
+                return f"after the begun tokens {had!s:.60} its parts gave {after!s:.60}. Give out what follows them."
     return None
 
 

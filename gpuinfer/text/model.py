@@ -142,10 +142,10 @@ class TextModel:
     async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
         """The prompts' tokens: beside the loop when there are many, or when one takes long."""
         prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
-        constrained = any(prompt.sampling.constraint for prompt in prompts)
+        slow = any(prompt.sampling.constraint or prompt.begun for prompt in prompts)
         with self._understanding() as enter:
             prepare = self._driver.generator.prepare
-            if len(prompts) <= FEW and not constrained:
+            if len(prompts) <= FEW and not slow:
                 found = iter(prepare(prompts))
             else:
                 found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts, enter))

@@ -73,7 +73,7 @@ def test_a_prompt_that_fails_says_so_in_its_place_and_the_others_are_answered(ca
 
 
 def test_what_a_backend_without_parts_answers_is_shown_whole(monkeypatch):
-    monkeypatch.setattr("gpuinfer.testing.fakes.parts_of", lambda generation: ())
+    monkeypatch.setattr("gpuinfer.testing.fakes.parts_of", lambda *_: ())
     assert shown(prompt=["abc"]).startswith("abccba 0 ")
 
 

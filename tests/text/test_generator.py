@@ -259,7 +259,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(max_tokens, step_tokens):
     for position, token in enumerate(tokens.tolist()):
         history = mixed(history, token, position)
         histories.append(history)
-    expected = generator.sampler.prompt_logprobs(logits_of(np.array(histories[:-1], np.uint64)), tokens[1:], 2)
+    expected = generator.sampler.given_logprobs(logits_of(np.array(histories[:-1], np.uint64)), tokens[1:], 2)
     assert outcome.prompt_logprobs == (None, *expected)
     assert outcome.completions == alone(echoed)
     assert other.completions == alone(prompt("beside it"))

@@ -42,21 +42,23 @@ class Dictated:
     def __post_init__(self) -> None:
         self._at: dict[int, tuple[int, int]] = {}
 
-    def admit(self, slot, sampling, prompt_tokens, key, sample):
-        self._at[slot] = sample, 0
+    def admit(self, slot, sampling, prompt_tokens, key, sample, begun):
+        self._at[slot] = sample, len(begun)
 
     def release(self, slot):
         del self._at[slot]
 
     def draw(self, logits, slots, masks):
-        drawn = [self._next(slot) for slot in slots.tolist()]
-        logprobs = [Logprob(Candidate(token, -1.0 - at, 1)) for token, at in drawn]
-        return Dictation(np.array([token for token, _ in drawn], np.int32), logprobs)
+        drawn = np.array([self._next(slot) for slot in slots.tolist()], np.int32)
+        return Dictation(drawn, self.given_logprobs(logits, drawn, 0))
+
+    def given_logprobs(self, logits, tokens, wanted):
+        return [Logprob(Candidate(token, -1.0 - token, 1)) for token in tokens.tolist()]
 
     def _next(self, slot):
         sample, at = self._at[slot]
         self._at[slot] = sample, at + 1
-        return self.scripts[sample][at], at
+        return self.scripts[sample][at]
 
     def close(self):
         pass
@@ -72,7 +74,7 @@ class Dictation:
         self.bad = {}
 
 
-def answered(language, scripts, sampling, parts, most_parts_s=math.inf):
+def answered(language, scripts, sampling, parts, most_parts_s=math.inf, begun=()):
     """The answer, and what was given out of it, step by step."""
     decoder = Blind(len(scripts), language.vocabulary)
     generator = Generator(
@@ -86,7 +88,7 @@ def answered(language, scripts, sampling, parts, most_parts_s=math.inf):
         sampler=Dictated(scripts),
         most_parts_s=most_parts_s,
     )
-    [prepared] = generator.prepare([Prompt(tokens=(1,), samples=len(scripts), sampling=sampling)])
+    [prepared] = generator.prepare([Prompt(tokens=(1,), samples=len(scripts), sampling=sampling, begun=begun)])
     generator.add("it", replace(prepared, parts=parts))
     return run_to_the_end(generator)
 
@@ -146,7 +148,7 @@ def told(sampling: Sampling, text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_what_a_stop_string_may_take_back_waits():
     sampling = Sampling(max_tokens=8, stop=("the end",))
-    assert told(sampling, "a the tx") == [("a", 1), (" ", 1), ("the ", 4), ("tx", 2)]
+    assert told(sampling, "a the tx") == [("a", 1), (" ", 1), ("the tx", 6)]
     assert told(sampling, "a the end") == [("a", 1), (" ", 1), ("the en", 6)]
     assert told(Sampling(max_tokens=9, stop=("the end",)), "a the end") == [("a", 1), (" ", 1), ("", 0)]
 

@@ -191,7 +191,7 @@ def test_the_prompt_has_log_probabilities_too(path):
     logits = logits_of(70, 100, 3)
     logits[5, 9] = -np.inf
     tokens = np.full(70, 9, np.int32)
-    given = found.prompt_logprobs(torch.from_numpy(logits), tokens, 2)
+    given = found.given_logprobs(torch.from_numpy(logits), tokens, 2)
     expected = torch.log_softmax(torch.from_numpy(logits).double(), 1)[:, 9].numpy()
     assert given[5].chosen.logprob == -9999.0
     assert given[5].chosen.rank == 100
@@ -199,7 +199,7 @@ def test_the_prompt_has_log_probabilities_too(path):
     assert [given[row].chosen.logprob for row in others] == pytest.approx(expected[others], abs=2e-6)
     logits[3, 3] = np.nan
     with pytest.raises(BadResult):
-        found.prompt_logprobs(torch.from_numpy(logits), tokens, 2)
+        found.given_logprobs(torch.from_numpy(logits), tokens, 2)
     found.close()
 
 
@@ -207,7 +207,7 @@ def test_tokens_without_probability_are_not_among_the_likeliest():
     found = sampler(vocabulary=10)
     logits = np.full((1, 10), -np.inf, np.float32)
     logits[0, 4] = 2.0
-    assert [one.token for one in found.prompt_logprobs(torch.from_numpy(logits), np.array([4]), 5)[0].likeliest] == [4]
+    assert [one.token for one in found.given_logprobs(torch.from_numpy(logits), np.array([4]), 5)[0].likeliest] == [4]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 ```
 protocol.py         what a generator is
 generator.py        ours, from left to right: a step from start to end
+seams.py            what it needs of the language and the sampler
+ending.py           when an answer ends, and what it says then
+begun.py            answers whose first tokens are known
 prepared.py         a prompt's tokens and limits, checked before it takes a slot; a prompt under way and its rows
 admission.py        which slot a row gets, what it takes over from others, whom it waits for
 cache.py            what every slot holds: free ones, how their tokens begin, what is copied between them
 composing.py        the tokens of the next step
 giving.py           what is given out of an answer while it grows
-settling.py         what drawn tokens mean for the rows: first tokens, ends, answers
+settling.py         what drawn tokens mean for the rows: first tokens, answers that are complete
 troubles.py         a step that raised: fewer tokens at once, or the row at fault found
 driver.py           the thread that steps
 setup.py            from a checkpoint to a generator, and what fits in memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from gpuinfer.text.generator.cache import LEAST, Copies, Places, Prefixes, PrefixMatch, SlotTable
-from gpuinfer.text.generator.giving import Given
-from gpuinfer.text.generator.prepared import Language, PromptWork, Row, Sampler
+from gpuinfer.text.generator.prepared import NO_TOKENS, PromptWork, Row, row_of
+from gpuinfer.text.generator.seams import Language, Sampler
 from gpuinfer.text.step import Decoder
 
 
@@ -53,12 +53,12 @@ class Admission:
         for row in work.rows:
             if self._table.rows[row.slot] is row:
                 self.release(row)
-        if work.rows and work.rows[0] in self.prefilling:
-            self.prefilling.remove(work.rows[0])
+        if work.rows:
+            self.prefilling[:] = [row for row in self.prefilling if row.work is not work]
 
     def release(self, row: Row) -> None:
         """The row is done: its slot is free, and what it holds may serve others."""
-        if row.work.prepared.limit:
+        if row.draws:
             self._sampler.release(row.slot)
         self._table.leave(row.slot)
         self._give_back(row.slot)
@@ -80,23 +80,32 @@ class Admission:
             self._places.give(slot)
 
     def prefilled(self, row: Row) -> None:
-        """A prompt is through, and copied to the slots of its other samples."""
+        """It has gone through its first tokens, and they are copied to the slots of its followers."""
         self.prefilling.remove(row)
-        prompt = len(row.work.prepared.tokens)
-        for other in row.work.rows:
-            self._table.filled[other.slot] = prompt
-            if prompt >= LEAST:
-                self._prefixes.add(other.slot)
+        for one in (row, *row.followers):
+            self._table.filled[one.slot] = row.first
+            if row.first >= LEAST:
+                self._prefixes.add(one.slot)
 
     def _place(self, work: PromptWork) -> None:
         prepared = work.prepared
-        long = len(prepared.tokens) >= LEAST
-        # All of a prompt's logits are wanted when it is echoed, so none of it may come from a copy.
-        echoed = prepared.sampling.prompt_logprobs is not None
-        match = self._prefixes.find(prepared.tokens) if long and not echoed else None
-        slots = self._take(match, prepared.samples)
+        rows = [row_of(self._language, work, n) for n in range(prepared.samples) if prepared.computes(n)]
+        if not prepared.begun:
+            self._place_together(rows)
+            return
+        for row in rows:  # each finds what it shares with those before it
+            self._place_together([row])
+
+    def _place_together(self, rows: list[Row]) -> None:
+        """Rows that go through the same tokens at first."""
+        leader, *others = rows
+        # Tokens whose logits are wanted may not come from a copy: the last one, and those that are echoed.
+        match = self._prefixes.find(leader.known[: min(leader.first, leader.echoed_from + 1)])
+        slots = self._take(match, len(rows))
+        for row, slot in zip(rows, slots, strict=True):
+            row.slot = slot
         try:
-            rows = self._rows(work, slots)
+            self._introduce(rows)
         except BaseException:
             for slot in slots:
                 self._give_back(slot)
@@ -105,12 +114,13 @@ class Admission:
             self._prefixes.drop(row.slot)
             self._copies.before_overwriting(row.slot)
             self._table.occupy(row)
-        work.rows = rows
-        self.prefilling.append(rows[0])
+        leader.work.rows += rows
+        leader.followers = tuple(others)
+        self.prefilling.append(leader)
         if match is not None:
-            self._take_over(rows[0], match)
-        if long:
-            self._prefixes.add(rows[0].slot)
+            self._take_over(leader, match)
+        if leader.first >= LEAST:
+            self._prefixes.add(leader.slot)
 
     def _take(self, match: PrefixMatch | None, count: int) -> list[int]:
         """Slots for a prompt's samples, the one that goes through the prompt first.
@@ -124,31 +134,16 @@ class Admission:
             self._places.used(match.slot)
         return [self._places.take() for _ in range(count)]
 
-    def _rows(self, work: PromptWork, slots: list[int]) -> list[Row]:
-        """The rows, known to the sampler. Raises `BadPrompt`, with none of them known."""
-        prepared, rows = work.prepared, []
-        sampling = prepared.sampling
-        for number, slot in enumerate(slots):
-            row = Row(work, number, slot)
-            if sampling.stop or prepared.parts:
-                growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens)
-                row.growing = growing if sampling.stop else None
-                row.given = Given(number, growing, pushed=bool(sampling.stop)) if prepared.parts else None
-            if prepared.matcher is not None:
-                row.matcher = prepared.matcher.copy()
-            if sampling.logprobs is not None:
-                row.logprobs = []
-            rows.append(row)
-        if prepared.limit:
-            self._introduce(work, slots)
-        return rows
-
-    def _introduce(self, work: PromptWork, slots: list[int]) -> None:
-        prepared, known = work.prepared, []
+    def _introduce(self, rows: list[Row]) -> None:
+        """Make them known to the sampler. Raises `BadPrompt`, with none of them known."""
+        known = []
         try:
-            for number, slot in enumerate(slots, prepared.first_sample):
-                self._sampler.admit(slot, prepared.sampling, prepared.tokens, prepared.key, number)
-                known.append(slot)
+            for row in rows:
+                if row.draws:
+                    prepared, begun = row.work.prepared, NO_TOKENS if row.begun is None else row.begun.tokens
+                    number = prepared.first_sample + row.number
+                    self._sampler.admit(row.slot, prepared.sampling, prepared.tokens, prepared.key, number, begun)
+                    known.append(row.slot)
         except BaseException:
             for slot in known:
                 self._sampler.release(slot)
@@ -183,5 +178,6 @@ class Admission:
                 self._count(row, shared)
 
     def _count(self, row: Row, shared: int) -> None:
-        row.work.cached = shared
+        if row.number == row.work.rows[0].number:
+            row.work.cached = min(shared, len(row.work.prepared.tokens))
         self.cached += shared

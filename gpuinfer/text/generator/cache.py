@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.generator.prepared import Ints, Row
+from gpuinfer.text.generator.prepared import Row
+from gpuinfer.text.generator.seams import Ints
 from gpuinfer.text.step import Decoder
 
 
@@ -74,6 +75,7 @@ class SlotTable:
         self.flat = self.tokens.reshape(-1)
         self.filled = np.zeros(slots, np.int32)  # positions that the cache holds
         self.prompt = np.zeros(slots, np.int32)  # tokens of the living row's prompt; 0: free
+        self.first = np.zeros(slots, np.int32)  # tokens that it goes through before it draws any
         self.last = np.zeros(slots, np.int32)  # the token drawn last: what the next step takes
         self.final = np.zeros(slots, np.int32)  # the position of the last token that the answer may have
         self.decodes = np.zeros(slots, np.bool_)  # past its prompt: one token a step
@@ -89,11 +91,11 @@ class SlotTable:
         self.is_end[[token for token in end_tokens if 0 <= token < vocabulary]] = True
 
     def occupy(self, row: Row) -> None:
-        """A row moves in: its prompt's tokens are known, none of them is computed."""
+        """A row moves in: the tokens of its prompt, and those it has begun with, are known; none is computed."""
         slot, prepared = row.slot, row.work.prepared
-        sampling, tokens = prepared.sampling, prepared.tokens
-        prompt = len(tokens)
-        self.tokens[slot, :prompt] = tokens
+        sampling, prompt = prepared.sampling, len(prepared.tokens)
+        self.tokens[slot, : row.first] = row.known[: row.first]
+        self.first[slot] = row.first
         self.filled[slot] = 0
         self.outdated[slot] = False
         self.prompt[slot] = prompt
@@ -111,7 +113,7 @@ class SlotTable:
     def leave(self, slot: int) -> None:
         """Its row is gone; what the cache holds stays there."""
         self.rows[slot] = None
-        self.prompt[slot] = 0
+        self.prompt[slot] = self.first[slot] = 0
         self.decodes[slot] = False
         if self.watched[slot]:
             self.watched[slot] = self.constrained[slot] = False
@@ -121,7 +123,7 @@ class SlotTable:
 
     def known(self, slots: Ints) -> Ints:
         """How many tokens these slots hold or are about to."""
-        return np.maximum(self.filled[slots], self.prompt[slots])
+        return np.maximum(self.filled[slots], self.first[slots])
 
 
 LEAST = 16  # positions that are worth a copy

@@ -8,24 +8,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.prepared import Ints, Row
+from gpuinfer.text.generator.prepared import Row
+from gpuinfer.text.generator.seams import Ints
 from gpuinfer.text.step import Step
 
 ECHO_BYTES = 64 * 2**20  # of logits of prompt tokens, in one step
 
 
 class Chunk:
-    """The tokens of a row's prompt from `start` to `end`."""
+    """Of the tokens that a row goes through at first those from `start` to `end`."""
 
     __slots__ = ("draws", "echoes", "end", "last", "logits", "row", "start")
 
     def __init__(self, row: Row, start: int, end: int, logits: int) -> None:
-        prepared = row.work.prepared
         self.row, self.start, self.end = row, start, end
         self.logits = logits  # where its logits begin among those asked for
-        self.last = end == len(prepared.tokens)
-        self.echoes = prepared.sampling.prompt_logprobs is not None  # the logits of all its tokens are asked for
-        self.draws = self.last and prepared.limit > 0  # its last logits give the first tokens of answers
+        self.last = end == row.first
+        self.echoes = max(0, end - max(start, row.echoed_from))  # its last tokens, whose logits are asked for
+        self.draws = self.last and row.draws  # its last logits give the first tokens of answers
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that go through these tokens."""
+        return (self.row, *self.row.followers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class Composer:
         """Whether the prompts wait for others to go with them."""
         if not self._gather_steps:
             return False
-        enough = sum(len(row.work.rows) for row in prefilling) >= max(1, self._table.slots // 16)
+        enough = sum(1 + len(row.followers) for row in prefilling) >= max(1, self._table.slots // 16)
         if self._begun or enough or self._gathered >= self._gather_steps or not self._table.decodes.any():
             self._gathered = 0
             return False
@@ -132,15 +137,13 @@ class Composer:
             if row.owner is not None or (only is not None and row not in only):
                 continue
             start = int(self._table.filled[row.slot])
-            end = min(start + room, len(row.work.prepared.tokens))
-            if row.work.prepared.sampling.prompt_logprobs is not None:
-                if not echo_room:
-                    continue
-                end = min(end, start + echo_room)
-                echo_room -= end - start
+            end = min(start + room, row.first, max(start, row.echoed_from) + echo_room)
+            if end == start:
+                continue
             chunk = Chunk(row, start, end, logits)
             chunks.append(chunk)
-            logits += end - start if chunk.echoes else chunk.draws
+            echo_room -= chunk.echoes
+            logits += chunk.echoes or chunk.draws
             room -= end - start
         return chunks
 
@@ -181,7 +184,7 @@ def wanted(chunks: Sequence[Chunk], first: int) -> list[int]:
     for chunk in chunks:
         end = first + chunk.end - chunk.start
         if chunk.echoes:
-            found.extend(range(first, end))
+            found.extend(range(end - chunk.echoes, end))
         elif chunk.draws:
             found.append(end - 1)
         first = end
@@ -194,8 +197,8 @@ def drawing(chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
     picks: list[int] = []
     for chunk in chunks:
         if chunk.draws:
-            pick = chunk.logits + chunk.end - chunk.start - 1 if chunk.echoes else chunk.logits
-            for row in chunk.row.work.rows:
+            pick = chunk.logits + max(chunk.echoes, 1) - 1
+            for row in chunk.rows:
                 slots.append(row.slot)
                 picks.append(pick)
     return slots, picks

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.generation import Generation, Logprob, Part, Prompt
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.composing import Composer, StepPlan
+from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
 from gpuinfer.text.generator.giving import MOST_PARTS_S
-from gpuinfer.text.generator.prepared import Drawn, Ints, Language, Prepared, PromptWork, Sampler, prepare
+from gpuinfer.text.generator.prepared import Prepared, PromptWork, prepare
 from gpuinfer.text.generator.protocol import Stepped
+from gpuinfer.text.generator.seams import Drawn, Ints, Language, Sampler
 from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
 from gpuinfer.text.step import Decoder
@@ -96,11 +97,9 @@ class Generator:
             raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
         now = time.perf_counter()
         work = PromptWork(ticket, prepared, now)
-        self._settling.begin(work)
-        if prepared.limit or prepared.sampling.prompt_logprobs is not None:
+        self._settling.begin(work, now)
+        if work.left:
             self._admission.add(work)
-            return
-        self._settling.answer_nothing(work, now)
 
     def cancel(self, ticket: Hashable) -> bool:
         work = self._settling.works.get(ticket)
@@ -166,9 +165,8 @@ class Generator:
             self.enter("sample")
         echoes = self._echoes(plan, logits)
         for chunk in plan.chunks:
-            if chunk.last and len(chunk.row.work.rows) > 1:
-                leader, *others = chunk.row.work.rows
-                self.decoder.copy(leader.slot, [row.slot for row in others], chunk.end)
+            if chunk.last and chunk.row.followers:
+                self.decoder.copy(chunk.row.slot, [row.slot for row in chunk.row.followers], chunk.end)
         if not len(plan.draws):
             return None, echoes
         if plan.picks is not None:
@@ -192,14 +190,21 @@ class Generator:
         return masks
 
     def _echoes(self, plan: StepPlan, logits: Tensor) -> list[Echo]:
-        echoes: list[Echo] = []
-        for chunk in plan.chunks:
-            wanted = chunk.row.work.prepared.sampling.prompt_logprobs
-            if wanted is not None:
-                tokens = chunk.row.work.prepared.tokens[chunk.start + 1 : chunk.end + 1]
-                rows = logits[chunk.logits : chunk.logits + len(tokens)]
-                echoes.append(self.sampler.prompt_logprobs(rows, tokens, wanted) if len(tokens) else [])
-        return echoes
+        return [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
+
+    def _echo(self, chunk: Chunk, logits: Tensor) -> Echo:
+        """What the model thought of the tokens after those that are echoed, as far as they are known."""
+        row, sampling = chunk.row, chunk.row.work.prepared.sampling
+        place = chunk.end - chunk.echoes + 1
+        tokens = row.known[place : chunk.end + 1]
+        logits = logits[chunk.logits : chunk.logits + len(tokens)]
+        count = min(max(len(row.work.prepared.tokens) - place, 0), len(tokens))  # that are of the prompt
+
+        def told(logits: Tensor, tokens: Ints, wanted: int | None) -> Sequence[Logprob]:
+            return [] if wanted is None or not len(tokens) else self.sampler.given_logprobs(logits, tokens, wanted)
+
+        of_prompt = told(logits[:count], tokens[:count], sampling.prompt_logprobs)
+        return of_prompt, told(logits[count:], tokens[count:], sampling.logprobs)
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> None:
         rows = [row for slot in plan.step.slots if (row := self._table.rows[slot]) is not None]

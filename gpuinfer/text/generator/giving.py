@@ -7,39 +7,31 @@ readers have every token by itself, and where there are many a part holds what h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Completion, Logprob, Part
+from gpuinfer.text.generator.seams import Growing
 
 MOST_PARTS_S = 2000.0  # parts a second, of all readers; a first token does not wait for it
-
-
-class Growing(Protocol):
-    """An answer's text as it grows."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def kept(self) -> int: ...
-    def push(self, token: int) -> str | None: ...
-    def settled(self) -> tuple[str, int]: ...
 
 
 class Given:
     """How much of one sample's answer has been given out.
 
-    `pushed`: somebody else pushes each token to `growing`, to see whether it completes a stop string.
+    `pushed`: somebody else pushes each token to `growing`, to see whether it completes a stop string. `before`:
+    characters and tokens that have been given out elsewhere; `growing` has these tokens.
     """
 
     __slots__ = ("_drawn", "_growing", "_pushed", "_sample", "characters", "tokens")
 
-    def __init__(self, sample: int, growing: Growing, *, pushed: bool = False) -> None:
+    def __init__(
+        self, sample: int, growing: Growing, *, pushed: bool = False, before: tuple[int, int] = (0, 0)
+    ) -> None:
         self._sample, self._growing, self._pushed = sample, growing, pushed
-        self._drawn = 0  # tokens that `growing` has
-        self.characters = self.tokens = 0  # given out
+        self.characters, self.tokens = before  # given out
+        self._drawn = self.tokens  # tokens that `growing` has
 
     def more(self, answer: NDArray[np.int32], logprobs: Sequence[Logprob] | None) -> Part | None:
         """What has become certain since the last time; None when nothing has.
@@ -61,6 +53,11 @@ class Given:
             tokens=tuple(answer[start : self.tokens].tolist()),
             logprobs=None if logprobs is None else tuple(logprobs[start : self.tokens]),
         )
+
+    def finish(self, answer: Completion) -> Part:
+        """The last part of an answer of which all has been given out elsewhere."""
+        self.characters, self.tokens = len(answer.text), len(answer.tokens)
+        return self.rest(answer)
 
     def rest(self, answer: Completion) -> Part:
         """What is left of the answer, which is complete. It is the sample's last part, and may hold no token."""

@@ -1,70 +1,24 @@
 """A prompt's tokens and limits, checked before it takes a slot.
 
 One prompt under way, and its rows.
-
-What a generator needs of the parts that others make: the language and the sampler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
-from torch import Tensor
 
-from gpuinfer.errors import BadPrompt, PromptTooLong, RequestError
-from gpuinfer.generation import Completion, Constraint, Logprob, Prompt, Sampling
-from gpuinfer.text.generator.giving import Given, Growing
+from gpuinfer.errors import BadPrompt, PromptTooLong
+from gpuinfer.generation import Completion, Logprob, Prompt, Sampling
+from gpuinfer.text.generator.begun import Begun, begun_of
+from gpuinfer.text.generator.giving import Given
+from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.step import Decoder
-
-Ints = NDArray[np.int32]
-
-
-class Matcher(Protocol):
-    """Which tokens may come next."""
-
-    @property
-    def complete(self) -> bool: ...
-    def mask(self, into: Ints) -> None: ...
-    def advance(self, token: int) -> None: ...
-    def copy(self) -> Matcher: ...
-
-
-class Language(Protocol):
-    """From prompts to tokens and back; `encode` and `matcher` from any thread."""
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]: ...
-    def encode(self, prompts: Sequence[Prompt]) -> list[Ints | BadPrompt]: ...
-    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str: ...
-    def growing(self, stop: Sequence[str], special_tokens: bool = False) -> Growing: ...
-    def matcher(self, constraint: Constraint) -> Matcher: ...
-
-
-class Drawn(Protocol):
-    """The tokens of one draw: int32 [rows], and their log-probabilities where wanted; `bad`: rows that have none."""
-
-    @property
-    def tokens(self) -> Ints: ...
-    @property
-    def logprobs(self) -> Sequence[Logprob | None]: ...
-    @property
-    def bad(self) -> Mapping[int, RequestError]: ...
-
-
-class Sampler(Protocol):
-    """From logits to tokens, by slot."""
-
-    def admit(self, slot: int, sampling: Sampling, prompt_tokens: Ints, key: str, sample: int) -> None: ...
-    def release(self, slot: int) -> None: ...
-    def draw(self, logits: Tensor, slots: Ints, masks: Ints | None) -> Drawn: ...
-    def prompt_logprobs(self, logits: Tensor, tokens: Ints, wanted: int) -> Sequence[Logprob]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +33,14 @@ class Prepared:
     key: str
     matcher: Matcher | None  # each sample works on a copy
     parts: bool = False  # the answers are given out while they grow
+    begun: tuple[Begun, ...] = ()  # of each sample, if any has begun
+
+    def computes(self, number: int) -> bool:
+        """Whether the sample of this number needs any step at all."""
+        if self.begun and self.begun[number].ending is not None:
+            wanted = self.sampling
+            return wanted.logprobs is not None or (number == 0 and wanted.prompt_logprobs is not None)
+        return self.limit > 0 or self.sampling.prompt_logprobs is not None
 
 
 Enter = Callable[[str], None]
@@ -102,28 +64,32 @@ def _prepare_one(
     language: Language, prompt: Prompt, tokens: Ints, decoder: Decoder, enter: Enter
 ) -> Prepared | BadPrompt:
     sampling, length = prompt.sampling, decoder.length
+    matcher: Matcher | None = None
+    begun: tuple[Begun, ...] = ()
     try:
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)
-        matcher = None
+        limit = min(sampling.max_tokens, length - len(tokens))
         if sampling.constraint is not None:
             enter("constrain")
             matcher = language.matcher(sampling.constraint)
-            enter("understand")
+        if prompt.begun:
+            begun = begun_of(language, prompt, limit, decoder.shape.vocabulary, matcher)
+        enter("understand")
     except BadPrompt as problem:
         enter("understand")
         return problem
-    limit = min(sampling.max_tokens, length - len(tokens))
-    return Prepared(tokens, sampling, limit, prompt.samples, prompt.first_sample, prompt.key, matcher)
+    samples, first_sample, key = prompt.samples, prompt.first_sample, prompt.key
+    return Prepared(tokens, sampling, limit, samples, first_sample, key, matcher, begun=begun)
 
 
 def _check(prompt: Prompt, decoder: Decoder) -> None:
     sampling, slots = prompt.sampling, decoder.slots
     if prompt.adapter is not None:
         raise BadPrompt(f"it asks for the adapter '{prompt.adapter}', and this model has none. Leave `adapter` out.")
-    if not sampling.max_tokens:  # the sampler will not see it
-        check_sampling(structs.replace(sampling, max_tokens=1), decoder.shape.vocabulary)
+    if not sampling.max_tokens or prompt.begun:  # the sampler may not see it
+        check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
         raise BadPrompt(f"{prompt.samples} samples of one prompt, and there are {slots} slots. Ask for 1 to {slots}.")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
@@ -149,23 +115,65 @@ def _truncated(prompt: Prompt, tokens: Ints, decoder: Decoder) -> Ints:
     return tokens[len(tokens) - keep :].copy() if prompt.truncate == "left" else tokens[:keep].copy()
 
 
+NEVER = sys.maxsize
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+
+
 class Row:
     """One sample of a prompt: it has a slot from its placement until its answer is complete."""
 
-    __slots__ = ("given", "growing", "logprobs", "matcher", "number", "owner", "shared", "slot", "source", "work")
+    __slots__ = (
+        "begun", "draws", "echoed_from", "first", "followers", "given", "growing", "known", "logprobs", "matcher",
+        "number", "owner", "shared", "slot", "source", "work",
+    )  # fmt: skip
 
-    def __init__(self, work: PromptWork, number: int, slot: int) -> None:
-        self.work, self.number, self.slot = work, number, slot
+    def __init__(self, work: PromptWork, number: int) -> None:
+        prepared = work.prepared
+        self.work, self.number, self.slot = work, number, -1
+        self.begun = prepared.begun[number] if prepared.begun else None
+        ended = self.begun is not None and self.begun.ending is not None
+        self.known = prepared.tokens  # int32: prompt, and what its answer has begun with
+        if self.begun is not None and len(self.begun.tokens):
+            self.known = np.concatenate([prepared.tokens, self.begun.tokens])
+        self.first = len(self.known) - ended  # so many tokens it goes through at first
+        self.draws = prepared.limit > 0 and not ended  # tokens of its own after them
+        self.echoed_from = self._echoed_from()  # the place from which on their logits are wanted too
         self.growing: Growing | None = None  # for stop strings
         self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
         self.logprobs: list[Logprob] | None = None
+        self.followers: tuple[Row, ...] = ()  # rows that go through the same: they copy it
         self.owner: Row | None = None  # whose prefill it waits for
         self.source, self.shared = -1, 0  # the owner's slot, and how many positions of it are wanted
 
+    def _echoed_from(self) -> int:
+        prepared = self.work.prepared
+        if self.number == 0 and prepared.sampling.prompt_logprobs is not None:
+            return 0
+        begun = len(self.known) > len(prepared.tokens)
+        return len(prepared.tokens) - 1 if begun and prepared.sampling.logprobs is not None else NEVER
+
+
+def row_of(language: Language, work: PromptWork, number: int) -> Row:
+    """The sample of this number, with all that watches its answer, where its begun tokens have led."""
+    row, prepared = Row(work, number), work.prepared
+    sampling, tokens = prepared.sampling, NO_TOKENS if row.begun is None else row.begun.tokens
+    if sampling.stop or prepared.parts:
+        growing = language.growing(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
+        characters = growing.begin(tokens.tolist())
+        row.growing = growing if sampling.stop else None
+        if prepared.parts:
+            row.given = Given(number, growing, pushed=bool(sampling.stop), before=(characters, len(tokens)))
+    matcher = prepared.matcher if row.begun is None else row.begun.matcher
+    row.matcher = None if matcher is None else matcher.copy()
+    row.logprobs = None if sampling.logprobs is None else []
+    return row
+
 
 class PromptWork:
-    """One prompt: its first row goes through the prompt, the others copy that, and each draws its own answer."""
+    """One prompt: its first row goes through the prompt, the others copy that, and each draws its own answer. Samples
+    that have begun differ: each goes through its own tokens.
+    """
 
     __slots__ = (
         "cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket", "versions",
@@ -173,7 +181,7 @@ class PromptWork:
 
     def __init__(self, ticket: Hashable, prepared: Prepared, started: float) -> None:
         self.ticket, self.prepared, self.started = ticket, prepared, started
-        self.rows: list[Row] = []  # empty until it is placed
+        self.rows: list[Row] = []  # those that compute; empty until it is placed
         self.left = prepared.samples
         self.completions: list[Completion | None] = [None] * prepared.samples
         self.cached = 0

@@ -1,13 +1,9 @@
-"""What a step's tokens mean for its rows: prompts that are through, answers that are complete.
-
-When an answer ends, and what it says.
-"""
+"""What a step's tokens mean for its rows: prompts that are through, answers that are complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
@@ -17,56 +13,13 @@ from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
-from gpuinfer.text.generator.giving import MOST_PARTS_S, Given
-from gpuinfer.text.generator.prepared import Drawn, Language, PromptWork, Row
+from gpuinfer.text.generator.ending import END_TOKEN, NOTHING, Ending, completion, ending
+from gpuinfer.text.generator.giving import MOST_PARTS_S
+from gpuinfer.text.generator.prepared import PromptWork, Row, row_of
+from gpuinfer.text.generator.seams import Drawn, Language
 
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why an answer is complete."""
-
-    reason: Literal["stop", "length"]
-    cause: int | str | None = None  # the stop token or string
-    silent: bool = False  # its last token is no part of the text
-
-
-END_TOKEN = Ending("stop", silent=True)
-COMPLETE = Ending("stop")
-FULL = Ending("length")
-NOTHING = Completion(text="", tokens=(), finish_reason="length")
-
-
-def ending(row: Row, token: int, count: int, *, full: bool) -> Ending | None:
-    """Whether the answer ends with `token`, its `count`-th, which is not the model's own end token."""
-    sampling = row.work.prepared.sampling
-    if token in sampling.stop_token_ids:
-        return Ending("stop", token, silent=True)
-    if row.growing is not None:
-        stop = row.growing.push(token)
-        if stop is not None and count >= sampling.min_tokens:
-            return Ending("stop", stop)
-    if row.matcher is not None:
-        row.matcher.advance(token)
-        if row.matcher.complete:
-            return COMPLETE
-    return FULL if full else None
-
-
-def completion(language: Language, row: Row, tokens: list[int], end: Ending) -> Completion:
-    """The answer as it is delivered."""
-    if isinstance(end.cause, str) and row.growing is not None:
-        text = row.growing.text
-        tokens = tokens[: row.growing.kept]
-    else:
-        special = not row.work.prepared.sampling.skip_special_tokens
-        text = language.decode(tokens[:-1] if end.silent else tokens, special)
-    logprobs = None if row.logprobs is None else tuple(row.logprobs[: len(tokens)])
-    return Completion(
-        text=text, tokens=tuple(tokens), finish_reason=end.reason, stop_reason=end.cause, logprobs=logprobs
-    )
-
-
-Echo = Sequence[Logprob]
+Echo = tuple[Sequence[Logprob], Sequence[Logprob]]
+"""Log-probabilities of tokens of a prompt, and of those that an answer has begun with."""
 
 
 class Settling:
@@ -92,10 +45,13 @@ class Settling:
         self.finished: list[tuple[Hashable, Generation | Exception]] = []
         self.parts: list[tuple[Hashable, Part]] = []
 
-    def begin(self, work: PromptWork) -> None:
-        """It is under way from now on."""
+    def begin(self, work: PromptWork, now: float) -> None:
+        """It is under way from now on. What there is of it that needs no step is complete at once."""
         work.versions = (self.version,)
         self.works[work.ticket] = work
+        for number in range(work.prepared.samples):
+            if not work.prepared.computes(number):
+                self._conclude(row_of(self._language, work, number), now)
 
     def change_version(self, version: str) -> None:
         """Other weights compute from the next step on. Of a prompt they have computed all if nothing has been yet."""
@@ -105,7 +61,7 @@ class Settling:
             work.versions = (*work.versions, version) if begun else (version,)
 
     def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
-        """After a step: `echoes` are the prompt's log-probabilities of the chunks that want them, in order."""
+        """After a step: `echoes` are those of the chunks that want them, in order."""
         table = self._table
         table.filled[plan.decoding] += 1
         if plan.chunks:
@@ -146,13 +102,6 @@ class Settling:
         self._composer.changed()
         work.rows = []
 
-    def answer_nothing(self, work: PromptWork, now: float) -> None:
-        """A prompt of which nothing is wanted: its answers are empty."""
-        work.completions = [NOTHING] * work.prepared.samples
-        for sample in range(work.prepared.samples) if work.prepared.parts else ():
-            self.parts.append((work.ticket, Given(sample, self._language.growing(())).rest(NOTHING)))
-        self.complete(work, now)
-
     def complete(self, work: PromptWork, now: float) -> None:
         """All of its answers are there."""
         del self.works[work.ticket]
@@ -174,17 +123,35 @@ class Settling:
             work = chunk.row.work
             self._table.filled[chunk.row.slot] = chunk.end
             if chunk.echoes:
-                work.echo = [*(work.echo or [None]), *next(echo)]
+                self._note(chunk.row, *next(echo))
             if not chunk.last:
                 continue
-            work.first_token = now
+            if work.first_token == work.started:
+                work.first_token = now
             if work.prepared.parts:
                 self._parts_due = now
             self._admission.prefilled(chunk.row)
             self._composer.changed()
             if not chunk.draws:
-                for row in work.rows:
-                    self._finish(row, NOTHING, now)
+                for row in chunk.rows:
+                    self._conclude(row, now)
+
+    def _note(self, row: Row, of_prompt: Sequence[Logprob], of_answer: Sequence[Logprob]) -> None:
+        sampling = row.work.prepared.sampling
+        if row.number == 0 and sampling.prompt_logprobs is not None:
+            row.work.echo = row.work.echo or [None]
+            row.work.echo += of_prompt
+        if row.logprobs is not None:
+            row.logprobs += of_answer
+
+    def _conclude(self, row: Row, now: float) -> None:
+        """One that draws no token: its answer is known, or none is wanted."""
+        answer, begun = NOTHING, row.begun
+        if begun is not None and begun.ending is not None:
+            sampling, tokens = row.work.prepared.sampling, begun.tokens.tolist()
+            answer = completion(self._language, sampling, row.growing, tokens, row.logprobs, begun.ending)
+        part = None if row.given is None else row.given.finish(answer)
+        self._finish(row, answer, part, now)
 
     def _look(self, row: Row, at: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
         """One row that may end with its token at position `at`."""
@@ -192,14 +159,19 @@ class Settling:
             if row.logprobs is not None and logprob is not None:
                 row.logprobs.append(logprob)
             prompt = len(row.work.prepared.tokens)
-            tokens = self._table.tokens[row.slot]
+            tokens, sampling = self._table.tokens[row.slot], row.work.prepared.sampling
             if row.matcher is not None:
                 self._enter("constrain")
-            end = END_TOKEN if ended else ending(row, int(tokens[at]), at + 1 - prompt, full=full)
+            end: Ending | None = END_TOKEN
+            if not ended:
+                token, count = int(tokens[at]), at + 1 - prompt
+                end = ending(sampling, row.growing, row.matcher, token, count, full=full)
             if row.matcher is not None:
                 self._enter("reply")
             if end is not None:
-                self._finish(row, completion(self._language, row, tokens[prompt : at + 1].tolist(), end), now)
+                drawn = tokens[prompt : at + 1].tolist()
+                answer = completion(self._language, sampling, row.growing, drawn, row.logprobs, end)
+                self._finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
 
@@ -217,13 +189,14 @@ class Settling:
             except Exception as error:  # noqa: BLE001  as above
                 self.fail(row.work, error)
 
-    def _finish(self, row: Row, answer: Completion, now: float) -> None:
+    def _finish(self, row: Row, answer: Completion, last: Part | None, now: float) -> None:
         work = row.work
         work.completions[row.number] = answer
-        if row.given is not None:
-            self.parts.append((work.ticket, row.given.rest(answer)))
-        self._admission.release(row)
-        self._composer.changed()
+        if last is not None:
+            self.parts.append((work.ticket, last))
+        if row.slot >= 0:
+            self._admission.release(row)
+            self._composer.changed()
         work.left -= 1
         if not work.left:
             self.complete(work, now)

@@ -19,16 +19,18 @@ class Growing:
     text goes on as if there had been no such string.
     """
 
-    def __init__(self, spelling: Spelling, stop: Sequence[str] = ()) -> None:
+    def __init__(self, spelling: Spelling, stop: Sequence[str] = (), *, told: bool = True) -> None:
+        """`told`: `settled` will be asked for what is certain, which is noted with each token then."""
         self._spelling, self._stop = spelling, [one for one in stop if one]
         self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string's beginning, at most
         self._tail = ""  # the last of them
         self._parts: list[str] = []
         self._length = 0  # characters in parts
         self._ends: list[int] = []  # characters after each token, for `kept`
+        self._sure: list[int] = []  # of them, those that no later token can take back
         self._cut: int | None = None  # where the text ends, if a stop string has just been completed
+        self._notes = told
         self._said = self._said_tokens = 0  # characters and tokens that `settled` has told
-        self._told = 0  # parts, likewise, where there are no stop strings
         self._bytes = _utf8("replace" if spelling.raw else "strict")
         self._first = True
         self._strip = spelling.strip
@@ -45,7 +47,16 @@ class Growing:
         new = self._written(piece)
         found = self._appended(new) if new else None
         self._ends.append(self._length)
+        if self._notes:
+            self._sure.append(self._certain())
         return found
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """First tokens, which `settled` has told elsewhere. Returns how many characters it told with them."""
+        for token in tokens:
+            self.push(token)
+        self._said, self._said_tokens = self._sure[-1] if self._sure else 0, len(tokens)
+        return self._said
 
     @property
     def text(self) -> str:
@@ -57,23 +68,22 @@ class Growing:
         return "".join(self._parts) + self._rest()
 
     def settled(self) -> tuple[str, int]:
-        """What has become certain since the last call: the text that no later token can take back, and how many tokens
-        are certain in all.
+        """What has become certain since the last call: text, and how many tokens are certain in all.
 
         Half characters wait, and whatever may turn out to be the beginning of a stop string; so do the tokens of which
         a stop string would leave nothing. Texts joined are the beginning of `text`, now and later, and the tokens never
         more than `kept` if the answer ended with a stop string.
+
+        Texts joined are what was certain when the last of these tokens came, though more may be by now: the tokens
+        alone say how much has been told, whenever and however often that was.
         """
-        if self._stop:
-            certain = self._certain()
-            new = self._since(self._said)[: certain - self._said] if certain > self._said else ""
-        else:  # nearly every answer: whole parts at a time
-            end = self._run.parts if self._unsure else len(self._parts)
-            new = "".join(self._parts[self._told : end])
-            self._told = end
-        self._said += len(new)
-        self._said_tokens = max(self._said_tokens, self._certain_tokens())
-        return new, self._said_tokens
+        tokens = max(self._said_tokens, self._certain_tokens())
+        sure = self._sure[tokens - 1] if tokens else 0
+        if sure == self._said and self._stop:  # nothing that anybody would see: the tokens wait for their text
+            return "", self._said_tokens
+        new = self._since(self._said)[: sure - self._said]
+        self._said, self._said_tokens = sure, tokens
+        return new, tokens
 
     @property
     def kept(self) -> int:
@@ -163,7 +173,8 @@ class Growing:
     def _certain_tokens(self) -> int:
         if not (self._stop or self._unsure or self._bytes.getstate()[0]):
             return len(self._ends)
-        return bisect_left(self._ends, self._said) + 1 if self._said else 0
+        certain = self._sure[-1] if self._sure else 0
+        return bisect_left(self._ends, certain) + 1 if certain else 0
 
     def _since(self, place: int) -> str:
         """The text from this character on."""

@@ -61,9 +61,9 @@ class Language:
         """The text of an answer; special tokens are left out unless they are wanted."""
         return self._codec.decode(tokens, special_tokens)
 
-    def growing(self, stop: Sequence[str] = (), special_tokens: bool = False) -> Growing:
-        """For an answer whose text is wanted as it grows, or ends with a stop string."""
-        return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop)
+    def growing(self, stop: Sequence[str] = (), special_tokens: bool = False, told: bool = True) -> Growing:
+        """For an answer whose text is wanted as it grows (`told`), or ends with a stop string."""
+        return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop, told=told)
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""

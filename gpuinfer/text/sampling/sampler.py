@@ -15,7 +15,7 @@ from gpuinfer.errors import BadPrompt, BadResult, RequestError
 from gpuinfer.generation import Candidate, Logprob, Sampling
 from gpuinfer.text.sampling.cpu import CpuPath
 from gpuinfer.text.sampling.cpu_draw import EMPTY
-from gpuinfer.text.sampling.slots import Slots
+from gpuinfer.text.sampling.slots import NO_TOKENS, Slots
 from gpuinfer.text.sampling.torch_path import TorchPath
 
 IMPOSSIBLE = -9999.0  # stands for a log-probability of minus infinity, which JSON has no number for, as in OpenAI's API
@@ -54,13 +54,20 @@ class Sampler:
         self._words = -(-vocabulary // 32)
 
     def admit(
-        self, slot: int, sampling: Sampling, prompt_tokens: NDArray[np.int32], key: str = "", sample: int = 0
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt_tokens: NDArray[np.int32],
+        key: str = "",
+        sample: int = 0,
+        begun: NDArray[np.int32] = NO_TOKENS,
     ) -> None:
-        """Start an answer in the slot, whose earlier one is forgotten.
+        """Start an answer in the slot, whose earlier one is forgotten. It goes on after the tokens `begun`, int32, as
+        if they had been drawn here.
 
         Raises BadPrompt when a setting is out of its range or names a token outside the vocabulary.
         """
-        self._slots.admit(slot, sampling, prompt_tokens, key, sample)
+        self._slots.admit(slot, sampling, prompt_tokens, key, sample, begun)
 
     def release(self, slot: int) -> None:
         """The slot's answer is done."""
@@ -86,8 +93,9 @@ class Sampler:
         logprobs = self._logprobs(logits, slots, tokens) if self._slots.with_logprobs else [None] * len(slots)
         return Drawn(tokens, logprobs, bad)
 
-    def prompt_logprobs(self, logits: Tensor, tokens: NDArray[np.int32], wanted: int) -> list[Logprob]:
-        """Of each row of `logits` [rows, vocabulary]: the log-probability of its token, and the `wanted` likeliest.
+    def given_logprobs(self, logits: Tensor, tokens: NDArray[np.int32], wanted: int) -> list[Logprob]:
+        """Of each row of `logits` [rows, vocabulary] the log-probability of a token that was not drawn here, and the
+        `wanted` likeliest.
 
         Raises BadResult when a row holds NaN or +inf.
         """

@@ -99,6 +99,7 @@ OWN = [
     ("stops", np.int32),
     ("seen", np.int32),
 ]
+NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 SLOT = np.dtype(SETTINGS + OWN, align=True)
 MASK_64 = (1 << 64) - 1
 
@@ -135,15 +136,23 @@ class Slots:
         self._vocabulary, self._seed = vocabulary, seed
         self._last: tuple[Sampling, tuple[Any, ...]] | None = None  # most prompts share one
 
-    def admit(self, slot: int, sampling: Sampling, prompt: NDArray[np.int32], key: str, sample: int) -> None:
-        """Start a new answer in the slot. Raises BadPrompt, the slot as it was."""
+    def admit(
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt: NDArray[np.int32],
+        key: str,
+        sample: int,
+        begun: NDArray[np.int32] = NO_TOKENS,
+    ) -> None:
+        """Start an answer in the slot, after the tokens `begun`. Raises BadPrompt, the slot as it was."""
         settings = self._checked(sampling)
-        seen = self._prompt_tokens(sampling, prompt)
+        seen = np.union1d(self._prompt_tokens(sampling, prompt), begun) if is_penalised(sampling) else NO_TOKENS
         self.release(slot)
         seed = self._seed if sampling.seed is None else sampling.seed
         named = hash_of(key) if sampling.seed is None else 0
         lengths = (len(sampling.logit_bias), len(sampling.stop_token_ids), len(seen))
-        self.records[slot] = (*settings, seed & MASK_64, named, sample, 0, *lengths)
+        self.records[slot] = (*settings, seed & MASK_64, named, sample, len(begun), *lengths)
         if lengths[0]:
             self.bias_ids.put(slot, list(sampling.logit_bias))
             self.bias_values.put(slot, list(sampling.logit_bias.values()))
@@ -151,7 +160,7 @@ class Slots:
             self.stops.put(slot, sampling.stop_token_ids)
         if is_penalised(sampling):
             self.seen_ids.put(slot, seen)
-            self.seen_counts.put(slot, np.zeros(len(seen), np.int32))
+            self.seen_counts.put(slot, np.bincount(np.searchsorted(seen, begun), minlength=len(seen)))
             self.penalised.add(slot)
         if sampling.logprobs is not None:
             self.with_logprobs.add(slot)
@@ -189,7 +198,7 @@ class Slots:
     def _prompt_tokens(self, sampling: Sampling, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
         """The different tokens of the prompt, as far as a penalty asks for them."""
         if sampling.repetition_penalty == 1.0 or not len(prompt):
-            return np.zeros(0, np.int32)
+            return NO_TOKENS
         tokens = np.unique(prompt).astype(np.int32)
         if tokens[0] < 0 or tokens[-1] >= self._vocabulary:
             raise BadPrompt(
