@@ -8,6 +8,14 @@ import pytest
 
 from gpuinfer.monitoring.page import FILES, asset
 
+KINDS = {
+    "/": "text/html; charset=utf-8",
+    "/page.js": "text/javascript; charset=utf-8",
+    "/page.css": "text/css; charset=utf-8",
+    "/dashboard.json": "application/json",
+}
+PAGE = [path for path in KINDS if path != "/dashboard.json"]
+
 
 def text_of(path: str) -> str:
     found = asset(path)
@@ -21,7 +29,7 @@ def test_each_file_comes_with_its_type_and_the_policy(path):
     assert found is not None
     body, kind, headers = found
     assert body
-    assert kind == {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}[path] + "; charset=utf-8"
+    assert kind == KINDS[path]
     policy = dict(headers)["Content-Security-Policy"].split("; ")
     for rule in ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data:"):
         assert rule in policy
@@ -37,7 +45,7 @@ def test_there_is_no_script_or_style_in_the_html_and_no_other_host_anywhere():
     html = text_of("/")
     assert re.findall(r"<script(?![^>]* src=)", html) == []
     assert re.findall(r"<style| style=| on\w+=", html) == []
-    for path in FILES:
+    for path in PAGE:
         urls = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text_of(path))
         assert set(urls) <= {"http://www.w3.org"}, "the names of XML's namespaces alone"
 

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from system.pages import served
 
 pytestmark = pytest.mark.system
 
-TOOL = Path(__file__).parent.parent / "monitoring" / "serve_page.py"
 CHROMIUM = "/usr/bin/chromium"
 WITHIN_MS = 60_000
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
-
-
-@contextmanager
-def served(*flags: str, port: int = 0) -> Iterator[str]:
-    """The page of a server that does not exist, in a process of its own; its URL."""
-    command = [sys.executable, str(TOOL), "--port", str(port), *flags]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")

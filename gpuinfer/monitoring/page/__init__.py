@@ -1,4 +1,4 @@
-"""The live page: three files that a browser is given as they are, and the headers that keep it to itself."""
+"""The files of the live page, as a browser is given them, and the headers that keep it to itself; the dashboard."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from functools import cache
 from importlib import resources
 
 FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
+    "/": ("page/page.html", "text/html; charset=utf-8"),
+    "/page.js": ("page/page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page/page.css", "text/css; charset=utf-8"),
+    "/dashboard.json": ("dashboard.json", "application/json"),
 }
 POLICY = "; ".join(
     [
@@ -34,11 +35,11 @@ HEADERS = (
 
 @cache
 def asset(path: str) -> tuple[bytes, str, tuple[tuple[str, str], ...]] | None:
-    """The bytes, content type and headers of one of the page's files by its path on the server; None for another path.
+    """The bytes, content type and headers of one of these files by its path on the server; None for another path.
 
-    They hold nothing that is secret: serve them without a key, since the page itself asks for it.
+    They hold nothing that is secret: serve them without a key, since the page itself asks for one.
     """
     if path not in FILES:
         return None
     name, kind = FILES[path]
-    return resources.files(__package__).joinpath(name).read_bytes(), f"{kind}; charset=utf-8", HEADERS
+    return resources.files("gpuinfer.monitoring").joinpath(name).read_bytes(), kind, HEADERS
