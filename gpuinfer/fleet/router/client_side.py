@@ -1,0 +1,293 @@
+"""A client's connection: requests come in one after the other, and answers go out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from itertools import count
+from typing import cast
+
+from gpuinfer.fleet.router.board import Total
+from gpuinfer.fleet.router.config import CONTROL_KEY_HEADER
+from gpuinfer.fleet.router.gate import Gate
+from gpuinfer.fleet.router.relay import Relay
+from gpuinfer.fleet.router.request_head import CHUNKED, RequestHead
+from gpuinfer.fleet.router.trip import Trip
+from gpuinfer.http import replies
+from gpuinfer.http.chunked import ChunkedBody
+from gpuinfer.http.strict import Malformed, check_head
+
+AHEAD = 64 << 10  # bytes of further requests that are taken in while one is answered
+SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
+LINGER_S = 1.0  # while the router closes: for a request that may be on its way on an idle connection
+
+_marks = count(1)
+_prefix = b""
+
+
+def _request_id() -> bytes:
+    global _prefix
+    if not _prefix:
+        _prefix = b"req-" + os.urandom(8).hex().encode()
+    return b"%b-%x" % (_prefix, next(_marks))
+
+
+class Door:
+    """What all client connections of a process share."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.gate = Gate(relay.config)
+        self.control_line = f"\r\n{CONTROL_KEY_HEADER}: {relay.config.control_key}".encode()
+        self.open = 0
+
+    def protocol(self) -> ClientSide:
+        return ClientSide(self)
+
+
+class ClientSide(asyncio.Protocol):
+    """It reads heads and bodies by itself, with `http.strict` for what may stand in them."""
+
+    __slots__ = (
+        "_ahead",
+        "_chunks",
+        "_door",
+        "_head",
+        "_last_head",
+        "_missing",
+        "_paused_at",
+        "_pieces",
+        "_reading",
+        "_relay",
+        "_size",
+        "_since",
+        "_slot",
+        "_transport",
+        "_trip",
+    )
+
+    def __init__(self, door: Door) -> None:
+        self._door, self._relay = door, door.relay
+        self._transport = cast(asyncio.Transport, None)
+        self._slot = -1
+        self._trip: Trip | None = None
+        self._ahead = b""  # came already, and is not looked at yet
+        self._head: RequestHead | None = None  # of the request that is coming in
+        self._last_head: tuple[bytes, RequestHead] | None = None  # clients tend to send the same one again
+        self._pieces: list[bytes] = []
+        self._missing = self._size = 0  # bytes of the body: to come, and held for it
+        self._chunks: ChunkedBody | None = None
+        self._since = self._relay.now  # when the present wait for the client began
+        self._paused_at = 0.0
+        self._reading = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        config, door = self._relay.config, self._door
+        self._transport.set_write_buffer_limits(high=config.write_bytes)
+        self._slot = self._relay.wheel.add(self)
+        door.open += 1
+        self._relay.count(Total.CONNECTIONS)
+        if door.open > config.connections:
+            self.refuse(503, "too many connections. Try again later.", retry_s=1)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._relay.wheel.remove(self, self._slot)
+        self._door.open -= 1
+        self._relay.count(Total.CONNECTIONS, -1)
+        trip, self._trip = self._trip, None
+        if trip is not None:
+            self._relay.count(Total.CLIENT_GONE)
+            trip.abandon()
+        self._release()
+
+    def _release(self) -> None:
+        """The body of the last request is needed no more."""
+        if self._size:
+            self._relay.room.give(self._size)
+            self._size = 0
+
+    # In
+
+    def data_received(self, data: bytes) -> None:
+        if self._trip is not None or self._transport.is_closing():
+            self._ahead += data
+            if len(self._ahead) > AHEAD and self._reading:
+                self._reading = False
+                self._transport.pause_reading()
+        elif self._head is None:
+            self._take_head(self._ahead + data if self._ahead else data)
+        else:
+            self._take_body(data)
+
+    def _take_head(self, data: bytes) -> None:
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:
+            if not self._ahead:
+                self._since = self._relay.now
+            self._ahead = data
+            if len(data) > self._relay.config.head_bytes:
+                self.refuse(431, "the request's head is too large. Send less in it.")
+            return
+        raw = data if end == len(data) else data[:end]
+        self._ahead = b""
+        last = self._last_head
+        try:
+            if last is None or last[0] != raw:
+                check_head(raw)
+                last = self._last_head = (raw, RequestHead(raw))
+        except Malformed as error:
+            self.refuse(error.status, error.message)
+            return
+        self._begin(last[1], data[end:])
+
+    def _begin(self, head: RequestHead, rest: bytes) -> None:
+        relay = self._relay
+        refusal = self._door.gate.refused(head, head.to_replicas)
+        if refusal is not None:
+            self.refuse(*refusal)
+        elif head.length > relay.config.body_bytes:
+            self.refuse(413, f"a body of over {relay.config.body_bytes:,} bytes. Send less at once.")
+        elif head.length > 0 and not self._hold(head.length):
+            self.refuse(503, "the router holds as many requests as it may. Try again later.", retry_s=1)
+        elif len(rest) == head.length:
+            self._start(head, rest)
+        else:
+            self._await_body(head, rest)
+
+    def _hold(self, size: int) -> bool:
+        if not self._relay.room.take(size):
+            return False
+        self._size += size
+        return True
+
+    def _await_body(self, head: RequestHead, rest: bytes) -> None:
+        self._head, self._missing, self._since = head, head.length, self._relay.now
+        self._chunks = ChunkedBody(self._relay.config.body_bytes) if head.length == CHUNKED else None
+        if head.expects and not rest:
+            self._transport.write(replies.CONTINUE)
+        if rest or not head.length:
+            self._take_body(rest)
+
+    def _take_body(self, data: bytes) -> None:
+        if self._chunks is not None:
+            self._take_chunks(self._chunks, data)
+            return
+        if len(data) > self._missing:
+            data, self._ahead = data[: self._missing], data[self._missing :]
+        self._pieces.append(data)
+        self._missing -= len(data)
+        if not self._missing:
+            self._whole(self._pieces)
+
+    def _take_chunks(self, chunks: ChunkedBody, data: bytes) -> None:
+        try:
+            rest = chunks.feed(data)
+        except Malformed as error:
+            self.refuse(error.status, error.message)
+            return
+        if chunks.size > self._size and not self._hold(chunks.size - self._size):
+            self.refuse(503, "the router holds as many requests as it may. Try again later.", retry_s=1)
+        elif chunks.done:
+            self._ahead, self._chunks = rest, None
+            self._whole(chunks.parts)
+
+    def _whole(self, pieces: list[bytes]) -> None:
+        head, self._head, self._pieces = self._head, None, []
+        if head is not None:
+            self._start(head, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+    def _start(self, head: RequestHead, body: bytes) -> None:
+        relay = self._relay
+        tail = b"\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (head.request_id or _request_id(), time.time())
+        if head.to_replicas:
+            self._trip = trip = Trip(relay, self, head, body, tail)
+            relay.send(trip)
+            return
+        tail += self._door.control_line
+        if head.host is not None:
+            tail += b"\r\nHost: " + head.host
+        if head.authorization is not None:
+            tail += b"\r\nAuthorization: " + head.authorization
+        self._trip = trip = Trip(relay, self, head, body, tail)
+        relay.send_to_control(trip)
+
+    # Out
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def finish(self, close: bool) -> None:
+        self._trip = None
+        self._since = self._relay.now
+        self._release()
+        if close or self._transport.is_closing():
+            self._transport.close()
+            return
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        if self._ahead:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        """The request that came while the last one was answered."""
+        if self._trip is None and self._head is None and not self._transport.is_closing():
+            data, self._ahead = self._ahead, b""
+            self._take_head(data)
+
+    def break_off(self) -> None:
+        self._trip = None
+        self._transport.close()
+
+    def refuse(self, status: int, message: str, retry_s: int = 0, route: bytes = b"") -> None:
+        trip, self._trip = self._trip, None
+        keep = trip is not None and not trip.asked.close and not self._relay.closing
+        headers = [("Retry-After", str(retry_s))] if retry_s else []
+        if status == 401:
+            headers.append(("WWW-Authenticate", 'Bearer realm="gpuinfer"'))
+        if route:
+            name, _, value = route.decode("latin-1").strip().partition(": ")
+            headers.append((name, value))
+        body = replies.error_bytes(message, replies.type_of(status))
+        head = replies.head(status, "application/json", len(body), keep, headers)
+        bare = trip is not None and trip.method == b"HEAD"
+        self._transport.write(head if bare else head + body)
+        self.finish(close=not keep)
+
+    def pause_writing(self) -> None:
+        self._paused_at = self._relay.now
+        if self._trip is not None:
+            self._trip.pause()
+
+    def resume_writing(self) -> None:
+        self._paused_at = 0.0
+        if self._trip is not None:
+            self._trip.resume()
+
+    # Time
+
+    def look(self, now: float) -> None:
+        config, waited = self._relay.config, now - self._since
+        if self._paused_at and now - self._paused_at > config.write_s:
+            self._transport.abort()
+        elif self._transport.is_closing():
+            if waited > config.write_s:
+                self._transport.abort()
+        elif self._trip is not None:
+            if not self._paused_at and now - self._trip.last > config.timeout_s:
+                self._relay.count(Total.TIMEOUTS)
+                self._trip.time_out()
+        elif self._head is not None:
+            if waited > config.body_s + self._come() / SLOWEST:
+                self.refuse(408, "the request's body did not come in time. Send it at once.")
+        elif self._ahead:
+            if waited > config.head_s:
+                self.refuse(408, "the request's head did not come in time. Send it at once.")
+        elif waited > (min(LINGER_S, config.idle_s) if self._relay.closing else config.idle_s):
+            self._transport.close()
+
+    def _come(self) -> int:
+        """Bytes of the body that are here."""
+        return self._chunks.size if self._chunks is not None else self._size - self._missing

@@ -1,0 +1,41 @@
+"""Who may come in: keys, and requests that a page in a browser was tricked into. Before a body is read."""
+
+from __future__ import annotations
+
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.request_head import RequestHead
+from gpuinfer.http.access import Keys
+
+REMEMBERED = 256  # names that were let in
+
+
+class Gate:
+    """Answers with a status and why, or None for a request that may come in."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._keys = Keys(config.api_keys) if config.api_keys else None
+        self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._known: set[bytes] = set()
+
+    def refused(self, head: RequestHead, for_replicas: bool) -> tuple[int, str] | None:
+        """The control application looks at keys itself, since some of its routes need none and others another one."""
+        if self._hosts and not self._called_right(head):
+            return 403, "this server is not called by that name. Use its own, or the page that it serves."
+        if for_replicas and self._keys is not None:
+            given = None if head.authorization is None else head.authorization.decode("latin-1")
+            if not self._keys.allow(given):
+                return 401, "no valid API key. Send one: Authorization: Bearer KEY."
+        return None
+
+    def _called_right(self, head: RequestHead) -> bool:
+        host = (head.host or b"").lower()
+        if head.origin is not None and head.origin.lower() not in (b"http://" + host, b"https://" + host):
+            return False
+        if host in self._known:
+            return True
+        name = host.decode("latin-1")
+        bare = name.partition("]")[0] + "]" if name.startswith("[") else name.partition(":")[0]
+        right = bool(name) and (name in self._hosts or bare in self._hosts)
+        if right and len(self._known) < REMEMBERED:
+            self._known.add(host)
+        return right

@@ -1,0 +1,180 @@
+"""The replicas as one router process sees them: who may get requests now, and how much each has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from gpuinfer.fleet.roster import Member
+from gpuinfer.fleet.router.board import NOWHERE, Board, Cell
+from gpuinfer.fleet.router.breaker import CLOSED, HALF_OPEN, Breaker
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.pool import Pool
+from gpuinfer.routing.policy import Load
+
+SLOWEST = 0.1  # of its speed, at the beginning of a slow start
+
+
+class Replica(Load):
+    """One member: its load, its breaker, its connections, and its cells on the board."""
+
+    __slots__ = ("_board", "_cells", "_nowhere", "_others", "about", "breaker", "lines", "own", "pool", "told", "warm_at")
+
+    def __init__(self, about: Member, pool: Pool, breaker: Breaker, board: Board, row: int, slot: int) -> None:
+        super().__init__(about.id, speed=about.speed)
+        self.about, self.pool, self.breaker = about, pool, breaker
+        self.own = 0  # requests under way there from this process
+        self.told = 0.0  # when its last failure was told
+        self.warm_at = 0.0  # wall clock: when its slow start is over
+        self._board, self._cells = board.cells, board.member_at(row, slot)
+        self._nowhere = board.member_at(row, NOWHERE)
+        rows = (other for other in range(board.processes) if other != row)
+        self._others = [board.member_at(other, slot) + Cell.IN_FLIGHT for other in rows]
+        self._cells_set(Cell.IN_FLIGHT, 0)
+        host = f"[{about.host}]" if ":" in about.host else about.host
+        self.lines = f"\r\nHost: {host}:{about.port}".encode()
+        if about.key is not None:
+            self.lines += f"\r\nAuthorization: Bearer {about.key}".encode()
+
+    def enter(self) -> None:
+        """A request has been sent here: it counts from this moment on."""
+        self.own += 1
+        self._cells_set(Cell.IN_FLIGHT, self.own)
+        self.in_flight = self.own
+        self.add(Cell.REQUESTS)
+
+    def leave(self) -> None:
+        self.own -= 1
+        self._cells_set(Cell.IN_FLIGHT, self.own)
+        self.in_flight = self.own
+
+    def look_around(self) -> None:
+        """Count what the other processes have under way here."""
+        cells = self._board
+        self.in_flight = self.own + sum(cells[at] for at in self._others)
+
+    def add(self, cell: Cell) -> None:
+        self._board[self._cells + cell] += 1
+
+    def show_breaker(self) -> None:
+        self._cells_set(Cell.BREAKER, self.breaker.state)
+
+    def retire(self) -> None:
+        """It is gone, or another has taken its place: what it still has under way counts no more."""
+        self._cells_set(Cell.IN_FLIGHT, 0)
+        self._cells, self._others = self._nowhere, []
+        self.pool.close()
+
+    def _cells_set(self, cell: Cell, value: int) -> None:
+        self._board[self._cells + cell] = value
+
+    @property
+    def open_to_requests(self) -> bool:
+        breaker = self.breaker
+        if self.about.state != "up":
+            return False
+        return breaker.state == CLOSED or (breaker.state == HALF_OPEN and not breaker.trying)
+
+    def warm(self, now: float, slow_start_s: float) -> None:
+        """`now` is on the wall clock. Its speed rises evenly to what it is said to be."""
+        left = (self.warm_at - now) / slow_start_s if slow_start_s > 0 else 0.0
+        self.speed = self.about.speed * min(1.0, max(SLOWEST, 1.0 - left))
+
+
+class Members:
+    """All of them, kept up to date with the rosters that come."""
+
+    def __init__(
+        self, config: RouterConfig, board: Board, row: int, loop: asyncio.AbstractEventLoop, on_more: Callable[[], None]
+    ) -> None:
+        """`on_more` is called when there may be room for a request that found none."""
+        self._config, self._board, self._row, self._loop, self._on_more = config, board, row, loop, on_more
+        self._all: dict[int, Replica] = {}
+        self._dull: dict[int, Replica] = {}  # whose breaker is not closed, or whose slow start is not over
+        self.usable: list[Replica] = []
+
+    def update(self, members: Iterable[tuple[Member, int]]) -> None:
+        """Each with its slot on the board."""
+        before, self._all = self._all, {}
+        for about, slot in members:
+            self._all[about.id] = self._kept(before.pop(about.id, None), about, slot)
+        for replica in before.values():
+            replica.retire()
+        self.refresh()
+
+    def _kept(self, replica: Replica | None, about: Member, slot: int) -> Replica:
+        if replica is not None and _same_place(replica.about, about):
+            replica.about = about
+            replica.speed = about.speed
+            return replica
+        if replica is not None:
+            replica.retire()
+        connect = partial(_connect, self._loop, about.host, about.port)
+        pool = Pool(connect, self._config.connect_s, self._loop)
+        fresh = Replica(about, pool, Breaker(self._config), self._board, self._row, slot)
+        fresh.show_breaker()
+        if about.since:
+            fresh.warm_at = about.since + self._config.slow_start_s
+        return fresh
+
+    def refresh(self) -> None:
+        """Something about a replica has changed."""
+        self.usable = [replica for replica in self._all.values() if replica.open_to_requests]
+        now = time.time()
+        self._dull = {
+            replica.member: replica
+            for replica in self._all.values()
+            if replica.breaker.state != CLOSED or replica.warm_at > now
+        }
+        for replica in self._dull.values():
+            replica.warm(now, self._config.slow_start_s)
+            replica.show_breaker()
+        if self.usable:
+            self._on_more()
+
+    def changed(self, replica: Replica) -> None:
+        """Its breaker has another state, or lets another request through."""
+        if replica.breaker.state == CLOSED:
+            replica.warm_at = time.time() + self._config.slow_start_s
+        replica.show_breaker()
+        self.refresh()
+
+    def look_around(self) -> None:
+        for replica in self.usable:
+            replica.look_around()
+
+    def tick(self, now: float) -> None:
+        """`now` is on the loop's clock."""
+        wall = time.time()
+        ready = False
+        for replica in list(self._dull.values()):
+            replica.warm(wall, self._config.slow_start_s)
+            ready |= replica.breaker.ready(now)
+            if replica.breaker.state == CLOSED and replica.warm_at <= wall:
+                del self._dull[replica.member]
+        if ready:
+            self.refresh()
+
+    def tidy(self, now: float) -> None:
+        for replica in self._all.values():
+            replica.pool.tidy(now)
+
+    def hopeful(self) -> bool:
+        """Whether some replica may take requests soon."""
+        return any(replica.about.state in ("starting", "up") for replica in self._all.values())
+
+    def close(self) -> None:
+        for replica in self._all.values():
+            replica.pool.close()
+
+
+def _same_place(one: Member, other: Member) -> bool:
+    return (one.host, one.port, one.key, one.since) == (other.host, other.port, other.key, other.since)
+
+
+async def _connect(
+    loop: asyncio.AbstractEventLoop, host: str, port: int, protocol: Callable[[], asyncio.Protocol]
+) -> object:
+    return await loop.create_connection(protocol, host, port)

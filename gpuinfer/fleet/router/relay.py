@@ -1,0 +1,212 @@
+"""Where requests go: the decisions of one router process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from gpuinfer.fleet.router.affinity import affinity
+from gpuinfer.fleet.router.board import Board, Cell, Total
+from gpuinfer.fleet.router.breaker import HALF_OPEN
+from gpuinfer.fleet.router.budget import RetryBudget
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.members import Members, Replica
+from gpuinfer.fleet.router.pool import Pool
+from gpuinfer.fleet.router.room import Room
+from gpuinfer.fleet.router.trip import Trip
+from gpuinfer.fleet.router.wheel import Wheel
+from gpuinfer.routing.policy import Asking, make
+
+LOSSES = 3  # replicas that one request may lose while it is under way: it could be what they die of
+WAITING = 4096  # requests that wait for a replica at a time
+TOLD_S = 0.1  # between two failures of one member that its owner is told
+ANY = Asking()
+
+
+class Relay:
+    """Chooses replicas for trips, sends them on when one fails, lets them wait when there is none for now."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        board: Board,
+        row: int,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.config = config
+        self.closing = False
+        self.whole_bytes = config.whole_bytes
+        self.clock = loop.time
+        self.now = loop.time()
+        self.kept_bytes = config.kept_bytes
+        self.room = Room(config.bodies_bytes)
+        self.wheel = Wheel(loop, self._tick)
+        self.members = Members(config, board, row, loop, self._wake)
+        self.control = Pool(partial(_connect_unix, loop, config.control), config.connect_s, loop)
+        self.trips = 0  # under way
+        self._loop, self._tell = loop, tell
+        self._shared = board.processes > 1
+        self._policy = make(config.policy, random.Random(), **config.policy_options)
+        self._budget = RetryBudget(config.retry_budget)
+        self._waiting: deque[Trip] = deque()
+        self._cells, self._totals = board.cells, board.total_at(row, Total.CONNECTIONS)
+        self._woken = False
+
+    def count(self, total: Total, by: int = 1) -> None:
+        self._cells[self._totals + total] += by
+
+    # Trips that come and go
+
+    def send(self, trip: Trip) -> None:
+        """Take a new trip for a replica."""
+        self.trips += 1
+        self._cells[self._totals + Total.REQUESTS] += 1
+        self._budget.earn()
+        self.place(trip)
+
+    def send_to_control(self, trip: Trip) -> None:
+        """Take a new trip for the control application."""
+        self.trips += 1
+        trip.go(self.control)
+
+    def over(self, trip: Trip) -> None:
+        self.trips -= 1
+        self._leave(trip)
+
+    def broken_off(self) -> None:
+        self.count(Total.BROKEN_OFF)
+
+    def _leave(self, trip: Trip) -> None:
+        replica, trip.replica = trip.replica, None
+        if replica is None:
+            return
+        replica.leave()
+        if replica.breaker.state == HALF_OPEN and trip.tries and replica.breaker.tried():
+            self.members.changed(replica)
+
+    # Where to
+
+    def place(self, trip: Trip) -> None:
+        """Send a trip to a replica, or let it wait for one, or give it up."""
+        self._leave(trip)
+        usable = self.members.usable
+        loads = [one for one in usable if one.member not in trip.tried] if trip.tried else usable
+        if not loads or trip.attempt >= self.config.attempts or trip.losses >= LOSSES:
+            self._wait_or_give_up(trip)
+            return
+        if self._shared:
+            for one in loads:
+                one.look_around()
+        asking = Asking(1.0, affinity(trip.asked, trip.body)) if self._policy.needs_affinity else ANY
+        load, trip.why = self._policy.choose(loads, asking)
+        if isinstance(load, Replica):
+            self._enter(trip, load)
+
+    def _enter(self, trip: Trip, replica: Replica) -> None:
+        trip.replica = replica
+        trip.attempt += 1
+        replica.enter()
+        trip.tries = replica.breaker.state == HALF_OPEN
+        if trip.tries:
+            replica.breaker.trying = True
+            self.members.refresh()
+        trip.go(replica.pool)
+
+    def _wait_or_give_up(self, trip: Trip) -> None:
+        if trip.losses >= LOSSES or trip.attempt >= self.config.attempts:
+            trip.give_up(502, f"{trip.attempt} replicas failed while they had this request. Try it by itself.")
+        elif self.closing or len(self._waiting) >= WAITING or not self._hopeful(trip):
+            self.count(Total.UNROUTED)
+            trip.give_up(503, "no replica is up. Try again.", retry_s=2)
+        else:
+            self._waiting.append(trip)
+            trip.waits = True
+
+    def _hopeful(self, trip: Trip) -> bool:
+        return self.members.hopeful() and self.clock() - trip.started < self.config.wait_s
+
+    def _wake(self) -> None:
+        """Some replica may take requests now."""
+        if self._waiting and not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._place_waiting)
+
+    def _place_waiting(self) -> None:
+        self._woken = False
+        waiting, self._waiting = self._waiting, deque()
+        for trip in waiting:
+            if trip.waits:
+                trip.waits = False
+                trip.tried = ()
+                self.place(trip)
+
+    # What replicas do
+
+    def answered(self, trip: Trip, status: int) -> None:
+        replica = trip.replica
+        if replica is None:
+            return
+        if status >= 500 and status != 503:
+            replica.add(Cell.ERRORS)
+        breaker = replica.breaker
+        if breaker.state == HALF_OPEN:
+            trip.tries = False
+        if breaker.answered(status, self.clock()):
+            self.members.changed(replica)
+
+    def may_try_again(self, trip: Trip, status: int) -> bool:
+        """Whether an answer that says to try again is not its client's answer yet, but sends the trip elsewhere."""
+        replica = trip.replica
+        if replica is None or self.closing or trip.attempt >= self.config.attempts or (status == 429 and trip.retried):
+            return False
+        tried = (*trip.tried, replica.member)
+        others = [one for one in self.members.usable if one.member not in tried]
+        if status == 429:
+            others = [one for one in others if one.in_flight / one.speed < replica.in_flight / replica.speed]
+        if not others or not self._budget.spend():
+            return False
+        trip.tried = tried
+        trip.retried += f"; retried={status}"
+        replica.add(Cell.RETRIED)
+        return True
+
+    def failed(self, trip: Trip, kind: str) -> None:
+        replica = trip.replica
+        if replica is None:
+            return
+        replica.add(Cell.ERRORS)
+        replica.add(Cell.RESUMED if trip.resumes else Cell.RETRIED)
+        trip.tried = (*trip.tried, replica.member)
+        if kind in ("reset", "broken"):
+            trip.losses += 1
+        now = self.clock()
+        if now - replica.told > TOLD_S:
+            replica.told = now
+            self._tell({"event": "failed", "member": replica.member, "kind": kind})
+        trip.tries = False
+        if replica.breaker.failed(now):
+            self.members.changed(replica)
+
+    # Time
+
+    def _tick(self, now: float) -> None:
+        self.now = now
+        self.members.tick(now)
+        if self._waiting:
+            self._place_waiting()
+
+    def close(self) -> None:
+        self.wheel.stop()
+        self.members.close()
+        self.control.close()
+
+
+async def _connect_unix(
+    loop: asyncio.AbstractEventLoop, path: str, protocol: Callable[[], asyncio.Protocol]
+) -> object:
+    return await loop.create_unix_connection(protocol, path)
