@@ -1,4 +1,4 @@
-"""How many requests may be repeated because an answer said to try again: a share of all, so that retries never flood."""
+"""How many requests may be repeated because an answer said to try again: a share of all, so that none flood."""
 
 from __future__ import annotations
 

@@ -41,6 +41,18 @@ class Door:
         self.gate = Gate(relay.config)
         self.control_line = f"\r\n{CONTROL_KEY_HEADER}: {relay.config.control_key}".encode()
         self.open = 0
+        self._nobody: asyncio.Event | None = None
+
+    async def empty(self) -> None:
+        """Wait until all have gone."""
+        self._nobody = asyncio.Event()
+        if self.open:
+            await self._nobody.wait()
+
+    def left(self) -> None:
+        self.open -= 1
+        if not self.open and self._nobody is not None:
+            self._nobody.set()
 
     def protocol(self) -> ClientSide:
         return ClientSide(self)
@@ -60,8 +72,8 @@ class ClientSide(asyncio.Protocol):
         "_pieces",
         "_reading",
         "_relay",
-        "_size",
         "_since",
+        "_size",
         "_slot",
         "_transport",
         "_trip",
@@ -94,7 +106,7 @@ class ClientSide(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._relay.wheel.remove(self, self._slot)
-        self._door.open -= 1
+        self._door.left()
         self._relay.count(Total.CONNECTIONS, -1)
         trip, self._trip = self._trip, None
         if trip is not None:
@@ -189,7 +201,7 @@ class ClientSide(asyncio.Protocol):
             return
         if chunks.size > self._size and not self._hold(chunks.size - self._size):
             self.refuse(503, "the router holds as many requests as it may. Try again later.", retry_s=1)
-        elif chunks.done:
+        elif chunks.complete:
             self._ahead, self._chunks = rest, None
             self._whole(chunks.parts)
 

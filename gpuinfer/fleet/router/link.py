@@ -130,7 +130,11 @@ class Link(asyncio.Protocol):
         else:
             self._state = _OPEN_END
         traveller.answered(head)
-        return data[end:] if end < len(data) or not self._left and self._state == _SIZED else None
+        return data[end:] if end < len(data) or self._empty else None
+
+    @property
+    def _empty(self) -> bool:
+        return self._state == _SIZED and not self._left
 
     def _take_body(self, traveller: Traveller, data: bytes) -> None:
         if self._state == _SIZED:

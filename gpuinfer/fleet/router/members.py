@@ -20,7 +20,19 @@ SLOWEST = 0.1  # of its speed, at the beginning of a slow start
 class Replica(Load):
     """One member: its load, its breaker, its connections, and its cells on the board."""
 
-    __slots__ = ("_board", "_cells", "_nowhere", "_others", "about", "breaker", "lines", "own", "pool", "told", "warm_at")
+    __slots__ = (
+        "_board",
+        "_cells",
+        "_nowhere",
+        "_others",
+        "about",
+        "breaker",
+        "lines",
+        "own",
+        "pool",
+        "told",
+        "warm_at",
+    )
 
     def __init__(self, about: Member, pool: Pool, breaker: Breaker, board: Board, row: int, slot: int) -> None:
         super().__init__(about.id, speed=about.speed)

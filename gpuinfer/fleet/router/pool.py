@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -56,7 +57,7 @@ class Pool:
         if self._closed:
             link.drop()
         else:
-            link.idle_since = self._loop.time()
+            link.idle_since = time.monotonic()
             self._idle.append(link)
 
     def gone(self, link: Link) -> None:

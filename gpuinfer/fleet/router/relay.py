@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +25,7 @@ from gpuinfer.routing.policy import Asking, make
 LOSSES = 3  # replicas that one request may lose while it is under way: it could be what they die of
 WAITING = 4096  # requests that wait for a replica at a time
 TOLD_S = 0.1  # between two failures of one member that its owner is told
+TIDY_S = 5.0  # between two looks for links that nobody needs
 ANY = Asking()
 
 
@@ -41,8 +43,8 @@ class Relay:
         self.config = config
         self.closing = False
         self.whole_bytes = config.whole_bytes
-        self.clock = loop.time
-        self.now = loop.time()
+        self.clock = time.monotonic
+        self.now = time.monotonic()
         self.kept_bytes = config.kept_bytes
         self.room = Room(config.bodies_bytes)
         self.wheel = Wheel(loop, self._tick)
@@ -56,6 +58,7 @@ class Relay:
         self._waiting: deque[Trip] = deque()
         self._cells, self._totals = board.cells, board.total_at(row, Total.CONNECTIONS)
         self._woken = False
+        self._tidy_at = self.now + TIDY_S
 
     def count(self, total: Total, by: int = 1) -> None:
         self._cells[self._totals + total] += by
@@ -197,6 +200,10 @@ class Relay:
     def _tick(self, now: float) -> None:
         self.now = now
         self.members.tick(now)
+        if now > self._tidy_at:
+            self._tidy_at = now + TIDY_S
+            self.members.tidy(now)
+            self.control.tidy(now)
         if self._waiting:
             self._place_waiting()
 
@@ -206,7 +213,5 @@ class Relay:
         self.control.close()
 
 
-async def _connect_unix(
-    loop: asyncio.AbstractEventLoop, path: str, protocol: Callable[[], asyncio.Protocol]
-) -> object:
+async def _connect_unix(loop: asyncio.AbstractEventLoop, path: str, protocol: Callable[[], asyncio.Protocol]) -> object:
     return await loop.create_unix_connection(protocol, path)

@@ -55,7 +55,8 @@ class RequestHead:
         self.host: bytes | None = None
         self.origin = self.authorization = self.request_id = self.session = self.host
         kept: list[bytes] = []
-        start, named = 0, []
+        named: list[bytes] = []
+        start = 0
         for found in _SPECIAL.finditer(head):
             name, value = found[1].lower(), found[2].rstrip()
             if name in _KEPT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,14 +17,14 @@ class Looked(Protocol):
 
 
 class Wheel:
-    """`now` is `loop.time()` at the last tick: near enough for limits of seconds, and free."""
+    """`now` is `time.monotonic()` at the last tick: near enough for limits of seconds, and free."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, every_tick: Callable[[float], None]) -> None:
         self._loop, self._every_tick = loop, every_tick
         self._slots: list[set[Looked]] = [set() for _ in range(SLOTS)]
         self._at = self._next = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.now = loop.time()
+        self.now = time.monotonic()
 
     def start(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -46,7 +47,7 @@ class Wheel:
 
     def _tick(self) -> None:
         self.start()
-        self.now = self._loop.time()
+        self.now = time.monotonic()
         self._every_tick(self.now)
         self._at = (self._at + 1) % SLOTS
         for thing in list(self._slots[self._at]):

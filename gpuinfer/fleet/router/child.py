@@ -1,0 +1,110 @@
+"""The life of one router process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gpuinfer.fleet.roster import Member
+from gpuinfer.fleet.router.board import Board
+from gpuinfer.fleet.router.client_side import Door
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.frames import Frames
+from gpuinfer.fleet.router.relay import Relay
+from gpuinfer.host import children, pauses
+from gpuinfer.http.loop import new_loop
+
+BACKLOG = 4096
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member, and the slot on the board that it has."""
+
+    member: Member
+    slot: int
+
+
+def main(line: socket.socket, listeners: Sequence[socket.socket], board: Board, row: int, config: bytes) -> None:
+    """Runs until its owner ends it, or is gone."""
+    children.settle_in()
+    _allow_descriptors()
+    told = msgspec.msgpack.decode(config, type=RouterConfig)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_serve(line, listeners, board, row, told))
+    os._exit(0)
+
+
+def _allow_descriptors() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+async def _serve(
+    line: socket.socket, listeners: Sequence[socket.socket], board: Board, row: int, config: RouterConfig
+) -> None:
+    router = _Router(listeners, board, row, config)
+    await router.run(line)
+
+
+class _Router:
+    """Does what its owner says on their line."""
+
+    def __init__(self, listeners: Sequence[socket.socket], board: Board, row: int, config: RouterConfig) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listeners = listeners
+        self._over = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._frames = Frames(self._obey, self._over.set)
+        self._relay = Relay(config, board, row, self._loop, self._frames.send)
+        self._door = Door(self._relay)
+
+    async def run(self, line: socket.socket) -> None:
+        await self._loop.create_connection(lambda: self._frames, sock=line)
+        self._relay.wheel.start()
+        pauses.keep_short()
+        self._frames.send({"event": "here"})
+        await self._over.wait()
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        if "members" in message:
+            seats = msgspec.convert(message["members"], list[Seat])
+            self._relay.members.update((seat.member, seat.slot) for seat in seats)
+            if not self._servers and self._draining is None:
+                self._loop.create_task(self._listen())
+        elif "drain" in message and self._draining is None:
+            self._draining = self._loop.create_task(self._drain())
+
+    async def _listen(self) -> None:
+        for listener in self._listeners:
+            own = listener.dup()  # the server closes what it is given
+            self._servers.append(await self._loop.create_server(self._door.protocol, sock=own, backlog=BACKLOG))
+        self._frames.send({"event": "ready"})
+
+    async def _drain(self) -> None:
+        """Take in who is at the door, answer what is under way, and say so."""
+        self._relay.closing = True
+        for server in self._servers:
+            server.close()
+        for listener in self._listeners:
+            await self._take_last(listener, self._door.protocol)
+            listener.close()
+        await self._door.empty()
+        self._relay.close()
+        self._frames.send({"event": "drained"})
+
+    async def _take_last(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Connections that the system has made, and nobody has accepted yet, would be lost with their socket."""
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                await self._loop.connect_accepted_socket(protocol, connection)
