@@ -16,7 +16,7 @@ from gpuinfer.fleet.router.request_head import CHUNKED, RequestHead
 from gpuinfer.fleet.router.trip import Trip
 from gpuinfer.http import replies
 from gpuinfer.http.chunked import ChunkedBody
-from gpuinfer.http.strict import Malformed, check_head
+from gpuinfer.http.malformed import Malformed
 
 AHEAD = 64 << 10  # bytes of further requests that are taken in while one is answered
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
@@ -147,7 +147,6 @@ class ClientSide(asyncio.Protocol):
         last = self._last_head
         try:
             if last is None or last[0] != raw:
-                check_head(raw)
                 last = self._last_head = (raw, RequestHead(raw))
         except Malformed as error:
             self.refuse(error.status, error.message)

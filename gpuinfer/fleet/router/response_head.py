@@ -9,10 +9,9 @@ from gpuinfer.fleet.router.request_head import without
 CHUNKED, TO_THE_END = -1, -2  # lengths of bodies that say themselves where they end, or last until the connection does
 
 _FIRST = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n\0]*)?\r\n")
-_SPECIAL = re.compile(
-    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|content-length|content-type|upgrade|proxy-[^:\r\n]*"
-    rb"|x-request-id|x-gpuinfer-route)[ \t]*:[ \t]*([^\r\n]*)",
-    re.IGNORECASE,
+_SPECIAL = re.compile(  # in a head in lower case
+    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|content-(?:length|type)|upgrade|proxy-[^:\r\n]*"
+    rb"|x-request-id|x-gpuinfer-route)[ \t]*:[ \t]*([^\r\n]*)"
 )
 _USUAL = frozenset({b"keep-alive", b"close", b""})
 
@@ -38,12 +37,12 @@ class ResponseHead:
         self.events = self.request_id = False
         lengths: list[bytes] = []
         codings: list[bytes] = []
-        named: list[bytes] = []
+        named: set[bytes] = set()
         kept, start = [b"HTTP/1.1"], 8
-        for found in _SPECIAL.finditer(head):
-            name, value = found[1].lower(), found[2].rstrip()
+        for found in _SPECIAL.finditer(head.lower()):
+            name, value = found[1], found[2].rstrip(b" \t")
             if name == b"content-type":
-                self.events = value[:17].lower() == b"text/event-stream"
+                self.events = value.startswith(b"text/event-stream")
             elif name == b"x-request-id":
                 self.request_id = True
             elif name == b"content-length":
@@ -54,9 +53,12 @@ class ResponseHead:
                 if name == b"transfer-encoding":
                     codings.append(value)
                 elif name == b"connection":
-                    tokens = {token.strip() for token in value.lower().split(b",")}
+                    if value == b"keep-alive":
+                        self.keep = True
+                        continue
+                    tokens = {token.strip() for token in value.split(b",")}
                     self.keep = (self.keep or b"keep-alive" in tokens) and b"close" not in tokens
-                    named += tokens - _USUAL
+                    named |= tokens - _USUAL
         kept.append(head[start:-4])
         self.lines = b"".join(kept)
         if named:
@@ -70,7 +72,7 @@ class ResponseHead:
 
 def _length(lengths: list[bytes], codings: list[bytes]) -> int:
     if codings:
-        if lengths or len(codings) > 1 or codings[0].lower() != b"chunked":
+        if lengths or len(codings) > 1 or codings[0] != b"chunked":
             raise Broken
         return CHUNKED
     if not lengths:

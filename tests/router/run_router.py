@@ -1,0 +1,266 @@
+"""A router in this process, between raw connections and small upstream servers that can misbehave in any way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuinfer.fleet.roster import Member
+from gpuinfer.fleet.router.board import Board, Cell, Total
+from gpuinfer.fleet.router.client_side import Door
+from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.relay import Relay
+
+LIMIT_S = 30.0
+ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"answer": "ok"}'[:-1]
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@dataclass
+class Request:
+    """What an upstream server was asked."""
+
+    first: str
+    headers: dict[str, str]
+    body: bytes
+    raw: bytes
+
+
+Answering = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    head = await reader.readuntil(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")[:-2]
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Request(first, headers, body, head + body)
+
+
+async def well(request: Request, writer: asyncio.StreamWriter) -> None:
+    """The answer of a healthy replica."""
+    writer.write(ANSWER)
+
+
+def saying(data: bytes, then: str = "stay") -> Answering:
+    """Sends these bytes, then stays, closes, or resets the connection."""
+
+    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+        if then == "reset":
+            reset(writer)
+        elif then == "close":
+            writer.close()
+
+    return answer
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    end: socket.socket = writer.get_extra_info("socket")
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    writer.transport.abort()
+
+
+@dataclass
+class Upstream:
+    """A server whose answers a test decides on: `answers` one after the other, then `always`."""
+
+    always: Answering = well
+    answers: list[Answering] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
+    connections: int = 0
+    open: int = 0
+    port: int = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Upstream]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._tasks: set[asyncio.Task[Any]] = set()
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.connections += 1
+        self.open += 1
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while not writer.is_closing():
+                request = await read_request(reader)
+                self.asked.append(request)
+                await (self.answers.pop(0) if self.answers else self.always)(request, writer)
+                await writer.drain()
+        self.open -= 1
+        writer.close()
+        self._tasks.discard(task)
+
+
+@dataclass
+class Router:
+    """A relay that listens, in this process."""
+
+    relay: Relay
+    port: int
+    told: list[Any]
+    board: Board
+
+    def roster(self, *members: Member) -> None:
+        self.relay.members.update((member, number) for number, member in enumerate(members))
+
+    def cell(self, slot: int, cell: Cell) -> int:
+        return self.board.sum_of(slot, cell)
+
+    def total(self, total: Total) -> int:
+        return self.board.total(total)
+
+    async def connect(self) -> Connection:
+        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def post(self, body: bytes = b"{}", path: str = "/v1/completions", headers: str = "") -> Answer:
+        connection = await self.connect()
+        try:
+            await connection.send(post(body, path, headers))
+            return await connection.answer()
+        finally:
+            connection.close()
+
+
+def post(body: bytes = b"{}", path: str = "/v1/completions", headers: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
+    return head.encode("latin-1") + body
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    whole: bool = True
+
+    @property
+    def route(self) -> dict[str, str]:
+        return dict(part.split("=", 1) for part in self.headers["x-gpuinfer-route"].split("; "))
+
+    @property
+    def message(self) -> str:
+        return str(json.loads(self.body)["error"]["message"])
+
+
+class Connection:
+    """A client's connection, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> Answer:
+        async with asyncio.timeout(LIMIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")[:-2]
+        pairs = [line.split(": ", 1) for line in lines]
+        assert len({name.lower() for name, _ in pairs}) == len(pairs), head
+        return Answer(int(first.split(" ")[1]), {name.lower(): value for name, value in pairs}, b"")
+
+    async def answer(self, body: bool = True) -> Answer:
+        async with asyncio.timeout(LIMIT_S):
+            answer = await self.head()
+            try:
+                answer.body = await self._body(answer.headers) if body else b""
+            except asyncio.IncompleteReadError as error:
+                answer.body, answer.whole = error.partial, False
+            except ConnectionResetError:
+                answer.whole = False
+            return answer
+
+    async def _body(self, headers: dict[str, str]) -> bytes:
+        if "content-length" in headers:
+            return await self.reader.readexactly(int(headers["content-length"]))
+        if "transfer-encoding" not in headers:
+            return await self.reader.read()
+        body = b""
+        while piece := await self.chunk():
+            body += piece
+        return body
+
+    async def chunk(self) -> bytes:
+        async with asyncio.timeout(LIMIT_S):
+            size = int(await self.reader.readuntil(b"\r\n"), 16)
+            return (await self.reader.readexactly(size + 2))[:-2]
+
+    async def closed(self) -> bytes:
+        """What still comes until the other end closes."""
+        async with asyncio.timeout(LIMIT_S):
+            with contextlib.suppress(ConnectionResetError):
+                return await self.reader.read()
+            return b""
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def config(**changes: Any) -> RouterConfig:
+    given = {"host": "127.0.0.1", "port": 0, "control": "/nowhere", "control_key": "the control key", "connect_s": 5.0}
+    return RouterConfig(**(given | changes))
+
+
+def member(upstream: Upstream, number: int = 0, **more: Any) -> Member:
+    return Member(number, "127.0.0.1", upstream.port, more.pop("state", "up"), **more)
+
+
+@contextlib.asynccontextmanager
+async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> AsyncIterator[Router]:
+    """A router before these, which it runs too."""
+    async with contextlib.AsyncExitStack() as stack:
+        for upstream in upstreams:
+            await stack.enter_async_context(upstream.running())
+        loop, told, board = asyncio.get_running_loop(), [], Board(1)
+        relay = Relay(config(**changes), board, 0, loop, told.append)
+        relay.wheel.start()
+        server = await loop.create_server(Door(relay).protocol, "127.0.0.1", 0)
+        router = Router(relay, server.sockets[0].getsockname()[1], told, board)
+        router.roster(*(member(upstream, number, ours=ours) for number, upstream in enumerate(upstreams)))
+        try:
+            yield router
+        finally:
+            server.close()
+            for thing in relay.wheel.everything():
+                thing._transport.abort()  # type: ignore[attr-defined]
+            relay.close()
+            await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], Any], what: str = "it") -> None:
+    """Wait for a condition, with a limit."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come about"
+        await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,272 @@
+"""What a router passes on, and what it adds, takes away or refuses."""
+
+from __future__ import annotations
+
+import pytest
+from run_router import ANSWER, EVENTS, Upstream, chunk, post, routing, saying
+
+from gpuinfer.fleet.router.board import Cell
+
+
+async def test_an_answer_says_which_replica_gave_it_and_why():
+    async with routing(Upstream()) as router:
+        answer = await router.post()
+    assert (answer.status, answer.body) == (200, b'{"answer": "ok"')
+    assert answer.route["replica"] == "0"
+    assert answer.route["why"].startswith("least-loaded")
+    assert answer.route["attempt"] == "1"
+    assert int(answer.route["queued_us"]) >= 0
+
+
+async def test_a_request_goes_on_with_its_own_lines_and_the_routers():
+    upstream = Upstream()
+    headers = "X-Custom: \t kept \r\nX-Gpuinfer-Priority: high\r\ntraceparent: 00-1-2-03\r\nX-Request-Id: mine\r\n"
+    async with routing(upstream) as router:
+        answer = await router.post(b'{"x": 1}', "/v1/chat/completions?a=b", headers)
+    asked = upstream.asked[0]
+    assert asked.first == "POST /v1/chat/completions?a=b HTTP/1.1"
+    assert asked.body == b'{"x": 1}'
+    assert asked.headers["host"] == f"127.0.0.1:{upstream.port}"
+    assert {
+        name: asked.headers[name] for name in ("x-custom", "x-gpuinfer-priority", "traceparent", "x-request-id")
+    } == {
+        "x-custom": "kept",
+        "x-gpuinfer-priority": "high",
+        "traceparent": "00-1-2-03",
+        "x-request-id": "mine",
+    }
+    assert int(asked.headers["x-gpuinfer-created"]) > 1_700_000_000
+    assert answer.headers["x-request-id"] == "mine"
+
+
+async def test_a_request_without_an_id_gets_one_that_its_client_hears_too():
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        ids = [(await router.post()).headers["x-request-id"] for _ in range(2)]
+    assert ids == [asked.headers["x-request-id"] for asked in upstream.asked]
+    assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("Connection: x-secret\r\nX-Secret: 1", id="a header that Connection lists"),
+        pytest.param("Keep-Alive: timeout=5", id="Keep-Alive"),
+        pytest.param("TE: trailers", id="TE"),
+        pytest.param("Trailer: Expires", id="Trailer"),
+        pytest.param("Upgrade: websocket", id="Upgrade"),
+        pytest.param("Proxy-Authorization: Basic x", id="Proxy-Authorization"),
+        pytest.param("Authorization: Bearer client", id="the client's key"),
+        pytest.param("X-Gpuinfer-Begun: 12", id="what only the router may say"),
+        pytest.param("x-gpuinfer-created: 5", id="what only the router may say, in lower case"),
+        pytest.param("X-Gpuinfer-Control-Key: guess", id="the control key"),
+    ],
+)
+async def test_what_is_for_one_hop_alone_or_not_for_clients_to_say_does_not_go_on(line):
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        assert (await router.post(headers=line + "\r\n")).status == 200
+    asked = upstream.asked[0].raw
+    for one in line.split("\r\n"):
+        assert one.encode() not in asked
+    assert upstream.asked[0].headers.get("x-gpuinfer-begun") is None
+
+
+async def test_headers_of_one_hop_do_not_go_back():
+    lines = b"Connection: close, X-Inner\r\nKeep-Alive: timeout=9\r\nX-Inner: 1\r\nX-Outer: 2\r\nUpgrade: h2\r\n"
+    upstream = Upstream(saying(ANSWER.replace(b"\r\n\r\n", b"\r\n" + lines + b"\r\n", 1), then="close"))
+    async with routing(upstream) as router:
+        answer = await router.post()
+    assert answer.headers.keys() >= {"x-outer"}
+    assert not answer.headers.keys() & {"connection", "keep-alive", "x-inner", "upgrade"}
+
+
+async def test_a_members_key_goes_to_that_member():
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        from run_router import member
+
+        router.roster(member(upstream, 0, key="for the replica"))
+        await router.post(headers="Authorization: Bearer client\r\n")
+    assert upstream.asked[0].headers["authorization"] == "Bearer for the replica"
+
+
+async def test_one_connection_serves_many_requests_on_both_sides():
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        for _ in range(5):
+            await connection.send(post())
+            assert (await connection.answer()).status == 200
+        connection.close()
+    assert upstream.connections == 1
+
+
+async def test_requests_that_come_at_once_are_answered_in_order():
+    upstream = Upstream(saying(b""))
+
+    async def echo(request, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(request.body), request.body))
+
+    upstream.always = echo
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        await connection.send(b"".join(post(b"%d" % number) for number in range(300)))
+        assert [(await connection.answer()).body for _ in range(300)] == [b"%d" % number for number in range(300)]
+        connection.close()
+
+
+async def test_a_body_in_chunks_goes_on_with_its_length():
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await connection.send(head + chunk(b"he"))
+        await connection.send(chunk(b"llo") + b"0\r\n\r\n" + post(b"next"))
+        assert (await connection.answer()).status == 200
+        assert (await connection.answer()).status == 200
+        connection.close()
+    assert [asked.body for asked in upstream.asked] == [b"hello", b"next"]
+    assert upstream.asked[0].headers["content-length"] == "5"
+    assert "transfer-encoding" not in upstream.asked[0].headers
+
+
+async def test_a_client_that_asks_whether_to_send_its_body_is_told_to():
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        head, _, body = post(b"body", headers="Expect: 100-continue\r\n").partition(b"\r\n\r\n")
+        await connection.send(head + b"\r\n\r\n")
+        assert (await connection.head()).status == 100
+        await connection.send(body)
+        assert (await connection.answer()).status == 200
+        connection.close()
+    assert "expect" not in upstream.asked[0].headers
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(
+            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", id="two lengths"
+        ),
+        pytest.param(
+            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            id="a length and chunks",
+        ),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: +4\r\n\r\nabcd", id="an odd length"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nX: 1\r\n 2\r\n\r\n", id="a folded line"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n", id="a bare LF"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost : a\r\n\r\n", id="space before the colon"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", id="two hosts"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\n\r\n", id="no host"),
+        pytest.param(b"POST /v1/../admin HTTP/1.1\r\nHost: a\r\n\r\n", id="dots in the path"),
+        pytest.param(b"POST /v1/%2e%2e/admin HTTP/1.1\r\nHost: a\r\n\r\n", id="hidden dots in the path"),
+        pytest.param(b"POST /v1//x HTTP/1.1\r\nHost: a\r\n\r\n", id="an empty segment"),
+        pytest.param(b"POST http://a/v1/x HTTP/1.1\r\nHost: a\r\n\r\n", id="a whole address as target"),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", id="an unknown coding"),
+        pytest.param(
+            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nab\r\n0\r\n\r\n",
+            id="a chunk's extension",
+        ),
+        pytest.param(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\n", id="an odd size"),
+        pytest.param(b"hello\r\n\r\n", id="no request"),
+        pytest.param(b"X" * 40_000, id="a head without end"),
+    ],
+)
+async def test_what_two_programs_could_read_in_two_ways_is_refused(head):
+    upstream = Upstream()
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        await connection.send(head)
+        answer = await connection.answer()
+        assert answer.status in (400, 431, 501)
+        assert answer.message
+        assert await connection.closed() == b""
+        connection.close()
+    assert upstream.asked == []
+
+
+@pytest.mark.parametrize("length", [b"65", b"9" * 18])
+async def test_a_body_over_the_limit_is_refused_before_it_comes(length):
+    async with routing(Upstream(), body_bytes=64) as router:
+        connection = await router.connect()
+        await connection.send(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: " + length + b"\r\n\r\n")
+        assert (await connection.answer()).status == 413
+        assert await connection.closed() == b""
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        pytest.param(b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", id="no content"),
+        pytest.param(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 55\r\n\r\n", 304, b"", id="not modified"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, b"", id="empty"),
+        pytest.param(
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + ANSWER,
+            200,
+            b'{"answer": "ok"',
+            id="1xx first",
+        ),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"one") + b"3\r\ntwo\r\n0\r\nX: y\r\n\r\n",
+            200,
+            b"onetwo",
+            id="chunks and a trailer",
+        ),
+    ],
+)
+async def test_bodies_end_where_their_framing_says(answer, status, body):
+    upstream = Upstream(saying(answer))
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        for _ in range(2):
+            await connection.send(post())
+            told = await connection.answer(body=status not in (204, 304))
+            assert (told.status, told.body) == (status, body)
+        connection.close()
+        assert router.cell(0, Cell.ERRORS) == 0
+    assert upstream.connections == 1
+
+
+async def test_a_head_request_has_no_body_however_long_it_would_be():
+    upstream = Upstream(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n"))
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        for _ in range(2):
+            await connection.send(b"HEAD /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+            answer = await connection.answer(body=False)
+            assert answer.headers["content-length"] == "500"
+        connection.close()
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"])
+async def test_a_body_that_lasts_until_its_connection_ends_keeps_the_clients_open(first):
+    upstream = Upstream(saying(first + b"x" * 1000, then="close"))
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        for _ in range(2):
+            await connection.send(post())
+            assert (await connection.answer()).body == b"x" * 1000
+        connection.close()
+
+
+async def test_an_old_client_gets_a_body_without_chunks():
+    body = chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + b"0\r\n\r\n"
+    async with routing(Upstream(saying(EVENTS + body))) as router:
+        connection = await router.connect()
+        await connection.send(b"POST /v1/x HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+        answer = await connection.answer()
+        assert answer.headers["connection"] == "close"
+        assert answer.body == b"data: 1\n\ndata: 2\n\n"
+        connection.close()
+
+
+async def test_a_client_that_says_close_is_closed():
+    async with routing(Upstream()) as router:
+        connection = await router.connect()
+        await connection.send(post(headers="Connection: close\r\n"))
+        assert (await connection.answer()).headers["connection"] == "close"
+        assert await connection.closed() == b""
+        connection.close()
