@@ -67,7 +67,10 @@ class RequestHead:
         self.expects = self.sized = False
         self.length = 0
         self.host: bytes | None = None
-        self.origin = self.authorization = self.request_id = self.session = self.host
+        self.origin: bytes | None = None
+        self.authorization: bytes | None = None
+        self.request_id: bytes | None = None
+        self.session: bytes | None = None
         self.lines = self._read(head)
         if self.old:
             version = len(self.method) + len(self.target) + 9
