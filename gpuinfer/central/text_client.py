@@ -18,7 +18,7 @@ from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import SharedPulse
-from gpuinfer.central.resuming import Had
+from gpuinfer.text.resuming import Had
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     NOBODY,

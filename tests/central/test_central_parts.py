@@ -15,7 +15,7 @@ from test_central_text import SECONDS, all_of, greeted
 from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
-from gpuinfer.central.resuming import Had
+from gpuinfer.text.resuming import Had
 from gpuinfer.central.wire import Kind, Record, asked_to_wire, generation_from_wire, part_from_wire
 from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import BackendDied, BackendError

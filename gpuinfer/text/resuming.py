@@ -54,7 +54,7 @@ class _Sample:
         alike = part.text.startswith(said) and part.tokens[: len(drawn)] == drawn
         if not alike or (lacks and (adds or ends)) or (adds and self._whole):
             raise BackendError(
-                "the central server was gone in the middle of this answer, and the one in its place gives another. "
+                "the server was gone in the middle of this answer, and the one in its place gives another. "
                 "Ask again; with --deterministic an answer is the same in any company."
             )
         self._again = lacks or (self._whole and not ends)

@@ -1,0 +1,283 @@
+"""Replicas behind a router, asked over HTTP: a fleet that is started for the run, or a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.config.described import Described
+from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
+from gpuinfer.fleet.calling import Caller, Served, Way
+from gpuinfer.generation import Part
+from gpuinfer.http.access import Keys
+from gpuinfer.models import processor
+from gpuinfer.text import arithmetic
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.owned import Owned
+
+PASSING = 64  # blocks of rows under way at once; how many run is for the replicas to say
+AHEAD = 3  # times as many rows of text as there are slots: one that becomes free finds a row waiting there
+LEAST_AHEAD = 64  # rows, where there are few slots
+PASSED_ON = ("max_rows", "in_flight", "threads", "slots", "context", "step_tokens", "chunk_rows", "compute", "compile")
+
+
+class Remote(Backend):
+    """A way to a server that somebody else started. `way` names it; `name` is what it must call its model."""
+
+    serves = ("rows", "text")
+    remote = True
+
+    def __init__(
+        self, setup: Setup | None = None, /, way: Way | None = None, name: str | None = None, **options: Any
+    ) -> None:
+        super().__init__(setup, **options)
+        self.limits = Limits(1, PASSING)
+        self._way, self._name = way, name
+        self._caller: Caller | None = None
+        self._asked: dict[Request, asyncio.Task[Result]] = {}
+
+    async def start(self, context: BackendContext) -> None:
+        if self._way is None:
+            raise UsageError("there is no server to connect to. Start one with the backend 'fleet'.")
+        looking = Caller(self._way, 1)
+        try:
+            served = await looking.served()
+            self._check(served)
+            replicas = await looking.replicas()
+        finally:
+            await looking.close()
+        self.limits, connections = _limits(served, replicas)
+        self._caller = Caller(self._way, connections)
+
+    def _check(self, served: Served) -> None:
+        """Raises `UsageError` for another model than the run's."""
+        model, url = self.setup.model, self._way.url if self._way else ""
+        if model is None:
+            return
+        if model.kind != served.kind:
+            raise UsageError(
+                f"{url} serves a model of {served.kind}, '{served.id}', and this run has one of {model.kind}. "
+                "Name another -B endpoint."
+            )
+        if model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
+            raise UsageError(
+                f"{url} serves '{served.id}', whose rows are {served.features} features as {served.input_dtype}; this "
+                f"run's are {model.inputs} as {model.input_dtype}.\nStart the server for this run's model: gpuinfer serve "
+                f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}"
+            )
+        name = self._name or Described(setup=self.setup).name
+        if name != served.id:
+            raise UsageError(
+                f"{url} serves '{served.id}', and this run has '{name}'. If they are the same model, add "
+                f"-B model={served.id}; or else name that --model, or another -B endpoint."
+            )
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        return await asyncio.gather(*map(self._ask, batch), return_exceptions=True)
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
+        if len(batch) == 1 and not batch[0].parts:
+            yield await self._event(batch[0])
+            return
+        news: asyncio.Queue[Event] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._tell(request, news)) for request in batch]
+        try:
+            left = len(batch)
+            while left:
+                event = await news.get()
+                left -= event.last
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _tell(self, request: Request, news: asyncio.Queue[Event]) -> None:
+        news.put_nowait(await self._event(request, news))
+
+    async def _event(self, request: Request, news: asyncio.Queue[Event] | None = None) -> Event:
+        try:
+            return Event(request, await self._ask(request, news))
+        except GpuinferError as error:
+            return Event(request, error=error)
+
+    async def _ask(self, request: Request, news: asyncio.Queue[Event] | None = None) -> Result:
+        """In a task of its own, for `cancel` to end. Raises `Closed` when that is what ends it."""
+        if self._caller is None:
+            raise BackendDied("the backend 'fleet' is not running. Await start() first, and not after close().")
+
+        def tell(part: Part) -> None:
+            if news is not None:
+                news.put_nowait(Event(request, part, last=False))
+
+        text = self.limits.slots is not None
+        work = self._caller.generate(request, tell) if text else self._caller.evaluate(request)
+        task = self._asked[request] = asyncio.ensure_future(work)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if request not in self._asked:
+                raise Closed("this request was cancelled.") from None
+            task.cancel()
+            raise
+        finally:
+            self._asked.pop(request, None)
+
+    def cancel(self, request: Request) -> None:
+        """Its connection is closed, by which the server learns of it."""
+        if (task := self._asked.pop(request, None)) is not None:
+            task.cancel()
+
+    async def stats(self) -> Mapping[str, Any] | None:
+        return None if self._caller is None else await self._caller.counters()
+
+    def device(self) -> Mapping[str, Any]:
+        return {}  # in the counters of the far side
+
+    async def close(self) -> None:
+        if self._caller is not None:
+            await self._caller.close()
+            self._caller = None
+
+
+def _limits(served: Served, replicas: int) -> tuple[Limits, int]:
+    """What may be asked at once, and over how many connections."""
+    if served.slots is None:
+        return Limits(served.max_rows, PASSING * replicas), PASSING * replicas
+    slots = served.slots * replicas
+    ahead = max(LEAST_AHEAD, AHEAD * slots)
+    return Limits(served.max_rows, in_flight=slots, slots=ahead), ahead
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a worker process gets to the server. The key stays in its file."""
+
+    setup: Setup
+    url: str
+    key_file: str | None
+    retry_s: float
+    name: str | None
+
+    def open(self) -> Backend:
+        return Remote(self.setup, way=Way(self.url, _key(self.key_file), self.retry_s), name=self.name)
+
+
+class FleetBackend(Remote):
+    """Replicas behind a router: started for the run, or a server or fleet that runs already (-B endpoint=URL)."""
+
+    class Options(api.Options):
+        endpoint: str | None = Field(None, description="a server that runs, such as http://host:8000, in place of one")
+        key_file: Path | None = Field(None, description="with endpoint: a file with its key")
+        model: str | None = Field(None, description="with endpoint: what it calls this run's model")
+        retry: float = Field(30.0, ge=0, le=3600, description="seconds for which a server that is gone is asked again")
+        replicas: int = Field(1, ge=1, le=1024, description="replicas that are started")
+        gpus: str | None = Field(None, description="their devices, such as 0,2,4,6")
+        launcher: str = Field("local", description="where they run: local, slurm or ray")
+        launcher_options: dict[str, str] = Field({}, description='of the launcher, as {"partition": "long"}')
+        routing: str = Field("least-loaded", description="how the router chooses: see gpuinfer serve")
+        router_processes: int = Field(1, ge=1, le=64, description="processes of the router")
+        backend: str = Field("inprocess", description="what answers in each replica")
+        max_rows: int | None = Field(None, ge=1, description="of a replica: rows in one batch")
+        slots: int | None = Field(None, ge=1, le=65_536, description="of a replica, of text: rows generated at once")
+        context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
+        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")
+        threads: int | None = Field(None, ge=1, description="of a replica: torch threads in one forward")
+        chunk_rows: int | None = Field(None, ge=1, description="of a replica: rows through the model at once")
+        compute: processor.Compute = Field("auto", description=processor.COMPUTE)
+        compile: bool = Field(False, description="compile the model with torch.compile")
+
+    options: Options
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        given, own = self.options.model_fields_set, self.options
+        self._name = own.model
+        self._owned: Owned | None = None
+        if own.endpoint is None and (odd := {"key_file", "model"} & given):
+            raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
+        theirs = {"replicas", "gpus", "launcher", "launcher_options", "routing", "router_processes", "backend"}
+        if own.endpoint is not None and (odd := (theirs | set(PASSED_ON)) & given):
+            raise UsageError(
+                f"-B {min(odd)} is said of replicas that are started, and {own.endpoint} runs already. Leave one out."
+            )
+        self.notices = () if own.endpoint else arithmetic.notices(self.setup, own.compute)
+
+    @property
+    def compute(self) -> str:
+        return self.options.compute
+
+    async def start(self, context: BackendContext) -> None:
+        """Start the fleet, or find the server. Raises `UsageError` for a model that is not the run's."""
+        own = self.options
+        if own.endpoint is None:
+            await self._start_owned(context)
+        else:
+            self._way = Way(own.endpoint, _key(own.key_file), own.retry)
+        try:
+            await super().start(context)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start_owned(self, context: BackendContext) -> None:
+        from gpuinfer.fleet.owned import Owned, Wanted
+
+        own = self.options
+        if self.setup.model is None:
+            raise UsageError(
+                "the backend 'fleet' serves a model, and this workload names none. "
+                "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
+            )
+        if context.strategy is None:
+            raise UsageError("in a fleet the replicas form batches. Give start() a context with a strategy.")
+        chosen = {name: getattr(own, name) for name in PASSED_ON if name in own.model_fields_set}
+        wanted = Wanted(
+            replicas=own.replicas,
+            gpus=own.gpus,
+            launcher=own.launcher,
+            launcher_options=own.launcher_options,
+            routing=own.routing,
+            router_processes=own.router_processes,
+            backend=own.backend,
+            backend_options=chosen,
+        )
+        self._owned = Owned(wanted, self.setup, context.strategy)
+        try:
+            self._way = Way(await self._owned.start(), self._owned.key, own.retry)
+        except BaseException:
+            await self.close()
+            raise
+
+    def connect(self) -> Connector:
+        if self._way is None:
+            raise UsageError("the backend 'fleet' has not been started. Await start() before connect().")
+        file = self._owned.key_file if self._owned else self.options.key_file
+        return Connection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
+
+    async def stats(self) -> Mapping[str, Any] | None:
+        return await super().stats() if self._owned is None else (await self._owned.snapshot()).to_wire()
+
+    async def close(self) -> None:
+        owned, self._owned = self._owned, None
+        await super().close()
+        if owned is not None:
+            await owned.close()
+
+
+def _key(path: Path | str | None) -> str | None:
+    """The first key of a file. Raises `UsageError`."""
+    if path is None:
+        return None
+    Keys.read(path)  # which says what is wrong with it
+    lines = (line.strip() for line in Path(path).read_text("ascii", "replace").splitlines())
+    return next(line for line in lines if line and not line.startswith("#"))

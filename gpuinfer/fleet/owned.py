@@ -1,0 +1,130 @@
+"""A fleet that is started for one run, and ended with it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gpuinfer.api import Setup, Strategy
+from gpuinfer.config import registry
+from gpuinfer.config.described import Described
+from gpuinfer.config.options import Given
+from gpuinfer.errors import UsageError
+from gpuinfer.fleet.calling import ANSWER_S
+from gpuinfer.http.access import LOOPBACK, Access, Keys
+from gpuinfer.stats import Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.supervisor import Fleet
+
+DRAIN_S = 2.0  # nothing is under way any more when a run ends
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run says of the fleet that it wants."""
+
+    replicas: int
+    gpus: str | None
+    launcher: str
+    launcher_options: Mapping[str, str]
+    routing: str
+    router_processes: int
+    backend: str
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Owned:
+    """The fleet, on loopback and with a key of its own, so that nobody else on this machine asks it."""
+
+    def __init__(self, wanted: Wanted, setup: Setup, strategy: Strategy) -> None:
+        # a replica is told what its plugins are by name, and reads that from a file
+        described = Described(
+            setup=replace(setup, processes=1),
+            backend=wanted.backend,
+            backend_options=wanted.backend_options,
+            strategy=_name_of(strategy),
+            strategy_options=strategy.options.model_dump(mode="json"),
+        )
+        self._wanted, self._described = wanted, described
+        self._fleet: Fleet | None = None
+        self._folder: Path | None = None
+        self.key = secrets.token_urlsafe(32)
+
+    async def start(self) -> str:
+        """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
+        from gpuinfer.fleet.launchers import named
+        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
+        from gpuinfer.fleet.supervisor import Fleet
+
+        wanted = self._wanted
+        given = {name: Given(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()}
+        launcher = named.make(wanted.launcher, given)
+        self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-run-"))
+        plan = FleetPlan(
+            setup=msgspec.json.encode(self._described),
+            replicas=wanted.replicas,
+            devices=gpus_of(wanted.gpus)
+            if wanted.gpus
+            else gpus_here()
+            if _wants_devices(self._described.setup)
+            else (),
+            devices_named=wanted.gpus is not None,
+            routing=wanted.routing,
+            router_processes=wanted.router_processes,
+            api_keys=(self.key,),
+            access=Access(Keys.read(self.key_file), None, LOOPBACK),
+            request_timeout_s=ANSWER_S,
+            drain_s=DRAIN_S,
+        )
+        self._fleet = Fleet(plan, launcher)
+        return await self._fleet.start()
+
+    @property
+    def key_file(self) -> Path:
+        """For worker processes: the key, which its owner alone can read."""
+        if self._folder is None:
+            raise UsageError("this fleet has not been started. Await start() first.")
+        path = self._folder / "key"
+        if not path.exists():
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"{self.key}\n")
+        return path
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return () if self._fleet is None else self._fleet.launcher.notices
+
+    async def snapshot(self) -> Snapshot:
+        """What all replicas have counted."""
+        return Snapshot() if self._fleet is None else await self._fleet.snapshot()
+
+    async def close(self) -> None:
+        if self._fleet is not None:
+            await self._fleet.close()
+            self._fleet = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _wants_devices(setup: Setup) -> bool:
+    return tuple(setup.devices) != ("cpu",)
+
+
+def _name_of(strategy: Strategy) -> str:
+    """By which replicas find the strategy. Raises `UsageError` for a class that is no installed plugin."""
+    for name in registry.names("strategies"):
+        if registry.load("strategies", name) is type(strategy):
+            return name
+    raise UsageError(
+        f"the strategy {type(strategy).__name__} is no installed plugin, so that replicas do not find it. "
+        "Offer it by an entry point, or use another backend."
+    )
