@@ -68,10 +68,11 @@ class Remote(Backend):
                 "Name another -B endpoint."
             )
         if model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
+            more = "".join(f" --{name} {value}" for name, value in model.arguments.items())
             raise UsageError(
-                f"{url} serves '{served.id}', whose rows are {served.features} features as {served.input_dtype}; this "
-                f"run's are {model.inputs} as {model.input_dtype}.\nStart the server for this run's model: gpuinfer serve "
-                f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}"
+                f"{url} serves '{served.id}', whose rows are {served.features} features as {served.input_dtype}, and "
+                f"this run's are {model.inputs} as {model.input_dtype}.\nServe this run's model: gpuinfer serve "
+                f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}{more}"
             )
         name = self._name or Described(setup=self.setup).name
         if name != served.id:

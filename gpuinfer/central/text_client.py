@@ -18,7 +18,6 @@ from gpuinfer.central.connection import Connection, parting, refuse_group
 from gpuinfer.central.link import Link
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import SharedPulse
-from gpuinfer.text.resuming import Had
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
     NOBODY,
@@ -33,6 +32,7 @@ from gpuinfer.central.wire import (
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendError, Closed, GpuinferError
 from gpuinfer.generation import Part
+from gpuinfer.text.resuming import Had
 
 AHEAD = 3  # times as many rows with the server as it has slots: one that becomes free finds a row waiting there
 LEAST_AHEAD = 64  # rows, where there are few slots and answers come faster than they travel

@@ -97,7 +97,13 @@ class Caller:
     # What there is
 
     async def served(self) -> Served:
-        """The model over there. Raises `UsageError` for a server that is none of ours, `BackendDied` where none is."""
+        """The model over there. Raises `UsageError` for a server that is none of ours, and at once where there is none:
+        one that still loads its model is waited for.
+        """
+        try:
+            await self._asked("GET", "/health")
+        except Unreachable as error:
+            raise UsageError(f"{error}\nStart one with `gpuinfer serve`, or correct -B endpoint.") from None
         response = await self._persist(lambda: self._asked("GET", "/v1/models"))
         if response.status in (401, 403):
             raise UsageError(
