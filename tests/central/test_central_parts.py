@@ -15,11 +15,11 @@ from test_central_text import SECONDS, all_of, greeted
 from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
-from gpuinfer.text.resuming import Had
 from gpuinfer.central.wire import Kind, Record, asked_to_wire, generation_from_wire, part_from_wire
 from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt, Sampling
+from gpuinfer.text.resuming import Had
 
 
 @pytest.fixture(scope="module")
