@@ -1,0 +1,210 @@
+"""Sends a load, and notes when each request was due, was sent, and was answered.
+
+In an open loop a request is due at a time that was drawn beforehand, and all its latencies count from there: a sender that
+waits for answers hides the very delays that it should measure (coordinated omission: Tene, "How not to measure latency",
+2013). In a closed loop a client's request is due when its last answer has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from gpuinfer.bench.serve.answers import Events, read_whole
+from gpuinfer.bench.serve.calls import Call, Calls
+from gpuinfer.bench.serve.record import Record, clock
+from gpuinfer.bench.serve.summary import Run
+from gpuinfer.errors import GpuinferError
+from gpuinfer.http.client import BrokenOff, Client, TimedOut, Unreachable
+from gpuinfer.load.arrivals import Arrivals
+
+MOST_AT_ONCE = 10_000  # requests under way: more are not sent, and say so
+ROUTE = "x-gpuinfer-route"
+LOOK_S = 0.02  # between two looks at the event loop's lag
+TOGETHER = 32  # sent without a look at what came back, at most
+GRACE_S = 1.0  # a refused connection: before the same client tries again
+
+
+@dataclass(frozen=True)
+class Load:
+    """`concurrency` clients that ask again once they are answered, or else `arrivals`, which heed no answer.
+
+    It ends after `seconds`, or with so many `requests`; `warmup_s` of the same load come before. What was due in time
+    is waited for, `timeout_s` at most.
+    """
+
+    concurrency: int = 1
+    arrivals: Arrivals | None = None
+    seconds: float | None = 10.0
+    requests: int | None = None
+    warmup_s: float = 1.0
+    timeout_s: float = 300.0
+
+
+class Sender:
+    """One load at one server. `seed` draws the arrivals; the same one brings the same requests at the same times."""
+
+    def __init__(self, client: Client, calls: Calls, load: Load, seed: str) -> None:
+        self._client, self._calls, self._load, self._seed = client, calls, load, seed
+        self._headers = (("Content-Type", calls.content_type),)
+        if calls.content_type != "application/json":
+            self._headers += (("Accept", calls.content_type),)
+        self._records: list[Record] = []
+        self._numbers = itertools.count()
+        self._under_way = 0
+        self._began = self._until = 0.0
+        self._left: float = 0.0
+        self.counted = 0  # answered or failed, for those who watch
+        self.stopping = False
+
+    async def run(self) -> Run:
+        """The whole load. Cancelled, it ends at once; `stop` lets what is under way end."""
+        load, now = self._load, clock()
+        self._began = now + load.warmup_s
+        self._until = self._began + load.seconds if load.seconds is not None else float("inf")
+        self._left = float("inf") if load.requests is None else load.requests
+        lags: list[float] = []
+        async with _looking(lags):
+            used, since = time.process_time(), clock()
+            await (self._closed() if load.arrivals is None else self._open())
+            spent = clock() - since
+            share = (time.process_time() - used) / spent if spent else 0.0
+        counted = [one.ended for one in self._records if one.due >= self._began]
+        ended = self._until if load.seconds is not None and not self.stopping else max(counted, default=self._began)
+        offered = None
+        if load.arrivals is not None and ended > self._began:
+            offered = sum(self._began <= one.due <= ended for one in self._records) / (ended - self._began)
+        return Run(self._records, self._began, ended, share, lags, offered, self.stopping)
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self.stopping = True
+
+    def _next(self, due: float) -> tuple[int, Record] | None:
+        """The next request, unless there is none left that is due at this time."""
+        if self.stopping or due >= self._until:
+            return None
+        if due >= self._began:
+            if self._left < 1:
+                return None
+            self._left -= 1
+        record = Record(due)
+        self._records.append(record)
+        return next(self._numbers), record
+
+    async def _closed(self) -> None:
+        clients = [asyncio.ensure_future(self._one_client()) for _ in range(self._load.concurrency)]
+        try:
+            await asyncio.gather(*clients)
+        finally:
+            for one in clients:
+                one.cancel()
+
+    async def _one_client(self) -> None:
+        make = self._calls.make
+        while (found := self._next(clock())) is not None:
+            number, record = found
+            call = make(number)
+            record.due = clock()  # once it is drawn: that is no time of the server's
+            await self._ask(call, record)
+            if record.error == "unreachable":
+                await asyncio.sleep(min(GRACE_S, 0.05))
+
+    async def _open(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        start, together = self._began - self._load.warmup_s, 0
+        assert_open = self._load.arrivals
+        if assert_open is None:
+            raise RuntimeError("an open loop has arrivals")
+        try:
+            for ask in assert_open.asks(random.Random(f"{self._seed}/arrivals")):
+                if (found := self._next(start + ask.at)) is None:
+                    break
+                call = self._calls.make(found[0])
+                wait = found[1].due - clock()
+                if wait > 0 or together >= TOGETHER:
+                    together = 0
+                    await asyncio.sleep(max(wait, 0.0))
+                together += 1
+                self._send(call, found[1], tasks)
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            for one in tasks:
+                one.cancel()
+
+    def _send(self, call: Call, record: Record, tasks: set[asyncio.Task[None]]) -> None:
+        if self._under_way >= MOST_AT_ONCE:
+            record.error, record.ended = f"not sent: {MOST_AT_ONCE:,} under way", clock()
+            return
+        task = asyncio.ensure_future(self._ask(call, record))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _ask(self, call: Call, record: Record) -> None:
+        """Never raises but when it is cancelled: what goes wrong is the record's."""
+        self._under_way += 1
+        record.rows = call.rows
+        record.sent = clock()
+        try:
+            await (self._streamed(call, record) if self._calls.stream else self._whole(call, record))
+        except TimedOut:
+            record.error = "timeout"
+        except Unreachable:
+            record.error = "unreachable"
+        except BrokenOff:
+            record.error = "connection broken off"
+        except GpuinferError as error:
+            record.error = type(error).__name__
+        finally:
+            self._under_way -= 1
+            self.counted += 1
+            record.ended = record.ended or clock()
+
+    async def _whole(self, call: Call, record: Record) -> None:
+        reply = await self._client.request("POST", self._calls.path, call.body, self._headers)
+        record.ended = clock()
+        record.route = reply.headers.get(ROUTE)
+        if reply.status != 200:
+            record.error = f"HTTP {reply.status}"
+        elif self._calls.endpoint in ("completions", "chat"):
+            read_whole(record, reply.body)
+
+    async def _streamed(self, call: Call, record: Record) -> None:
+        async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
+            record.route = reply.headers.get(ROUTE)
+            if reply.status != 200:
+                record.error = f"HTTP {reply.status}"
+                await reply.read()
+                return
+            events = Events(record)
+            feed = events.feed
+            async for at, data in reply.timed():
+                feed(at, data)
+            record.ended = reply.last_byte
+            events.finish()
+
+
+@asynccontextmanager
+async def _looking(lags: list[float]) -> AsyncIterator[None]:
+    """Notes how late the event loop comes to a timer, from which its waits of whole milliseconds are taken off."""
+
+    async def look() -> None:
+        while True:
+            before = clock()
+            await asyncio.sleep(LOOK_S)
+            lags.append(max(0.0, clock() - before - LOOK_S))
+
+    looking = asyncio.ensure_future(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+
+
+Watch = Callable[["Sender"], None]
