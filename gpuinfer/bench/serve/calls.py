@@ -13,12 +13,11 @@ import msgspec
 
 from gpuinfer.errors import UsageError
 
-Endpoint = Literal["completions", "chat", "evaluate", "predict"]
+Endpoint = Literal["completions", "chat", "evaluate"]
 PATHS: Mapping[str, str] = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
     "evaluate": "/v1/evaluate",
-    "predict": "/predict",
 }
 JSON, SAFETENSORS = "application/json", "application/x-safetensors"
 WORDS = (
@@ -76,7 +75,7 @@ class WordsOfTokens:
         return max(1, round((tokens - self.besides) / self.per_word))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TextCalls(Calls):
     """Prompts, drawn or those of a file round and round, each with its wish for an answer."""
 
@@ -95,9 +94,7 @@ class TextCalls(Calls):
         dice = random.Random(f"{self.seed}/{number}")
         wanted = self.output_tokens.draw(dice)
         body: dict[str, Any] = {} if self.model is None else {"model": self.model}
-        body["num_tokens" if self.endpoint == "predict" else "max_tokens"] = wanted
-        if self.endpoint == "predict":
-            del body["num_tokens"]
+        body["max_tokens"] = wanted
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.users:
@@ -111,7 +108,7 @@ class TextCalls(Calls):
         return {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowCalls(Calls):
     """Rows of features for `/v1/evaluate`: normally distributed, drawn once, and sent round and round."""
 

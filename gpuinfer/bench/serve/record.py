@@ -9,13 +9,13 @@ clock = perf_counter
 
 
 class Record:
-    """`due`: when it was to be sent, from which all its latencies count; `sent`: when it was handed to the client."""
+    """`due`: when it was to be sent, from which all its latencies count. `lag_s`: how late the sender itself was."""
 
-    __slots__ = ("due", "ended", "error", "events", "first", "input_tokens", "last", "route", "rows", "sent", "tokens")
+    __slots__ = ("due", "ended", "error", "events", "first", "input_tokens", "lag_s", "last", "route", "rows", "tokens")
 
     def __init__(self, due: float) -> None:
         self.due = due
-        self.sent = 0.0
+        self.lag_s = 0.0
         self.first = 0.0  # the first event that carries content; without a stream, the first byte. 0: there was none
         self.last = 0.0  # the last event that carries content
         self.ended = 0.0  # the last byte, or the failure

@@ -2,7 +2,8 @@
 
 In an open loop a request is due at a time that was drawn beforehand, and all its latencies count from there: a sender that
 waits for answers hides the very delays that it should measure (coordinated omission: Tene, "How not to measure latency",
-2013). In a closed loop a client's request is due when its last answer has come.
+2013). In a closed loop nothing was intended: a request's latency counts from when its client came to send it, and how long
+that was after the client's last answer is the sender's lag.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ MOST_AT_ONCE = 10_000  # requests under way: more are not sent, and say so
 ROUTE = "x-gpuinfer-route"
 LOOK_S = 0.02  # between two looks at the event loop's lag
 TOGETHER = 32  # sent without a look at what came back, at most
-GRACE_S = 1.0  # a refused connection: before the same client tries again
+REFUSED = ("unreachable", "HTTP 429", "HTTP 503")
+GRACE_S = 0.05  # before a client that was turned away at once asks again
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Sender:
         lags: list[float] = []
         async with _looking(lags):
             used, since = time.process_time(), clock()
-            await (self._closed() if load.arrivals is None else self._open())
+            await (self._closed() if load.arrivals is None else self._open(load.arrivals))
             spent = clock() - since
             share = (time.process_time() - used) / spent if spent else 0.0
         counted = [one.ended for one in self._records if one.due >= self._began]
@@ -106,23 +108,23 @@ class Sender:
                 one.cancel()
 
     async def _one_client(self) -> None:
-        make = self._calls.make
+        answered: float | None = None
         while (found := self._next(clock())) is not None:
             number, record = found
-            call = make(number)
-            record.due = clock()  # once it is drawn: that is no time of the server's
+            call = self._calls.make(number)
+            record.due = clock()
+            record.lag_s = 0.0 if answered is None else record.due - answered
             await self._ask(call, record)
-            if record.error == "unreachable":
-                await asyncio.sleep(min(GRACE_S, 0.05))
+            answered = record.ended
+            if record.error in REFUSED:
+                await asyncio.sleep(GRACE_S)
+                answered = None
 
-    async def _open(self) -> None:
+    async def _open(self, arrivals: Arrivals) -> None:
         tasks: set[asyncio.Task[None]] = set()
         start, together = self._began - self._load.warmup_s, 0
-        assert_open = self._load.arrivals
-        if assert_open is None:
-            raise RuntimeError("an open loop has arrivals")
         try:
-            for ask in assert_open.asks(random.Random(f"{self._seed}/arrivals")):
+            for ask in arrivals.asks(random.Random(f"{self._seed}/arrivals")):
                 if (found := self._next(start + ask.at)) is None:
                     break
                 call = self._calls.make(found[0])
@@ -150,7 +152,7 @@ class Sender:
         """Never raises but when it is cancelled: what goes wrong is the record's."""
         self._under_way += 1
         record.rows = call.rows
-        record.sent = clock()
+        record.lag_s = record.lag_s or clock() - record.due
         try:
             await (self._streamed(call, record) if self._calls.stream else self._whole(call, record))
         except TimedOut:
@@ -167,13 +169,15 @@ class Sender:
             record.ended = record.ended or clock()
 
     async def _whole(self, call: Call, record: Record) -> None:
-        reply = await self._client.request("POST", self._calls.path, call.body, self._headers)
-        record.ended = clock()
+        """Asked as a stream, which knows when its bytes came: a whole answer waits for its turn of the event loop."""
+        async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
+            body = await reply.read()
+        record.ended, record.first = reply.last_byte, reply.first_byte
         record.route = reply.headers.get(ROUTE)
         if reply.status != 200:
             record.error = f"HTTP {reply.status}"
         elif self._calls.endpoint in ("completions", "chat"):
-            read_whole(record, reply.body)
+            read_whole(record, body)
 
     async def _streamed(self, call: Call, record: Record) -> None:
         async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
@@ -205,6 +209,3 @@ async def _looking(lags: list[float]) -> AsyncIterator[None]:
         yield
     finally:
         looking.cancel()
-
-
-Watch = Callable[["Sender"], None]

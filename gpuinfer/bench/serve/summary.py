@@ -14,6 +14,7 @@ from gpuinfer.bench.serve.record import Record
 BUSY = 0.9  # of a core: a sender that needs more than this has no time to look at its clock
 LATE_S, LATE_SHARE = 2e-3, 0.05  # at p99, and of the median latency: less lag than either hides nothing
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+STEPS = 50  # of a curve
 Figures = dict[str, float]
 
 
@@ -37,6 +38,12 @@ def percentiles(values: Iterable[float]) -> Figures:
         return {}
     at = {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in SHARES.items()}
     return {"mean": math.fsum(ordered) / len(ordered), **at, "max": ordered[-1]}
+
+
+def curve(values: Iterable[float | None]) -> list[float]:
+    """The percentiles 0, 2, … 100, for a plot; empty for no values."""
+    ordered = sorted(value for value in values if value is not None)
+    return [ordered[round(step * (len(ordered) - 1) / STEPS)] for step in range(STEPS + 1)] if ordered else []
 
 
 def summarised(run: Run, promised: Mapping[str, float]) -> dict[str, Any]:
@@ -67,6 +74,7 @@ def summarised(run: Run, promised: Mapping[str, float]) -> dict[str, Any]:
         "e2e_s": percentiles(one.e2e_s for one in right),
         "input_tokens": _mean([one.input_tokens for one in right if one.input_tokens is not None]),
         "output_tokens": _mean([one.counted for one in right]) if any(one.counted for one in right) else None,
+        "curves": {"ttft_s": curve(one.ttft_s for one in right), "e2e_s": curve(one.e2e_s for one in right)},
         "routes": routes(right),
         "sender": sender(run, asked),
     }
@@ -109,8 +117,8 @@ def routes(records: Iterable[Record]) -> dict[str, dict[str, int]]:
 
 
 def sender(run: Run, asked: Sequence[Record]) -> dict[str, Any]:
-    """Its own lag from due to sent, that of its event loop, and whether it was the bottleneck itself."""
-    lag = percentiles(one.sent - one.due for one in asked if one.sent)
+    """Its own lag, that of its event loop, and whether it was the bottleneck itself."""
+    lag = percentiles(one.lag_s for one in asked)
     e2e = percentiles(one.e2e_s for one in asked if one.error is None)
     late = lag.get("p99", 0.0)
     saturated = run.cpu_share > BUSY or (late > LATE_S and late > LATE_SHARE * e2e.get("p50", 0.0))

@@ -1,0 +1,36 @@
+"""A server of our own for one run: `gpuinfer serve` as a child, started, waited for, and ended with all it has started."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from gpuinfer.fleet.launchers.launcher import ReplicaPlan
+from gpuinfer.fleet.launchers.local import COMMAND, Local
+
+START_S, END_S = 300.0, 30.0
+
+
+@asynccontextmanager
+async def serving(words: Sequence[str], folder: Path, number: int, command: Sequence[str] = COMMAND) -> AsyncIterator[str]:
+    """Its URL, once it is ready. `words` are the flags of `gpuinfer serve`; its log is in the folder.
+
+    Raises `WorkError`, with its last words, when it does not come up.
+    """
+    plan = ReplicaPlan(
+        index=number,
+        setup_file=folder / "none",
+        key_file=folder / "none",
+        folder=folder,
+        devices=None,
+        threads=None,
+        arguments=(),
+    )
+    ready = ("--host", "127.0.0.1", "--port", "0", "--ready-file", str(plan.ready_file))
+    server = await Local(command=(*command, "serve", *words, *ready)).launch(plan)
+    try:
+        host, port = await server.ready(START_S)
+        yield f"http://{host}:{port}"
+    finally:
+        await server.terminate(END_S)

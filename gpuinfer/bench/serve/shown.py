@@ -1,0 +1,220 @@
+"""The part of the document that servers under load have: its figures, and how they read as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from gpuinfer.bench.interval import interval, ratio
+from gpuinfer.bench.words import between
+from gpuinfer.units import number, short, whole
+
+Document = Mapping[str, Any]
+Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
+
+WINNER = "★ "
+TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end to end"}
+AT = ("p50", "p95", "p99")
+ALL_AT = ("mean", "p50", "p90", "p95", "p99", "max")
+LONG_ERRORS = 3  # kinds that are named in a note
+
+
+def section(
+    load: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], names: Sequence[str], replicas: Mapping[str, int]
+) -> dict[str, Any]:
+    """`document["serve"]`: the load, each way's figures (medians over its runs), all runs', and how it scales.
+
+    `runs` and `names`: the figures of each run and whose it is; `replicas`: of each way.
+    """
+    ways = []
+    for name in dict.fromkeys(names):
+        own = [run for run, whose in zip(runs, names, strict=True) if whose == name]
+        ways.append({"name": name, "replicas": replicas.get(name, 1), **middle(own)})
+    return {"load": dict(load), "ways": ways, "runs": list(runs), "scaling": []}
+
+
+def middle(found: Sequence[Any]) -> Any:
+    """Medians of figures, of errors and routes the sums; what is no figure is that of the first."""
+    first = next((one for one in found if one is not None), None)
+    if isinstance(first, bool):
+        return any(found)
+    if isinstance(first, int | float):
+        return median(one for one in found if one is not None)
+    if isinstance(first, list):
+        return [median(values) for values in zip(*[one for one in found if one], strict=False)]
+    if not isinstance(first, Mapping):
+        return first
+    keys = dict.fromkeys(key for one in found if one for key in one)
+    return {
+        key: summed([one.get(key) for one in found if one]) if key in ("errors", "routes") else middle(values)
+        for key in keys
+        if (values := [one[key] for one in found if one and key in one])
+    }
+
+
+def summed(found: Sequence[Any]) -> Any:
+    total: dict[str, Any] = {}
+    for one in found:
+        for key, value in (one or {}).items():
+            total[key] = summed([total.get(key), value]) if isinstance(value, Mapping) else total.get(key, 0) + value
+    return total
+
+
+def scaling(document: Document) -> list[dict[str, Any]]:
+    """Of ways that differ in their replicas alone: how many times as fast as the first, and that for each replica."""
+    rows = document["comparison"]
+    if len(rows) < 2 or any(set(row["settings"]) != {"replicas"} for row in rows) or is_time(rows[0]["metric"]):
+        return []
+    replicas = {way["name"]: way["replicas"] for way in document["serve"]["ways"]}
+    first, found = rows[0], []
+    for row in rows:
+        speedup = ratio(row["rates"], first["rates"]) if len(row["rates"]) == len(first["rates"]) else interval([1.0])
+        more = replicas[row["name"]] / replicas[first["name"]]
+        found.append(
+            {
+                "replicas": replicas[row["name"]],
+                "median": row["median"],
+                "speedup": speedup.median,
+                "speedup_ci95": speedup.ends,
+                "efficiency": speedup.median / more,
+            }
+        )
+    return found
+
+
+def is_time(metric: str) -> bool:
+    return metric.endswith("_s") and not metric.endswith("_per_s")
+
+
+def about(document: Document) -> str:
+    """What the figures are."""
+    runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
+    load = document["serve"]["load"]
+    count = f"median of {runs} runs in turn, ratios pair by pair" if runs > 1 else "one run, which tells nothing of the noise"
+    return f"{load['said']}; {count}" if runs else "nothing was measured"
+
+
+def columns(document: Document, brief: bool = False) -> list[str]:
+    ways = document["serve"]["ways"]
+    found = ["", "requests/s"]
+    if any(way["output_tokens_per_s"] for way in ways):
+        found.append("tokens/s")
+    elif any(way["rows_per_s"] > way["requests_per_s"] * 1.01 for way in ways):
+        found.append("rows/s")
+    if any(way["goodput_per_s"] is not None for way in ways):
+        found += ["goodput/s", "in time"]
+    for name, title in TIMES.items():
+        if any(way[name] for way in ways) and not (brief and name == "itl_s"):
+            found += [f"{title} {at}" for at in (("p50", "p99") if not brief or name != "tpot_s" else ("p50",))]
+    if any(way["errors"] for way in ways):
+        found.append("failed")
+    if len(ways) > 1:
+        found.append("× first")
+    if document["serve"]["scaling"]:
+        found.append("efficiency")
+    return found if not brief else [one.replace("end to end", "e2e") for one in found]
+
+
+def rows(document: Document, brief: bool = False) -> Iterator[list[str]]:
+    """One for each way that was measured, in the order in which they were named."""
+    ways = {way["name"]: way for way in document["serve"]["ways"]}
+    efficiencies = {one["replicas"]: one["efficiency"] for one in document["serve"]["scaling"]}
+    for row in document["comparison"]:
+        way = ways[row["name"]]
+        cells = {
+            "": (WINNER if row["name"] == document["winner"] and len(ways) > 1 else "") + row["name"],
+            "requests/s": number(way["requests_per_s"]),
+            "tokens/s": number(way["output_tokens_per_s"]),
+            "rows/s": number(way["rows_per_s"]),
+            "goodput/s": "" if way["goodput_per_s"] is None else number(way["goodput_per_s"]),
+            "in time": "" if way["goodput_share"] is None else f"{way['goodput_share']:.1%}",
+            "failed": whole(sum(way["errors"].values())) if way["errors"] else "0",
+            "× first": _first(row, brief),
+            "efficiency": f"{efficiencies.get(way['replicas'], 1.0):.1%}",
+        }
+        for name, title in TIMES.items():
+            for at in AT:
+                text = short(way[name][at]) if way[name] else ""
+                cells[f"{title} {at}"] = cells[f"{title.replace('end to end', 'e2e')} {at}"] = text
+        yield [cells[column] for column in columns(document, brief)]
+
+
+def _first(row: Mapping[str, Any], brief: bool) -> str:
+    if row["standing"] == "first" or row["ratio_to_first"] is None:
+        return ""
+    tie = " tie" if row["standing"] == "tie" and row["ratio_ci95"] else ""
+    return f"{row['ratio_to_first']:.2f}{'' if brief else between(row['ratio_ci95'])}{tie}"
+
+
+def notes(document: Document) -> Iterator[tuple[str, str]]:
+    """What there is to say beside the table."""
+    for way in document["serve"]["ways"]:
+        if failed := sum(way["errors"].values()):
+            kinds = sorted(way["errors"].items(), key=lambda one: -one[1])
+            said = ", ".join(f"{kind} ({whole(times)})" for kind, times in kinds[:LONG_ERRORS])
+            yield "failed requests", f"{way['name']}: {whole(failed)}: {said}. They have no part in the latencies."
+    for way in document["serve"]["ways"]:
+        sender = way["sender"]
+        if sender["saturated"]:
+            yield (
+                "saturated sender",
+                f"{way['name']}: the sender itself used {sender['cpu_share']:.0%} of a core and was up to "
+                f"{short(sender['send_lag_s'].get('p99', 0.0))} late (p99): these figures are as much its own as the "
+                "server's. Ask for less, or run it on another machine.",
+            )
+    if any(way["tokens_by_events"] for way in document["serve"]["ways"]):
+        yield "tokens", "the server tells of no usage: each event of a stream is counted as one token"
+
+
+def more(document: Document) -> Iterator[Table]:
+    """Tables for a page."""
+    ways = document["serve"]["ways"]
+    if found := document["serve"]["scaling"]:
+        metric = document["comparison"][0]["metric"].replace("_per_s", "/s").replace("_", " ")
+        yield (
+            "How it scales",
+            ["replicas", metric, "times the first", "efficiency"],
+            [
+                [
+                    whole(one["replicas"]),
+                    number(one["median"]),
+                    f"{one['speedup']:.2f}{between(one['speedup_ci95'])}",
+                    f"{one['efficiency']:.1%}",
+                ]
+                for one in found
+            ],
+        )
+    yield (
+        "Latencies",
+        ["", *ALL_AT],
+        [
+            [f"{way['name']}, {title}", *(short(way[name][at]) for at in ALL_AT)]
+            for way in ways
+            for name, title in TIMES.items()
+            if way[name]
+        ],
+    )
+    if any(way["routes"] for way in ways):
+        yield (
+            "Who answered",
+            ["", "replica", "requests", "why"],
+            [
+                [way["name"], replica, whole(sum(whys.values())), ", ".join(f"{why} {whole(n)}" for why, n in whys.items())]
+                for way in ways
+                for replica, whys in way["routes"].items()
+            ],
+        )
+    yield (
+        "The sender itself",
+        ["", "of a core", "sent late, p50", "p99", "max", "its event loop late, p99"],
+        [
+            [
+                way["name"],
+                f"{way['sender']['cpu_share']:.0%}",
+                *(short(way["sender"]["send_lag_s"].get(at, 0.0)) for at in ("p50", "p99", "max")),
+                short(way["sender"]["loop_lag_s"].get("p99", 0.0)),
+            ]
+            for way in ways
+        ],
+    )

@@ -1,0 +1,78 @@
+"""Who is at a URL: what it serves, whether it answers the very requests that are meant, how its tokenizer counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpuinfer.bench.serve.answers import decoded
+from gpuinfer.bench.serve.calls import Calls, Length, TextCalls, WordsOfTokens
+from gpuinfer.errors import WorkError
+from gpuinfer.http.client import Client, Response
+
+FEW, MANY = 8, 72  # words of the two prompts that tell how many tokens a word has
+PATIENCE_S = 60.0
+SAID = 300  # characters of an error that are quoted
+CURE = "Change what is asked: --endpoint, --input-tokens, --output-tokens, --features."
+CURES = {
+    401: "Give --api-key-file FILE.",
+    403: "Give --api-key-file FILE.",
+    404: "Give another --endpoint (completions, chat, evaluate), or --model NAME.",
+}
+SAME = WordsOfTokens()
+
+
+@dataclass(frozen=True)
+class Target:
+    """`kind` is text or rows; `ours`: it is a server of gpuinfer's."""
+
+    model: str | None
+    kind: str = "text"
+    ours: bool = False
+
+
+async def look(client: Client) -> Target:
+    """Ask who is there. Raises `WorkError` when nobody is."""
+    health = decoded((await client.request("GET", "/health", timeout_s=PATIENCE_S)).body)
+    ours = health.get("server") == "gpuinfer"
+    models = decoded((await client.request("GET", "/v1/models", timeout_s=PATIENCE_S)).body).get("data")
+    first: Any = models[0] if isinstance(models, list) and models else {}
+    model = first.get("id") if isinstance(first, dict) else None
+    kind = health.get("kind") if ours else "text"
+    return Target(model if isinstance(model, str) else None, kind if kind in ("text", "rows") else "text", ours)
+
+
+async def scale(client: Client, calls: TextCalls) -> WordsOfTokens:
+    """How many tokens a word of ours has there, from the usage of two short answers; one, where it tells of no usage."""
+    used = []
+    for words in (FEW, MANY):
+        short = replace(
+            calls, stream=False, given=(), input_tokens=Length(words, words), output_tokens=Length(1, 1), scale=SAME
+        )
+        usage = decoded((await ask(client, short, -words)).body).get("usage")
+        used.append(usage.get("prompt_tokens") if isinstance(usage, dict) else None)
+    few, many = used
+    if not isinstance(few, int) or not isinstance(many, int) or many <= few:
+        return SAME
+    per_word = (many - few) / (MANY - FEW)
+    return WordsOfTokens(per_word, few - FEW * per_word)
+
+
+async def ask(client: Client, calls: Calls, number: int = 0) -> Response:
+    """One request, so that what is wrong with all of them is said before they are sent. Raises `WorkError`."""
+    headers = (("Content-Type", calls.content_type), ("Accept", calls.content_type))
+    reply = await client.request("POST", calls.path, calls.make(number).body, headers, PATIENCE_S)
+    if reply.status != 200:
+        raise WorkError(
+            f"{client.url}{calls.path} answers a first request with HTTP {reply.status}: {_said(reply)}\n"
+            f"{CURES.get(reply.status, CURE)}"
+        )
+    return reply
+
+
+def _said(reply: Response) -> str:
+    error: Any = decoded(reply.body).get("error")
+    message = error.get("message") if isinstance(error, Mapping) else error
+    text = message if isinstance(message, str) else reply.body.decode("utf-8", "replace")
+    return " ".join(text.split())[:SAID] or "no reason given."
