@@ -14,6 +14,7 @@ from gpuinfer.bench.compare import Comparison, Standing, against
 from gpuinfer.bench.interval import Interval
 from gpuinfer.bench.parity import Parity
 from gpuinfer.bench.series import Course, Outcome
+from gpuinfer.bench.serve import shown
 
 SCHEMA = "gpuinfer.bench/1"
 
@@ -98,9 +99,15 @@ def _number(ratio: Interval) -> float | None:
 
 def below(document: Mapping[str, Any], least: float) -> list[str]:
     """The variants that are not at least `least` times as good as the first, by the metric, those that do not keep up
-    with the load, and those that could not be measured. Of generators: where ours is not so many times as fast.
+    with the load, and those that could not be measured. Of generators: where ours is not so many times as fast; of
+    numbers of replicas: which are not so efficient.
     """
-    slow = grid.below(document, least) if "grid" in document else _slower(document, least)
+    if "grid" in document:
+        slow = grid.below(document, least)
+    elif document.get("serve", {}).get("scaling"):
+        slow = shown.below(document, least)
+    else:
+        slow = _slower(document, least)
     return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from gpuinfer.report import plotting
 
 TITLES = {
     "throughput": "The runs",
+    "scaling": "How it scales with replicas",
+    "ttft": "Time to the first token",
+    "e2e": "Latency from end to end",
     "batch_sizes": "Tokens per second by batch size",
     "batches": "Rows in a batch",
     "time": "Where the lanes' time went",
@@ -43,6 +46,15 @@ def markdown(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
     lines += [_line(["---", *["---:"] * (len(columns) - 1)]), *map(_line, tables.rows(document)), ""]
     for name, text in tables.notes(document):
         lines += [f"    {text}" if name == "command" else f"**{name}** {_cell(text)}", ""]
+    for title, heads, rows in tables.more(document):
+        lines += [
+            f"## {title}",
+            "",
+            _line([*heads]),
+            _line(["---", *["---:"] * (len(heads) - 1)]),
+            *map(_line, rows),
+            "",
+        ]
     for name in plots:
         lines += [f"![{TITLES[name]}]({name}.png)", ""]
     return "\n".join(lines)
@@ -59,6 +71,7 @@ def page(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
             *_command(document),
             *_table(document),
             *_notes(document),
+            *_more(document),
             *_pictures(plots),
             *_surroundings(document),
             "</html>\n",
@@ -84,12 +97,23 @@ def _command(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(document: Mapping[str, Any]) -> Iterator[str]:
-    yield f"<p>{escape(tables.about(document))}</p>\n<table><tr>"
-    yield from (f"<th>{escape(column)}" for column in tables.columns(document))
-    for row in tables.rows(document):
+    yield f"<p>{escape(tables.about(document))}</p>\n"
+    yield from _tabulated(tables.columns(document), tables.rows(document))
+
+
+def _tabulated(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield "<table><tr>"
+    yield from (f"<th>{escape(column)}" for column in columns)
+    for row in rows:
         yield "\n<tr>"
         yield from (f"<td>{escape(cell)}" for cell in row)
     yield "\n</table>\n"
+
+
+def _more(document: Mapping[str, Any]) -> Iterator[str]:
+    for title, columns, rows in tables.more(document):
+        yield f"<h2>{escape(title)}</h2>\n"
+        yield from _tabulated(columns, rows)
 
 
 def _notes(document: Mapping[str, Any]) -> Iterator[str]:

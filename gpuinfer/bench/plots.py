@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.bench.serve import drawn
 from gpuinfer.bench.words import unit, value
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import short, whole
@@ -29,14 +30,25 @@ def plots(document: Document) -> dict[str, Figure]:
         return {}
     if "grid" in document:
         return {"batch_sizes": _drawn(8, lambda axes: batch_sizes(axes, document))}
-    drawn = {
+    if "serve" in document:
+        return _of_serve(document, len(reports))
+    found = {
         "throughput": _drawn(len(reports), lambda axes: throughput(axes, document)),
         "time": _drawn(len(reports), lambda axes: time(axes, reports)),
     }
     if any(report["batches"]["count"] for runs in reports.values() for report in runs):
-        drawn["batches"] = _drawn(6, lambda axes: batches(axes, reports))
-        drawn["queue_wait"] = _drawn(len(reports), lambda axes: queue_wait(axes, reports))
-    return drawn
+        found["batches"] = _drawn(6, lambda axes: batches(axes, reports))
+        found["queue_wait"] = _drawn(len(reports), lambda axes: queue_wait(axes, reports))
+    return found
+
+
+def _of_serve(document: Document, bars: int) -> dict[str, Figure]:
+    found = {"throughput": _drawn(bars, lambda axes: throughput(axes, document))} if bars > 1 else {}
+    if document["serve"]["scaling"]:
+        found["scaling"] = _drawn(8, lambda axes: drawn.scaling(axes, document))
+    if any(way["curves"].get("ttft_s") for way in document["serve"]["ways"]):
+        found["ttft"] = _drawn(7, lambda axes: drawn.percentiles(axes, document, "ttft_s"))
+    return {**found, "e2e": _drawn(7, lambda axes: drawn.percentiles(axes, document, "e2e_s"))}
 
 
 def reports_of(document: Document) -> dict[str, list[Report]]:

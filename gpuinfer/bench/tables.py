@@ -7,6 +7,7 @@ from typing import Any
 
 from gpuinfer.bench import grid
 from gpuinfer.bench.interval import LATENCY
+from gpuinfer.bench.serve import shown
 from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.units import number, short, whole
 
@@ -36,6 +37,8 @@ def about(document: Mapping[str, Any]) -> str:
     """What the figures are."""
     if "grid" in document:
         return grid.about(document)
+    if "serve" in document:
+        return shown.about(document)
     rows, seconds = document["comparison"], document["course"]["seconds"]
     if not rows:
         return "nothing was measured"
@@ -50,6 +53,8 @@ def columns(document: Mapping[str, Any]) -> tuple[str, ...]:
     """Of work the speed, of a load what became of the requests too; of generators the batch sizes."""
     if "grid" in document:
         return grid.columns(document)
+    if "serve" in document:
+        return tuple(shown.columns(document))
     return LOAD if document["of_load"] else WORK
 
 
@@ -57,6 +62,9 @@ def rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
     """One for each variant that was measured, in the order in which they were named: a cell for each column."""
     if "grid" in document:
         yield from grid.rows(document)
+        return
+    if "serve" in document:
+        yield from shown.rows(document)
         return
     for row in document["comparison"]:
         cells = _cells(row, row["name"] == document["winner"])
@@ -67,8 +75,17 @@ def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]
     """Columns and rows for a terminal."""
     if "grid" in document:
         return columns(document), list(grid.rows(document, intervals=False))
+    if "serve" in document:
+        names, cells = shown.brief(document)
+        return tuple(names), cells
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
+
+
+def more(document: Mapping[str, Any]) -> Iterator[shown.Table]:
+    """Tables that only a page has room for."""
+    if "serve" in document:
+        yield from shown.more(document)
 
 
 def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
@@ -114,6 +131,8 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "why", document["why"]
     if "grid" in document:
         yield "versions", grid.versions(document)
+    if "serve" in document:
+        yield from shown.notes(document)
     if unquiet := _unquiet(document["comparison"]):
         yield "unquiet", unquiet
     if "search" in document:

@@ -24,6 +24,7 @@ REPEATS = 3
 SECONDS = 5.0  # of one run, when no amount of work was named
 LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
+SERVE = "serve"  # the target that is no workload: a server, asked over HTTP
 TEXT = """Run the same work in several ways, in turn, and say which wins here, how sure that is, and why.
 
 A comma in a flag's value names several: `--workers 1,2,4`.
@@ -40,6 +41,23 @@ class Bench(targets.Targets):
 
     def flags_for(self, target: str) -> flags.Parameters:
         return {**own_flags(), **(generators.more_flags() if target == generators.TARGET else {})}
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [*super().list_commands(ctx), SERVE]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        from gpuinfer.cli.commands import named
+
+        if cmd_name == SERVE:
+            return named(SERVE, "gpuinfer.cli.bench_serve")
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
+        if args[0] != SERVE:
+            return super().resolve_command(ctx, args)
+        from gpuinfer.cli import bench_serve
+
+        return SERVE, bench_serve.command(), args[1:]
 
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         return execute(target, values, own)

@@ -42,7 +42,7 @@ class Commands(TyperGroup):
 
 
 def _stand_in(name: str) -> Any:
-    return _named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
+    return named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
 
 
 def workload_stand_in(name: str, called: str | None = None) -> Any:
@@ -51,10 +51,10 @@ def workload_stand_in(name: str, called: str | None = None) -> Any:
     Imports no plugin.
     """
     module = next(record.module for record in registry.listing("workloads") if record.name == name)
-    return _named(called or name, module)
+    return named(called or name, module)
 
 
-def _named(name: str, target: str) -> Any:
+def named(name: str, target: str) -> Any:
     stand_in = typer.Typer(add_completion=False)
     stand_in.command(name, help=first_sentence(target))(lambda: None)
     return typer.main.get_command(stand_in)

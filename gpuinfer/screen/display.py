@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 ACCENT, FAINT, BAD, GOOD = "cyan", "dim", "red", "green"
 TONES = {"plain": "", "strong": "bold", "command": ACCENT, "bad": BAD, "warning": "yellow"}
-NOTES = {"verdict": "bold", "command": ACCENT} | dict.fromkeys(("skipped", "stopped", "unquiet"), "yellow")
+WARNINGS = ("skipped", "stopped", "unquiet", "the sender", "failed requests")
+NOTES = {"verdict": "bold", "command": ACCENT} | dict.fromkeys(WARNINGS, "yellow")
 NOTES |= dict.fromkeys(("failed", "wrong answers"), BAD)
 STATUS = {"done": GOOD, "partial": "yellow", "failed": BAD}
 

@@ -108,7 +108,9 @@ class Scripted:
 
         def event(text: str, reason: str | None = None) -> bytes:
             said = {"delta": {"content": text}} if chat else {"text": text}
-            return b"data: " + json.dumps({"choices": [{"index": 0, **said, "finish_reason": reason}]}).encode() + b"\n\n"
+            return (
+                b"data: " + json.dumps({"choices": [{"index": 0, **said, "finish_reason": reason}]}).encode() + b"\n\n"
+            )
 
         exchange.begin(200, "text/event-stream", headers)
         if chat:

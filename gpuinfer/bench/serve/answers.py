@@ -1,7 +1,7 @@
 """Answers as they come: a stream's events are counted by their bytes, and few of them are ever parsed.
 
-A sender that parsed a thousand streams' events would measure itself. An event's content matters only until the first one
-that has some, and at the end, where the usage is.
+A sender that parsed a thousand streams' events would measure itself. An event's content matters only until the first
+one that has some, and at the end, where the usage is.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ class Events:
             for _ in range(count):
                 self._times.append(at)
         elif b"\n" in data:
-            whole = tail[: tail.rfind(b"\n") + 1]
-            contents = sum(has_content(one) for one in parsed(whole))
-            if contents:
+            self._look_for_content(at)
+
+    def _look_for_content(self, at: float) -> None:
+        """From the first event that has some on, all are counted: those without stand at the end."""
+        whole = self._tail[: self._tail.rfind(b"\n") + 1]
+        for before, line in enumerate(lines(whole)):
+            if has_content(decoded(line)):
                 self._begun = True
                 self._record.first = at
-                for _ in range(contents):
+                for _ in range((b"\n" + self._tail).count(EVENT) - before):
                     self._times.append(at)
+                return
 
     def finish(self) -> None:
         """Take the events without content off the end, and read the usage or the error there."""
@@ -76,10 +81,6 @@ def lines(data: bytes) -> Iterator[bytes]:
     for line in data.split(b"\n"):
         if line.startswith(b"data:"):
             yield line[5:].strip()
-
-
-def parsed(data: bytes) -> Iterator[dict[str, Any]]:
-    return (decoded(line) for line in lines(data) if line != b"[DONE]")
 
 
 def decoded(data: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,13 @@ PATHS: Mapping[str, str] = {
     "evaluate": "/v1/evaluate",
 }
 JSON, SAFETENSORS = "application/json", "application/x-safetensors"
-WORDS = (
-    "the of and to in is that it for was on are as with they be at one have this from by hot word but what some we "
-    "can out other were all there when up use your how said an each she which do their time if will way about many "
-    "then them would like so these her long make thing see him two has look more day could go come did number sound "
-    "no most people my over know water than call first who may down side been now find any new work part take get "
-    "place made live where after back little only round man year came show every good me give our under name very"
-).split()
+WORDS = """
+the of and to in is that it for was on are as with they be at one have this from by hot word but what some we can out
+other were all there when up use your how said an each she which do their time if will way about many then them would
+like so these her long make thing see him two has look more day could go come did number sound no most people my over
+know water than call first who may down side been now find any new work part take get place made live where after back
+little only round man year came show every good me give our under name very
+""".split()  # noqa: SIM905 (nobody reads a hundred quotation marks)
 MOST_BYTES = 64 << 20  # of a file of prompts
 
 encode = msgspec.json.Encoder().encode
@@ -134,8 +135,9 @@ class RowCalls(Calls):
         if self.binary:
             from safetensors.numpy import save
 
-            return save({"rows": rows})
-        return encode({"rows": [[round(value, 3) for value in row] for row in rows.tolist()]})
+            return bytes(save({"rows": rows}))
+        values = [[round(value, 3) for value in row] for row in rows.tolist()]
+        return encode({"x": values[0]} if self.rows == 1 else {"rows": values})
 
 
 def prompts_of(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:
@@ -158,15 +160,7 @@ def prompts_of(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:
 
 def _asked(line: str, endpoint: Endpoint) -> dict[str, Any]:
     """As the endpoint wants it: a prompt becomes a user's message, and messages their contents."""
-    row: Any = None
-    if line.lstrip().startswith(("{", '"')):
-        try:
-            row = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            row = None
-    if isinstance(row, dict) and isinstance(row.get("body"), dict):  # of OpenAI's batches
-        row = row["body"]
-    row = dict(row) if isinstance(row, dict) else {"prompt": row if isinstance(row, str) else line}
+    row = _row(line)
     for name in ("id", "custom_id", "metadata", "model"):
         row.pop(name, None)
     if endpoint == "chat" and "messages" not in row:
@@ -174,3 +168,15 @@ def _asked(line: str, endpoint: Endpoint) -> dict[str, Any]:
     if endpoint != "chat" and "prompt" not in row:
         row["prompt"] = "\n".join(str(message.get("content", "")) for message in row.pop("messages", []))
     return row
+
+
+def _row(line: str) -> dict[str, Any]:
+    """A line as a JSON object, or as a text that is the prompt."""
+    row: Any = line
+    if line.lstrip().startswith(("{", '"')):
+        with contextlib.suppress(msgspec.DecodeError):
+            row = msgspec.json.decode(line)
+    if not isinstance(row, dict):
+        return {"prompt": row if isinstance(row, str) else line}
+    body = row.get("body")  # of OpenAI's batches
+    return dict(body if isinstance(body, dict) else row)

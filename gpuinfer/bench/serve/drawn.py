@@ -38,7 +38,9 @@ def scaling(axes: Axes, document: Document) -> None:
     axes.plot(replicas, ideal, "--", color="#999999", label="the first, times the replicas")
     axes.plot(replicas, [one["median"] for one in found], "o-", color=COLOURS[0], label="measured")
     for one in found:
-        axes.annotate(f"{one['efficiency']:.0%}", (one["replicas"], one["median"]), (4, -12), textcoords="offset points")
+        axes.annotate(
+            f"{one['efficiency']:.0%}", (one["replicas"], one["median"]), (4, -12), textcoords="offset points"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(replicas, [str(one) for one in replicas])

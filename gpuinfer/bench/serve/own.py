@@ -1,4 +1,4 @@
-"""A server of our own for one run: `gpuinfer serve` as a child, started, waited for, and ended with all it has started."""
+"""A server of our own for one run: `gpuinfer serve` as a child, which is ended with all that it has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ START_S, END_S = 300.0, 30.0
 
 
 @asynccontextmanager
-async def serving(words: Sequence[str], folder: Path, number: int, command: Sequence[str] = COMMAND) -> AsyncIterator[str]:
+async def serving(
+    words: Sequence[str], folder: Path, number: int, command: Sequence[str] = COMMAND
+) -> AsyncIterator[str]:
     """Its URL, once it is ready. `words` are the flags of `gpuinfer serve`; its log is in the folder.
 
     Raises `WorkError`, with its last words, when it does not come up.

@@ -1,9 +1,9 @@
 """Sends a load, and notes when each request was due, was sent, and was answered.
 
-In an open loop a request is due at a time that was drawn beforehand, and all its latencies count from there: a sender that
-waits for answers hides the very delays that it should measure (coordinated omission: Tene, "How not to measure latency",
-2013). In a closed loop nothing was intended: a request's latency counts from when its client came to send it, and how long
-that was after the client's last answer is the sender's lag.
+In an open loop a request is due at a time that was drawn beforehand, and all its latencies count from there: a sender
+that waits for answers hides the very delays that it should measure (coordinated omission: Tene, "How not to measure
+latency", 2013). In a closed loop nothing was intended: a request's latency counts from when its client came to send it,
+and how long that was after the client's last answer is the sender's lag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gpuinfer.bench.serve.answers import Events, read_whole
-from gpuinfer.bench.serve.calls import Call, Calls
+from gpuinfer.bench.serve.calls import JSON, Call, Calls
 from gpuinfer.bench.serve.record import Record, clock
 from gpuinfer.bench.serve.summary import Run
 from gpuinfer.errors import GpuinferError
@@ -53,12 +53,12 @@ class Sender:
 
     def __init__(self, client: Client, calls: Calls, load: Load, seed: str) -> None:
         self._client, self._calls, self._load, self._seed = client, calls, load, seed
-        self._headers = (("Content-Type", calls.content_type),)
-        if calls.content_type != "application/json":
-            self._headers += (("Accept", calls.content_type),)
+        self._headers = [("Content-Type", calls.content_type)]
+        if calls.content_type != JSON:
+            self._headers.append(("Accept", calls.content_type))
         self._records: list[Record] = []
         self._numbers = itertools.count()
-        self._under_way = 0
+        self.under_way = 0
         self._began = self._until = 0.0
         self._left: float = 0.0
         self.counted = 0  # answered or failed, for those who watch
@@ -141,7 +141,7 @@ class Sender:
                 one.cancel()
 
     def _send(self, call: Call, record: Record, tasks: set[asyncio.Task[None]]) -> None:
-        if self._under_way >= MOST_AT_ONCE:
+        if self.under_way >= MOST_AT_ONCE:
             record.error, record.ended = f"not sent: {MOST_AT_ONCE:,} under way", clock()
             return
         task = asyncio.ensure_future(self._ask(call, record))
@@ -150,7 +150,7 @@ class Sender:
 
     async def _ask(self, call: Call, record: Record) -> None:
         """Never raises but when it is cancelled: what goes wrong is the record's."""
-        self._under_way += 1
+        self.under_way += 1
         record.rows = call.rows
         record.lag_s = record.lag_s or clock() - record.due
         try:
@@ -164,7 +164,7 @@ class Sender:
         except GpuinferError as error:
             record.error = type(error).__name__
         finally:
-            self._under_way -= 1
+            self.under_way -= 1
             self.counted += 1
             record.ended = record.ended or clock()
 

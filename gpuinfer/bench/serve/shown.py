@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from gpuinfer.bench.interval import interval, ratio
+from gpuinfer.bench.serve.summary import BUSY
 from gpuinfer.bench.words import between
 from gpuinfer.units import number, short, whole
 
@@ -17,6 +18,7 @@ WINNER = "★ "
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end to end"}
 AT = ("p50", "p95", "p99")
 ALL_AT = ("mean", "p50", "p90", "p95", "p99", "max")
+ABREAST = 4  # ways beside one another on a terminal
 LONG_ERRORS = 3  # kinds that are named in a note
 
 
@@ -83,6 +85,12 @@ def scaling(document: Document) -> list[dict[str, Any]]:
     return found
 
 
+def below(document: Document, least: float) -> list[str]:
+    """Where replicas are not at least so efficient."""
+    found = document["serve"]["scaling"]
+    return [f"replicas={one['replicas']} ({one['efficiency']:.2f})" for one in found if one["efficiency"] < least]
+
+
 def is_time(metric: str) -> bool:
     return metric.endswith("_s") and not metric.endswith("_per_s")
 
@@ -91,11 +99,30 @@ def about(document: Document) -> str:
     """What the figures are."""
     runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
     load = document["serve"]["load"]
-    count = f"median of {runs} runs in turn, ratios pair by pair" if runs > 1 else "one run, which tells nothing of the noise"
+    count = (
+        f"median of {runs} runs in turn, ratios pair by pair"
+        if runs > 1
+        else "one run, which tells nothing of the noise"
+    )
     return f"{load['said']}; {count}" if runs else "nothing was measured"
 
 
-def columns(document: Document, brief: bool = False) -> list[str]:
+def verdict(document: Document) -> str:
+    """Of one way alone."""
+    if not document["serve"]["ways"]:
+        return "Nothing was measured to the end."
+    way = document["serve"]["ways"][0]
+    parts = [f"{number(way['requests_per_s'])} requests/s"]
+    if way["output_tokens_per_s"]:
+        parts.append(f"{number(way['output_tokens_per_s'])} output tokens/s")
+    if way["ttft_s"]:
+        parts.append(f"first token after {short(way['ttft_s']['p50'])} (p99 {short(way['ttft_s']['p99'])})")
+    parts.append(f"an answer within {short(way['e2e_s']['p50'])} (p99 {short(way['e2e_s']['p99'])})")
+    return f"{', '.join(parts)}."
+
+
+def columns(document: Document) -> list[str]:
+    """What there is of these: a column of requests alone has no tokens."""
     ways = document["serve"]["ways"]
     found = ["", "requests/s"]
     if any(way["output_tokens_per_s"] for way in ways):
@@ -105,21 +132,19 @@ def columns(document: Document, brief: bool = False) -> list[str]:
     if any(way["goodput_per_s"] is not None for way in ways):
         found += ["goodput/s", "in time"]
     for name, title in TIMES.items():
-        if any(way[name] for way in ways) and not (brief and name == "itl_s"):
-            found += [f"{title} {at}" for at in (("p50", "p99") if not brief or name != "tpot_s" else ("p50",))]
+        if any(way[name] for way in ways):
+            found += [f"{title} {at}" for at in AT]
     if any(way["errors"] for way in ways):
         found.append("failed")
     if len(ways) > 1:
         found.append("× first")
-    if document["serve"]["scaling"]:
-        found.append("efficiency")
-    return found if not brief else [one.replace("end to end", "e2e") for one in found]
+    return [*found, "efficiency"] if document["serve"]["scaling"] else found
 
 
-def rows(document: Document, brief: bool = False) -> Iterator[list[str]]:
+def rows(document: Document) -> Iterator[list[str]]:
     """One for each way that was measured, in the order in which they were named."""
-    ways = {way["name"]: way for way in document["serve"]["ways"]}
     efficiencies = {one["replicas"]: one["efficiency"] for one in document["serve"]["scaling"]}
+    ways = {way["name"]: way for way in document["serve"]["ways"]}
     for row in document["comparison"]:
         way = ways[row["name"]]
         cells = {
@@ -129,22 +154,30 @@ def rows(document: Document, brief: bool = False) -> Iterator[list[str]]:
             "rows/s": number(way["rows_per_s"]),
             "goodput/s": "" if way["goodput_per_s"] is None else number(way["goodput_per_s"]),
             "in time": "" if way["goodput_share"] is None else f"{way['goodput_share']:.1%}",
-            "failed": whole(sum(way["errors"].values())) if way["errors"] else "0",
-            "× first": _first(row, brief),
+            "failed": whole(sum(way["errors"].values())),
+            "× first": _first(row),
             "efficiency": f"{efficiencies.get(way['replicas'], 1.0):.1%}",
         }
         for name, title in TIMES.items():
-            for at in AT:
-                text = short(way[name][at]) if way[name] else ""
-                cells[f"{title} {at}"] = cells[f"{title.replace('end to end', 'e2e')} {at}"] = text
-        yield [cells[column] for column in columns(document, brief)]
+            cells |= {f"{title} {at}": short(way[name][at]) if way[name] else "" for at in AT}
+        yield [cells[column] for column in columns(document)]
 
 
-def _first(row: Mapping[str, Any], brief: bool) -> str:
+def brief(document: Document) -> tuple[list[str], list[list[str]]]:
+    """For a terminal: a column for each of a few ways, since the figures are many; else a row with some of them."""
+    names, table = columns(document), list(rows(document))
+    if len(table) <= ABREAST:
+        turned = [[name, *(row[at] for row in table)] for at, name in enumerate(names) if at]
+        return ["", *(row[0] for row in table)], [row for row in turned if not row[0].endswith(" p95")]
+    kept = [at for at, name in enumerate(names) if not name.startswith(("ITL", "TPOT")) and not name.endswith(" p95")]
+    return [names[at] for at in kept], [[row[at] for at in kept] for row in table]
+
+
+def _first(row: Mapping[str, Any]) -> str:
     if row["standing"] == "first" or row["ratio_to_first"] is None:
         return ""
     tie = " tie" if row["standing"] == "tie" and row["ratio_ci95"] else ""
-    return f"{row['ratio_to_first']:.2f}{'' if brief else between(row['ratio_ci95'])}{tie}"
+    return f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}"
 
 
 def notes(document: Document) -> Iterator[tuple[str, str]]:
@@ -155,16 +188,24 @@ def notes(document: Document) -> Iterator[tuple[str, str]]:
             said = ", ".join(f"{kind} ({whole(times)})" for kind, times in kinds[:LONG_ERRORS])
             yield "failed requests", f"{way['name']}: {whole(failed)}: {said}. They have no part in the latencies."
     for way in document["serve"]["ways"]:
-        sender = way["sender"]
-        if sender["saturated"]:
-            yield (
-                "saturated sender",
-                f"{way['name']}: the sender itself used {sender['cpu_share']:.0%} of a core and was up to "
-                f"{short(sender['send_lag_s'].get('p99', 0.0))} late (p99): these figures are as much its own as the "
-                "server's. Ask for less, or run it on another machine.",
-            )
+        if way["sender"]["saturated"]:
+            yield "the sender", f"{way['name']}: {_late(way['sender'])}"
     if any(way["tokens_by_events"] for way in document["serve"]["ways"]):
         yield "tokens", "the server tells of no usage: each event of a stream is counted as one token"
+
+
+def _late(sender: Mapping[str, Any]) -> str:
+    """Why its figures are not to be trusted."""
+    late = f"it came up to {short(sender['send_lag_s'].get('p99', 0.0))} late to what was due (p99)"
+    if sender["cpu_share"] > BUSY:
+        return (
+            f"saturated: {late}, with {sender['cpu_share']:.0%} of a core. These figures are as much its own as the "
+            "server's. Ask for less, or spread the load over several senders."
+        )
+    return (
+        f"held up: {late}, though it used {sender['cpu_share']:.0%} of a core. Something else was busy on this "
+        "machine, which is in these latencies. Stop it, or send from another machine."
+    )
 
 
 def more(document: Document) -> Iterator[Table]:
@@ -200,7 +241,12 @@ def more(document: Document) -> Iterator[Table]:
             "Who answered",
             ["", "replica", "requests", "why"],
             [
-                [way["name"], replica, whole(sum(whys.values())), ", ".join(f"{why} {whole(n)}" for why, n in whys.items())]
+                [
+                    way["name"],
+                    replica,
+                    whole(sum(whys.values())),
+                    ", ".join(f"{why} {whole(n)}" for why, n in whys.items()),
+                ]
                 for way in ways
                 for replica, whys in way["routes"].items()
             ],

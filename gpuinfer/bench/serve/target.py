@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuinfer.bench.serve.answers import decoded
 from gpuinfer.bench.serve.calls import Calls, Length, TextCalls, WordsOfTokens
+from gpuinfer.bench.serve.record import clock
 from gpuinfer.errors import WorkError
 from gpuinfer.http.client import Client, Response
 
 FEW, MANY = 8, 72  # words of the two prompts that tell how many tokens a word has
 PATIENCE_S = 60.0
+LOADING, LOOK_S = 503, 0.25  # a server that has not loaded its model yet, and how often it is asked
 SAID = 300  # characters of an error that are quoted
 CURE = "Change what is asked: --endpoint, --input-tokens, --output-tokens, --features."
 CURES = {
@@ -30,21 +33,30 @@ class Target:
     model: str | None
     kind: str = "text"
     ours: bool = False
+    features: int | None = None  # of a row
 
 
 async def look(client: Client) -> Target:
-    """Ask who is there. Raises `WorkError` when nobody is."""
-    health = decoded((await client.request("GET", "/health", timeout_s=PATIENCE_S)).body)
+    """Ask who is there, once it has started. Raises `WorkError` when nobody is."""
+    until = clock() + PATIENCE_S
+    while True:
+        health = decoded((await client.request("GET", "/health", timeout_s=PATIENCE_S)).body)
+        if health.get("status") != "starting" or clock() > until:
+            break
+        await asyncio.sleep(LOOK_S)
     ours = health.get("server") == "gpuinfer"
     models = decoded((await client.request("GET", "/v1/models", timeout_s=PATIENCE_S)).body).get("data")
     first: Any = models[0] if isinstance(models, list) and models else {}
     model = first.get("id") if isinstance(first, dict) else None
-    kind = health.get("kind") if ours else "text"
-    return Target(model if isinstance(model, str) else None, kind if kind in ("text", "rows") else "text", ours)
+    kind = "rows" if ours and health.get("kind") == "rows" else "text"
+    features = first.get("features")
+    return Target(
+        model if isinstance(model, str) else None, kind, ours, features if isinstance(features, int) else None
+    )
 
 
 async def scale(client: Client, calls: TextCalls) -> WordsOfTokens:
-    """How many tokens a word of ours has there, from the usage of two short answers; one, where it tells of no usage."""
+    """How many tokens a word of ours has there, by the usage of two short answers; one, where it tells of none."""
     used = []
     for words in (FEW, MANY):
         short = replace(
@@ -62,7 +74,12 @@ async def scale(client: Client, calls: TextCalls) -> WordsOfTokens:
 async def ask(client: Client, calls: Calls, number: int = 0) -> Response:
     """One request, so that what is wrong with all of them is said before they are sent. Raises `WorkError`."""
     headers = (("Content-Type", calls.content_type), ("Accept", calls.content_type))
-    reply = await client.request("POST", calls.path, calls.make(number).body, headers, PATIENCE_S)
+    until = clock() + PATIENCE_S
+    while True:
+        reply = await client.request("POST", calls.path, calls.make(number).body, headers, PATIENCE_S)
+        if reply.status != LOADING or clock() > until:
+            break
+        await asyncio.sleep(LOOK_S)  # it is still starting
     if reply.status != 200:
         raise WorkError(
             f"{client.url}{calls.path} answers a first request with HTTP {reply.status}: {_said(reply)}\n"

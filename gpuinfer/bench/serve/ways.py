@@ -12,13 +12,14 @@ from typing import Any
 from gpuinfer.api import Progress, Setup
 from gpuinfer.bench.interval import LATENCY
 from gpuinfer.bench.measure import Variant, reason
+from gpuinfer.bench.series import Course, Measured, Outcome
 from gpuinfer.bench.serve import own, target
 from gpuinfer.bench.serve.calls import Calls, TextCalls
 from gpuinfer.bench.serve.sender import MOST_AT_ONCE, Load, Sender
 from gpuinfer.bench.serve.summary import Run, summarised
 from gpuinfer.bench.serve.target import Target
-from gpuinfer.bench.series import Course, Measured, Outcome
 from gpuinfer.errors import GpuinferError, WorkError
+from gpuinfer.fleet.launchers.local import COMMAND
 from gpuinfer.http.client import Client
 from gpuinfer.report import report
 from gpuinfer.runtime.run import RunPlan
@@ -59,7 +60,7 @@ class Plan:
     promised: Mapping[str, float] = field(default_factory=dict)
     key: str | None = None  # of the API
     calibrate: bool = True  # prompts are drawn, so that their words must be tokens
-    command: Sequence[str] = own.COMMAND
+    command: Sequence[str] = COMMAND
 
 
 class Turns:
@@ -70,6 +71,7 @@ class Turns:
         self.summaries: list[dict[str, Any]] = []  # one for each of the outcome's runs
         self.calls: Calls | None = None  # of the last run
         self.sender: Sender | None = None  # at work, for those who watch
+        self.doing = ""  # in words
         self._plan, self._course, self._logs, self._say = plan, course, logs, say
         self._servers = 0
 
@@ -85,6 +87,7 @@ class Turns:
 
     async def _measure(self, way: Way, repeat: int) -> None:
         doing = f"repeat {repeat + 1} of {self._course.repeats}"
+        self.doing = f"{way.name} · {doing}"
         try:
             found = await self._turn(way, self._course.seed + repeat)
             measured = self._measured(way, repeat, found)
@@ -136,7 +139,9 @@ class Turns:
             raise WorkError("no answer came to its end within the time that counts. Give it more: --duration 30s.")
         self.summaries.append(figures)
         made = reported(way, figures, run, self._course.seed + repeat)
-        return Measured(way.name, repeat, self._course.seed + repeat, metric, value, made, figures["requests_per_s"], True)
+        return Measured(
+            way.name, repeat, self._course.seed + repeat, metric, value, made, figures["requests_per_s"], True
+        )
 
 
 def metric_of(figures: Mapping[str, Any], load: Load) -> str:

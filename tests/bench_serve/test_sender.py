@@ -1,0 +1,238 @@
+"""The sender against a server whose delays are known: what it sends when, and what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from gpuinfer.bench.serve import target
+from gpuinfer.bench.serve.calls import Length, RowCalls, TextCalls, prompts_of
+from gpuinfer.bench.serve.sender import Load, Sender
+from gpuinfer.bench.serve.summary import summarised
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.http import loop
+from gpuinfer.http.client import Client
+from gpuinfer.load.arrivals import Poisson
+from gpuinfer.load.options import Constant
+from tests.bench_serve.scripted import Script, Scripted, serving
+
+Completions = partial(
+    TextCalls,
+    endpoint="completions",
+    model="scripted",
+    stream=True,
+    seed="1",
+    input_tokens=Length(8, 8),
+    output_tokens=Length(4, 4),
+)
+
+
+def sent(script, load, calls=None, promised=None):
+    async def send():
+        async with serving(script) as url:
+            client = Client(url, connections=1000, timeout_s=load.timeout_s)
+            try:
+                return await Sender(client, calls or Completions(), load, "1").run()
+            finally:
+                await client.close()
+
+    run = loop.run(send())
+    return run, summarised(run, promised or {})
+
+
+def test_a_closed_loop_sends_so_many_and_no_more():
+    script = Script()
+    run, figures = sent(script, Load(concurrency=4, seconds=None, requests=40, warmup_s=0.0))
+    assert (figures["requests"], figures["answered"], script.number) == (40, 40, 40)
+    assert figures["output_tokens"] == 4
+    assert figures["input_tokens"] == 8
+    assert run.records[0].events is not None
+    assert [call["prompt"] for call in script.seen] != [script.seen[0]["prompt"]] * 40
+
+
+def test_never_more_at_once_than_there_are_clients():
+    most = now = 0
+
+    class Counting(Scripted):
+        async def __call__(self, exchange):
+            nonlocal most, now
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.01)
+            now -= 1
+            exchange.respond(200, b'{"choices": [{}]}')
+
+    async def send():
+        from gpuinfer.http.server import HttpServer
+
+        server = HttpServer(Counting(Script()))
+        port = await server.listen("127.0.0.1", 0)
+        client = Client(f"http://127.0.0.1:{port}")
+        await Sender(client, Completions(stream=False), Load(5, None, None, 60, 0.0), "1").run()
+        await client.close()
+        await server.close()
+
+    loop.run(send())
+    assert most == 5
+
+
+def test_an_open_loop_heeds_no_answer_and_counts_from_when_requests_were_due():
+    """Served one by one, 50 ms each, but due every 10 ms: a sender that waits would see 50 ms, and no queue."""
+    script = Script(first_s=0.05, batch=1)
+    load = Load(arrivals=Constant(100.0), seconds=None, requests=12, warmup_s=0.0)
+    run, figures = sent(script, load, Completions(stream=False))
+    assert [round(one.due - run.began, 6) for one in run.records] == [round(at / 100, 6) for at in range(12)]
+    assert figures["e2e_s"]["max"] >= 12 * 0.05 - 0.12
+    assert figures["e2e_s"]["max"] >= 5 * figures["e2e_s"]["mean"] / 3
+
+
+def test_the_same_seed_brings_the_same_requests_at_the_same_times():
+    def once():
+        script = Script()
+        run, _ = sent(script, Load(arrivals=Poisson(300.0), seconds=None, requests=30, warmup_s=0.02))
+        return [one.due - run.records[0].due for one in run.records], sorted(str(call) for call in script.seen)
+
+    one, other = once(), once()
+    assert one[0] == pytest.approx(other[0], abs=1e-6)
+    assert one[1] == other[1]
+
+
+def test_the_warm_up_is_sent_and_not_counted():
+    script = Script(first_s=0.005)
+    run, figures = sent(script, Load(concurrency=2, seconds=0.2, warmup_s=0.2), Completions(stream=False))
+    assert script.number == len(run.records) > figures["requests"]
+    assert figures["seconds"] == pytest.approx(0.2)
+
+
+def test_times_of_tokens():
+    script = Script(first_s=0.05, between_s=0.02)
+    _, figures = sent(script, Load(concurrency=1, seconds=None, requests=3, warmup_s=0.0))
+    assert figures["ttft_s"]["p50"] >= 0.045
+    assert figures["tpot_s"]["p50"] >= 0.015
+    assert figures["itl_s"]["p50"] >= 0.015
+    assert figures["e2e_s"]["p50"] >= figures["ttft_s"]["p50"] + 3 * 0.015
+
+
+def test_without_usage_the_events_are_counted():
+    _, figures = sent(Script(usage=False), Load(1, None, None, 3, 0.0))
+    assert (figures["output_tokens"], figures["tokens_by_events"]) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "stream", "kind"),
+    [
+        pytest.param(Script(fail=2), True, "HTTP 429", id="turned away"),
+        pytest.param(Script(fail=2, status=500), False, "HTTP 500", id="an error"),
+        pytest.param(Script(cut=True), True, "stream cut off", id="a stream without its end"),
+        pytest.param(Script(first_s=30.0), False, "timeout", id="no answer in time"),
+    ],
+)
+def test_errors_by_kind(script, stream, kind):
+    load = Load(2, None, None, 4, 0.0, timeout_s=0.3 if kind == "timeout" else 30.0)
+    _, figures = sent(script, load, Completions(stream=stream))
+    assert figures["errors"] == {kind: 2 if script.fail else 4}
+
+
+def test_a_server_that_is_gone_is_an_error_of_each_request():
+    async def send():
+        client = Client("http://127.0.0.1:9", timeout_s=5.0)
+        return await Sender(client, Completions(), Load(2, None, None, 4, 0.0), "1").run()
+
+    assert summarised(loop.run(send()), {})["errors"] == {"unreachable": 4}
+
+
+def test_goodput_counts_what_was_in_time():
+    script = Script(first_s=0.03)
+    _, figures = sent(script, Load(1, None, None, 4, 0.0), promised={"ttft": 0.005})
+    assert (figures["goodput_per_s"], figures["goodput_share"]) == (0.0, 0.0)
+    _, figures = sent(script, Load(1, None, None, 4, 0.0), promised={"ttft": 60.0, "tpot": 60.0, "e2e": 60.0})
+    assert figures["goodput_share"] == 1.0
+
+
+def test_who_answered_and_why():
+    script = Script(route="replica-1 least-loaded 3<5")
+    _, figures = sent(script, Load(1, None, None, 5, 0.0))
+    assert figures["routes"] == {"replica-1": {"least-loaded": 5}}
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_rows_to_evaluate(binary):
+    calls = RowCalls(rows=3, features=5, binary=binary, seed="1")
+    _, figures = sent(Script(), Load(2, None, None, 10, 0.0), calls)
+    assert figures["answered"] == 10
+    assert figures["rows_per_s"] == pytest.approx(3 * figures["requests_per_s"])
+    assert calls.make(0).body == RowCalls(rows=3, features=5, binary=binary, seed="1").make(0).body
+
+
+def test_a_thousand_streams_at_once():
+    _, figures = sent(Script(first_s=0.2, tokens=3), Load(900, None, None, 900, 0.0, timeout_s=60.0))
+    assert figures["answered"] == 900
+
+
+# Who is there
+
+
+def asked(script, what):
+    async def ask():
+        async with serving(script) as url:
+            client = Client(url)
+            try:
+                return await what(client)
+            finally:
+                await client.close()
+
+    return loop.run(ask())
+
+
+def test_prompts_are_as_long_as_the_server_counts():
+    script = Script(per_word=3.0, besides=5)
+    scale = asked(script, lambda client: target.scale(client, Completions()))
+    assert scale.words(128) == 41
+    assert len(Completions(scale=scale, input_tokens=Length(128, 128)).make(0).body.split()) == 41
+
+
+def test_the_first_refusal_is_said_before_thousands_are():
+    with pytest.raises(WorkError, match=r"HTTP 400: too much of this\nChange what is asked"):
+        asked(Script(fail=1, status=400), lambda client: target.ask(client, Completions()))
+
+
+def test_a_server_of_others_is_known_by_its_models():
+    assert asked(Script(), target.look) == target.Target("scripted")
+
+
+# What is asked
+
+
+def test_prompts_of_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "one", "temperature": 0}\n\nplain words\n"quoted"\n'
+        '{"messages": [{"role": "user", "content": "two"}], "id": 7}\n'
+        '{"custom_id": "a", "url": "/v1/chat/completions", '
+        '"body": {"messages": [{"role": "user", "content": "three"}]}}\n'
+    )
+    assert [row["prompt"] for row in prompts_of(path, "completions")] == [
+        "one",
+        "plain words",
+        "quoted",
+        "two",
+        "three",
+    ]
+    chats = prompts_of(path, "chat")
+    assert [row["messages"][0]["content"] for row in chats] == ["one", "plain words", "quoted", "two", "three"]
+    assert chats[0]["temperature"] == 0
+    assert not any({"id", "custom_id", "prompt"} & row.keys() for row in chats)
+
+
+@pytest.mark.parametrize(("name", "said"), [("none", "cannot be read"), ("empty", "holds no prompts")])
+def test_a_file_that_is_none(tmp_path, name, said):
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(UsageError, match=said):
+        prompts_of(tmp_path / name, "chat")
+
+
+def test_users_are_named():
+    bodies = [Completions(users=3).make(number).body for number in range(50)]
+    assert sum(any(b'"user":"user-%d"' % user in body for body in bodies) for user in range(10)) == 3
