@@ -82,8 +82,8 @@ class Access:
         """Why this request does not come from where it should, if so."""
         if self.hosts is None:
             return None
-        host = exchange.headers.get("host", "").lower()
-        if host not in self.hosts and _name(host) not in self.hosts:
+        host = exchange.headers.get("host", "").lower()  # which browsers always send
+        if "host" in exchange.headers and host not in self.hosts and _name(host) not in self.hosts:
             return "this server is not called by that name. Use one of: " + ", ".join(sorted(self.hosts)) + "."
         origin = exchange.headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):

@@ -1,4 +1,4 @@
-"""One connection of the server: bytes → requests, one after the other → the bytes of their responses.
+"""One connection of the server: requests, one after the other, and the bytes of their responses.
 
 The next request is read when the response to the one before is complete. What arrives meanwhile is kept, and once
 something is, no more is read: at most one read of the loop's, 256 KB, is buffered beside the body.
@@ -11,12 +11,12 @@ import logging
 from typing import TYPE_CHECKING, Protocol, cast
 
 from gpuinfer.errors import GpuinferError
-from gpuinfer.http import diagnosis, replies
-from gpuinfer.http.chunked import ChunkedBody
+from gpuinfer.http import replies
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler, Quick
+from gpuinfer.http.incoming import Incoming
 from gpuinfer.http.limits import HttpLimits
 from gpuinfer.http.malformed import Malformed
-from gpuinfer.http.strict import Head, check_target, parse_head
+from gpuinfer.http.strict import Head, check_target
 
 if TYPE_CHECKING:
     from gpuinfer.http.departures import Departures
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # What a connection is at. NEW and IDLE differ in how long they may last.
-NEW, IDLE, HEAD, BODY, CHUNKS, ANSWERING, LINGERING, GONE = range(8)
-READING = frozenset({NEW, IDLE, HEAD, BODY, CHUNKS})
+NEW, IDLE, HEAD, BODY, ANSWERING, LINGERING, GONE = range(7)
 LINGER_S = 2.0  # how long the rest of a refused request is read and dropped, so that the refusal arrives
 LINGER_BYTES = 1 << 20
+NEW_S = 1.0  # a connection without a request is given so much when the server stops
 CROWDED = Malformed(503, "too many connections. Try again.")
 CROWDED_S = 2.0
-QUICK_TURNS = 64  # pipelined requests that are answered on the spot before others have their turn
+FULL = Malformed(503, "the bodies of other requests fill the server's memory. Try again.")
+QUICK_TURNS = 64  # pipelined requests that are answered on the spot before other connections have their turn
+FAILED = "the server failed at this request; its log says how. Try another."
 
 
 class Host(Protocol):
@@ -45,6 +47,7 @@ class Host(Protocol):
     closing: bool
 
     def opened(self, connection: Connection) -> None: ...
+    def lingers(self, connection: Connection) -> bool: ...
     def closed(self, connection: Connection) -> None: ...
     def count(self, what: str) -> None: ...
 
@@ -52,50 +55,25 @@ class Host(Protocol):
 class Connection(asyncio.Protocol):
     """Talks HTTP/1.1 with one client."""
 
-    __slots__ = (
-        "_body",
-        "_buffer",
-        "_crowded",
-        "_dropped",
-        "_exchange",
-        "_full",
-        "_half",
-        "_head",
-        "_held",
-        "_host",
-        "_paused",
-        "_peer",
-        "_task",
-        "_turning",
-        "_unread_since",
-        "_waiter",
-        "_written",
-        "deadline",
-        "stage",
-        "transport",
-    )
-
     def __init__(self, host: Host) -> None:
         self._host = host
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # until the connection is made
         self.stage = NEW
         self.deadline = 0.0  # when the present stage has lasted too long, in the loop's time
-        self._buffer = b""  # what has come of a head, or after the present request
-        self._head: Head | None = None
+        self._peer = ""
+        self._in = Incoming(host.limits)
         self._exchange: Exchange | None = None
-        self._body: ChunkedBody | list[bytes] | None = None
-        self._held = 0  # bytes of the present body
+        self._held = 0  # bytes of the present body, as the server counts them
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None  # of a writer, while the client reads too slowly
         self._full = False  # the transport has enough to write
-        self._paused = False
-        self._half = False  # the client sends no more
+        self._paused = False  # nothing is read
+        self._half = False  # the client has said that it sends no more
         self._crowded = False  # one connection too many: only what is quick is answered
         self._turning = False
-        self._dropped = 0
-        self._peer = ""
-        self._written = 0
-        self._unread_since = 0.0
+        self._dropped = 0  # bytes since it lingers
+        self._unread = 0  # bytes that were to be written when that last became fewer,
+        self._unread_since = 0.0  # and when that was
 
     # From the transport
 
@@ -107,210 +85,151 @@ class Connection(asyncio.Protocol):
         self._host.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self.stage in (HEAD, BODY):
+            self._host.count("broken_off")
         self.stage = GONE
         self._host.departures.forget(self.transport)
-        self._release()
-        self._buffer = b""
+        self._in.forget()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ClientGone("the client went away"))
-        self._cancel()
+        if self._task is None:
+            self._release()
+        elif self._exchange is not None and not self._exchange.ended:
+            self._host.count("cancelled")
+            self._task.cancel()
         self._host.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        stage = self.stage
-        if stage == ANSWERING:
-            self._buffer += data
-            self._pause()
-        elif stage == LINGERING:
+        if self.stage == LINGERING:
             self._dropped += len(data)
             if self._dropped > LINGER_BYTES:
                 self.transport.abort()
-        elif stage != GONE:
-            self._buffer = self._buffer + data if self._buffer else data
-            self._advance(len(self._buffer) - len(data))
+        elif self.stage != GONE:
+            self._in.add(data)
+            if self.stage == ANSWERING:
+                self._pause()
+            else:
+                self._advance()
 
     def eof_received(self) -> bool:
         """The client sends no more. Whether the connection stays open: as long as something is to be answered."""
         self._half = True
         if self.stage == ANSWERING:
             self._look_for_reader()
-            return True
-        if self.stage in (HEAD, BODY, CHUNKS):
-            self._host.count("broken_off")
-        return False
+        return self.stage == ANSWERING
 
     def pause_writing(self) -> None:
         self._full = True
-        self._unread_since = self._host.loop.time()
-        self._written = self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         self._full = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self.stage == IDLE:
-            self._advance(0)
+        if self._paused and self.stage in (IDLE, HEAD):
+            self._advance()
 
     # Requests
 
-    def _advance(self, scanned: int) -> None:
-        """Read what the buffer holds, as far as that goes. `scanned`: so much of a head has been seen before."""
+    def _advance(self) -> None:
+        """Read what has come, as far as that goes; then read on, or not as long as there is enough."""
         if self._turning:
             return
         self._turning = True
-        turns = 0
         try:
-            while self._buffer and self.stage in READING and not self._full:
-                if turns == QUICK_TURNS:
-                    self._host.loop.call_soon(self._advance, 0)
-                    return
-                if not self._read(scanned):
+            turns = 0
+            while self._in.buffer and self.stage < ANSWERING and not self._full and turns < QUICK_TURNS:
+                if not self._read():
                     break
-                scanned = 0
                 turns += 1
         except Malformed as error:
             self._refuse(error)
         finally:
             self._turning = False
+        if self.stage >= ANSWERING:
+            return
+        if self._full or turns == QUICK_TURNS:
+            self._pause()
+            if not self._full:
+                self._host.loop.call_soon(self._advance)
+        else:
+            self._resume()
 
-    def _read(self, scanned: int) -> bool:
-        """Take the next piece from the buffer. Whether there may be another."""
+    def _read(self) -> bool:
+        """Take the next head or body, and see to it. Whether another may follow now."""
         if self.stage == BODY:
             return self._read_body()
-        if self.stage == CHUNKS:
-            return self._read_chunks()
-        data = self._buffer
-        end = data.find(b"\r\n\r\n", max(0, scanned - 3))
-        limits = self._host.limits
-        if end < 0 or end + 4 > limits.head_bytes:
-            if diagnosis.early(data, scanned, limits):
-                raise diagnosis.of(data, limits)
-            if self.stage != HEAD:
-                self._set(HEAD, limits.head_s)
-            return False
-        head = parse_head(data[: end + 4], limits)
-        path = check_target(head.target)
-        self._buffer = data[end + 4 :]
-        return self._begin(head, path)
+        head = self._in.head()
+        if head is not None:
+            return self._take(head)
+        if self.stage != HEAD:
+            self._set(HEAD, self._host.limits.head_s)
+        return False
 
-    def _begin(self, head: Head, path: str) -> bool:
-        """A head is there. Answer at once, or see to the body."""
-        host = self._host
-        exchange = self._exchange = Exchange(self, head, path, self._peer)
-        if host.closing or self._crowded:
-            exchange.keep = False
-        length, come = head.length, len(self._buffer)
-        whole = length is not None and length <= come
-        self._head = head
+    def _take(self, head: Head) -> bool:
+        """A head is there: answer on the spot, or see to the body."""
+        host, limits = self._host, self._host.limits
+        exchange = self._exchange = Exchange(self, head, check_target(head.target), self._peer)
+        exchange.keep = keep = head.keep and not host.closing and not self._crowded
+        whole = head.length is not None and head.length <= len(self._in.buffer)
         if host.quick is not None:
-            keep = exchange.keep
-            exchange.keep = keep and whole
-            self.stage = ANSWERING
+            exchange.keep = keep and whole  # else what comes of the body is dropped
             if self._quick(host.quick, exchange):
-                self._buffer = self._buffer[length:] if whole else b""
+                self._in.buffer = self._in.buffer[head.length :]
                 return self._next()
             exchange.keep = keep
         if self._crowded:
             raise CROWDED
-        if length is not None and length > host.limits.body_bytes:
-            raise Malformed(413, f"a body of more than {host.limits.body_bytes:,} bytes.")
-        if whole:
-            exchange.body = self._buffer[:length] if length != come else self._buffer
-            self._buffer = self._buffer[length:] if length != come else b""
-            if length:
-                self._hold(length)
-            self._answer()
-            return False
-        return self._await_body(head)
+        if (head.length or 0) > limits.body_bytes:
+            raise Malformed(413, f"a body of more than {limits.body_bytes:,} bytes.")
+        if not whole:
+            self._await_body(head)
+        self._in.expect(head)
+        self.stage = BODY
+        return self._read_body()
 
     def _quick(self, quick: Quick, exchange: Exchange) -> bool:
         try:
             return quick(exchange)
         except Malformed as error:
-            exchange.keep = False
-            exchange.refuse(error.status, error.message)
+            self._fail(exchange, error.status, error.message)
         except Exception:
-            log.exception("the answer to %s %s failed", exchange.method, exchange.path)
-            exchange.keep = False
-            if not exchange.begun:
-                exchange.refuse(500, "the server failed at this request; its log says how. Try another.")
+            log.exception("%s %s failed", exchange.method, exchange.path)
+            self._fail(exchange, 500, FAILED)
         return True
 
-    def _await_body(self, head: Head) -> bool:
+    def _await_body(self, head: Head) -> None:
+        """The body is not all there."""
         host, expect = self._host, head.headers.get("expect")
-        if head.length is not None and host.bodies + head.length > host.limits.bodies_bytes:
-            raise Malformed(503, "the bodies of other requests fill the server's memory. Try again.")
-        if expect is not None and head.minor:
-            if expect.lower() != "100-continue":
-                raise Malformed(417, "an unknown expectation. Leave the Expect header out.")
-            if not self._buffer:
-                self.transport.write(replies.CONTINUE)
-        if head.length is None:
-            self._body = ChunkedBody(host.limits.body_bytes)
-            self._set(CHUNKS, host.limits.body_s)
-        else:
-            self._body = []
-            self._set(BODY, host.limits.body_s)
-        return True
+        if host.bodies + (head.length or 0) > host.limits.bodies_bytes:
+            raise FULL
+        if expect is not None and head.minor and not self._in.buffer:
+            self.transport.write(replies.CONTINUE)
+        self._set(BODY, host.limits.body_s)
 
     def _read_body(self) -> bool:
-        parts, head, exchange = cast("list[bytes]", self._body), self._head, self._exchange
-        if head is None or head.length is None or exchange is None:
-            raise RuntimeError("a body without a head")
-        missing = head.length - self._held
-        data, self._buffer = self._buffer, b""
-        if len(data) > missing:
-            data, self._buffer = data[:missing], data[missing:]
-        self._hold(len(data))
-        parts.append(data)
-        if len(data) < missing:
-            return False
-        exchange.body = b"".join(parts)
-        self._answer()
+        body = self._in.body()
+        self._host.bodies += self._in.held - self._held
+        self._held = self._in.held
+        if self._host.bodies > self._host.limits.bodies_bytes:
+            raise FULL
+        if body is not None:
+            self._answer(body)
         return False
 
-    def _read_chunks(self) -> bool:
-        body, exchange = cast("ChunkedBody", self._body), self._exchange
-        if exchange is None:
-            raise RuntimeError("a body without a head")
-        before, data = body.size, self._buffer
-        self._buffer = b""
-        self._buffer = body.feed(data)
-        self._hold(body.size - before)
-        if not body.complete:
-            return False
-        exchange.body = b"".join(body.parts)
-        self._answer()
-        return False
-
-    def _hold(self, size: int) -> None:
-        host = self._host
-        self._held += size
-        host.bodies += size
-        if host.bodies > host.limits.bodies_bytes:
-            raise Malformed(503, "the bodies of other requests fill the server's memory. Try again.")
-
-    def _release(self) -> None:
-        self._host.bodies -= self._held
-        self._held = 0
-        self._body = None
-
-    # Responses
-
-    def _answer(self) -> None:
-        self._body = None
-        self.stage = ANSWERING
-        self._host.count("requests")
-        if self._buffer:
-            self._pause()
+    def _answer(self, body: bytes) -> None:
         exchange = cast("Exchange", self._exchange)
+        exchange.body = body
+        self.stage = ANSWERING
+        if self._in.buffer:
+            self._pause()
+        self._host.count("requests")
         self._task = self._host.loop.create_task(self._run(exchange))
 
     async def _run(self, exchange: Exchange) -> None:
         try:
             await self._host.handler(exchange)
             if not exchange.ended:
-                log.error("%s %s was left without an answer", exchange.method, exchange.path)
+                log.error("%s %s was left without a whole answer", exchange.method, exchange.path)
                 self._fail(exchange, 500, "the server gave no answer to this request. Try another.")
         except Malformed as error:
             self._fail(exchange, error.status, error.message)
@@ -320,16 +239,15 @@ class Connection(asyncio.Protocol):
             log.error("%s %s failed: %s", exchange.method, exchange.path, error)
             self._fail(exchange, 500, str(error))
         except asyncio.CancelledError:
-            if self.stage != GONE:
-                exchange.keep = False
-                self._fail(exchange, 503, "the server stops. Try again.")
+            exchange.keep = False
+            self._fail(exchange, 503, "the server stops. Try again.")
         except Exception:
             log.exception("%s %s failed", exchange.method, exchange.path)
-            self._fail(exchange, 500, "the server failed at this request; its log says how. Try another.")
+            self._fail(exchange, 500, FAILED)
         finally:
             self._task = None
-            if self.stage == ANSWERING and self._next():
-                self._advance(0)
+            if self._next():
+                self._advance()
 
     def _fail(self, exchange: Exchange, status: int, message: str) -> None:
         """Say so; where the response has begun, break it off, so that nobody takes it for whole."""
@@ -338,34 +256,36 @@ class Connection(asyncio.Protocol):
         if exchange.begun:
             self.transport.abort()
         else:
-            exchange.refuse(status, message, [("Retry-After", "1")] if status == 503 else ())
+            exchange.refuse(status, message, replies.RETRY if status == 503 else ())
 
     def _next(self) -> bool:
-        """The response is complete. Whether there may be another request."""
-        exchange, self._exchange, self._head = self._exchange, None, None
+        """The response is complete. Whether more has come already."""
+        exchange, self._exchange = self._exchange, None
         self._release()
-        if exchange is None or not exchange.keep or self._host.closing:
+        if self.stage == GONE or self.transport.is_closing():
+            return False
+        if exchange is None or not exchange.keep or self._host.closing or (self._half and not self._in.buffer):
             self._close()
             return False
         self._set(IDLE, self._host.limits.idle_s)
-        if self._half and not self._buffer:
-            self._close()
-            return False
-        if self._paused and not self._half:
+        if not self._in.buffer:
             self._resume()
-        return bool(self._buffer)
+        return bool(self._in.buffer)
 
     def _refuse(self, error: Malformed) -> None:
         """The bytes are at fault: say so, and close."""
         self._host.count("refused")
         self._release()
+        head_only = self._exchange is not None and self._exchange.method == "HEAD"
         self._exchange = None
-        headers = [("Retry-After", "1")] if error.status == 503 else []
-        body = replies.error_bytes(error.message, replies.type_of(error.status))
-        self.transport.write(replies.head(error.status, "application/json", len(body), False, headers) + body)
+        self.transport.write(replies.refusal(error.status, error.message, head_only=head_only))
         self._close()
 
-    # As the Outlet of an exchange
+    def _release(self) -> None:
+        self._host.bodies -= self._held
+        self._held = 0
+
+    # As the outlet of an exchange
 
     def send(self, data: bytes) -> None:
         if self.stage != GONE:
@@ -381,24 +301,24 @@ class Connection(asyncio.Protocol):
             finally:
                 self._waiter = None
 
-    def ended(self) -> None:
-        """The response is complete. What is to follow, follows where the request is handled."""
-
     # Its end
 
     def overdue(self, now: float) -> None:
         """Called now and then: end what has lasted too long."""
-        if self._full:
-            left = self.transport.get_write_buffer_size()
-            if left < self._written:
-                self._written, self._unread_since = left, now
-            elif now - self._unread_since > self._host.limits.write_s:
-                self._host.count("unread")
-                self.transport.abort()
-                return
-        if self.stage == ANSWERING or now < self.deadline:
+        left = self.transport.get_write_buffer_size()
+        if not left or left < self._unread or not self._unread:
+            self._unread, self._unread_since = left, now
+        elif now - self._unread_since > self._host.limits.write_s:
+            self._host.count("unread")
+            self.transport.abort()
             return
-        if self.stage in (HEAD, BODY, CHUNKS):
+        if self.stage == LINGERING and left:
+            self.deadline = now + LINGER_S
+        if self.stage != ANSWERING and now >= self.deadline:
+            self._time_out()
+
+    def _time_out(self) -> None:
+        if self.stage in (HEAD, BODY):
             self._host.count("slow")
             self._refuse(Malformed(408, "the request did not come in time. Send it faster."))
         elif self.stage == LINGERING:
@@ -413,61 +333,54 @@ class Connection(asyncio.Protocol):
         if not heard:
             self._refuse(CROWDED)
 
+    def shut(self) -> None:
+        """The server stops: end now, or after the response to what is under way."""
+        if self.stage == NEW:
+            self.deadline = min(self.deadline, self._host.loop.time() + NEW_S)
+        elif self.stage == IDLE and not self._in.buffer:
+            self._close()
+        elif self._exchange is not None:
+            self._exchange.keep = False
+
     def end(self) -> asyncio.Task[None] | None:
         """The server stops now: cancel what is under way. Its task."""
-        task = self._task
-        if task is not None:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         else:
             self.transport.abort()
-        return task
-
-    def shut(self) -> None:
-        """The server stops: end now, or after the present response."""
-        if self.stage in (NEW, IDLE):
-            self._close()
+        return self._task
 
     def _close(self) -> None:
         """Let what is written arrive; drop what still comes."""
-        self._buffer = b""
-        if self.stage == GONE or self.transport.is_closing():
-            return
-        if self._half or not self.transport.can_write_eof():
-            self._set(LINGERING, self._host.limits.write_s)
-            self.transport.close()
+        self._in.forget()
+        if self.stage in (LINGERING, GONE) or self.transport.is_closing():
             return
         self._set(LINGERING, LINGER_S)
-        self.transport.write_eof()
-        self._resume()
-
-    def _cancel(self) -> None:
-        if self._task is not None and self._exchange is not None and not self._exchange.ended:
-            self._host.count("cancelled")
-            self._task.cancel()
+        if self._host.lingers(self) and not self._half and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._resume()
+        else:
+            self.transport.close()
 
     def _look_for_reader(self) -> None:
-        """The client sends no more: it may have gone, or wait for the response."""
+        """The client sends no more: it has gone, or waits for its response. Whoever has gone resets what is written."""
         exchange = self._exchange
-        if exchange is not None and exchange.begun:
-            self.transport.abort()
-            return
-        if exchange is not None and exchange.minor:
-            self.transport.write(replies.CONTINUE)  # whoever has gone answers this with a reset
+        if self._peer != "unix" and exchange is not None and not exchange.ended:
+            probe = exchange.probe()
+            if probe is None:
+                self.transport.abort()
+                return
+            self.transport.write(probe)
         self._host.departures.watch(self.transport, self.transport.abort, half=False)
 
-    def _other_side_ended(self) -> None:
-        if self.stage == ANSWERING and not self._half:
-            self._half = True
-            self._look_for_reader()
-
     def _pause(self) -> None:
-        if not self._paused:
+        if not self._paused and not self._half and not self.transport.is_closing():
             self._paused = True
             self.transport.pause_reading()
-            self._host.departures.watch(self.transport, self._other_side_ended, half=True)
+            self._host.departures.watch(self.transport, self._look_for_reader, half=True)
 
     def _resume(self) -> None:
-        if self._paused:
+        if self._paused and not self.transport.is_closing():
             self._paused = False
             self._host.departures.forget(self.transport)
             self.transport.resume_reading()

@@ -9,8 +9,9 @@ from gpuinfer.http.malformed import Malformed
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _EARLY = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|(?<!\r)\n|\r[^\n]")
-_VERSION = re.compile(rb"HTTP/[0-9](?:\.[0-9]+)?")
+_VERSION = re.compile(rb"HTTP/[0-9](?:\.[0-9])?")
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_TARGET = re.compile(rb"/[!\"$-~]*")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
@@ -35,7 +36,8 @@ def early(part: bytes, start: int, limits: HttpLimits) -> bool:
 
 
 def _of_line(line: bytes, number: int, unfinished: bool, limits: HttpLimits) -> Malformed | None:
-    control = _CONTROL.search(line[: limits.line_bytes + 1].rstrip(b"\r") if unfinished else line[: limits.line_bytes])
+    known = line.removesuffix(b"\r") if unfinished else line  # whose LF may be on its way
+    control = _CONTROL.search(known[: limits.line_bytes])
     if control is not None:
         return Malformed(400, "a bare line end or another control character in the head. Lines end in CR LF.")
     if len(line) > limits.line_bytes:
@@ -57,7 +59,7 @@ def _of_request_line(line: bytes) -> Malformed | None:
         return Malformed(400, "a request line that is not 'METHOD /path HTTP/1.1'.")
     if method not in (b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"):
         return Malformed(501, "an unknown method.")
-    if not target.startswith(b"/") or not all(0x21 <= byte <= 0x7E for byte in target):
+    if not _TARGET.fullmatch(target):
         return Malformed(400, "a target that is no path. Send one that begins with a slash, and the host in Host.")
     return None
 

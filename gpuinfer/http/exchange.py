@@ -16,6 +16,7 @@ Handler = Callable[["Exchange"], Awaitable[None]]
 Quick = Callable[["Exchange"], bool]
 """Asked as soon as a head is there, before the body: whether it has answered, by `respond`."""
 
+COMMENT = b":\n\n"  # to a reader of server-sent events
 FRESH, BEGUN, ENDED = range(3)
 NO_BODY = frozenset({204, 304})
 
@@ -29,7 +30,6 @@ class Outlet(Protocol):
 
     def send(self, data: bytes) -> None: ...
     async def room(self) -> None: ...
-    def ended(self) -> None: ...
 
 
 class Exchange:
@@ -37,9 +37,11 @@ class Exchange:
 
     __slots__ = (
         "_chunked",
+        "_events",
         "_outlet",
         "_query",
         "_stage",
+        "_whole",
         "body",
         "headers",
         "keep",
@@ -65,6 +67,8 @@ class Exchange:
         self._query: Mapping[str, str] | None = None
         self._stage = FRESH
         self._chunked = False
+        self._events = False  # the body is of server-sent events,
+        self._whole = True  # and the last of them is complete
 
     @property
     def query(self) -> Mapping[str, str]:
@@ -92,7 +96,6 @@ class Exchange:
         head = replies.head(status, content_type if body else "", -1 if bare else len(body), self.keep, headers)
         self._stage = ENDED
         self._outlet.send(head if bare or self.method == "HEAD" else head + body)
-        self._outlet.ended()
 
     def refuse(self, status: int, message: str, headers: Pairs = (), *, code: str | None = None) -> None:
         """Respond with an error in OpenAI's shape."""
@@ -104,6 +107,7 @@ class Exchange:
         self._chunked = self.minor > 0
         head = replies.head(status, content_type, None if self._chunked else -1, self.keep, headers)
         self._stage = BEGUN
+        self._events = self._chunked and content_type.startswith("text/event-stream")
         self._outlet.send(head)
 
     async def write(self, data: bytes) -> None:
@@ -111,6 +115,7 @@ class Exchange:
         self._leave(BEGUN)
         if data and self.method != "HEAD":
             self._outlet.send(replies.chunk(data) if self._chunked else data)
+            self._whole = data.endswith(b"\n\n")
         await self._outlet.room()
 
     def end(self) -> None:
@@ -119,7 +124,12 @@ class Exchange:
         self._stage = ENDED
         if self._chunked and self.method != "HEAD":
             self._outlet.send(replies.LAST_CHUNK)
-        self._outlet.ended()
+
+    def probe(self) -> bytes | None:
+        """Bytes that mean nothing to a client that reads, now; None: there are none such."""
+        if self._stage == FRESH:
+            return replies.CONTINUE if self.minor else b""
+        return replies.chunk(COMMENT) if self._events and self._whole else None
 
     def _leave(self, stage: int) -> None:
         if self._stage != stage:

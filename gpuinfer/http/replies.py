@@ -14,7 +14,10 @@ Pairs = Sequence[tuple[str, str]]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+RETRY = [("Retry-After", "1")]
 TYPES = {
+    501: "invalid_request_error",
+    505: "invalid_request_error",
     403: "permission_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -81,6 +84,12 @@ def head(status: int, content_type: str, length: int | None, keep: bool, headers
     else:
         more += f"\r\nContent-Length: {length}\r\n\r\n"
     return _beginning(status, content_type) + _clock.now() + more.encode("latin-1")
+
+
+def refusal(status: int, message: str, *, head_only: bool = False) -> bytes:
+    """The whole response to what is no request that could be answered; the connection closes after it."""
+    body = error_bytes(message, type_of(status))
+    return head(status, "application/json", len(body), False, RETRY if status == 503 else ()) + body * (not head_only)
 
 
 def check_field(name: str, value: str) -> None:

@@ -15,6 +15,7 @@ from gpuinfer.http.exchange import Handler, Quick
 from gpuinfer.http.limits import HttpLimits
 
 SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
+LINGERERS = 1024
 LOOK_S = 1.0  # how often deadlines are looked at, at most
 
 
@@ -33,6 +34,7 @@ class HttpServer:
         self.bodies = 0
         self.closing = False
         self._connections: set[Connection] = set()
+        self._lingering: set[Connection] = set()  # those whose last response is written, until the client closes too
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
         self._counts: Counter[str] = Counter()
@@ -70,14 +72,7 @@ class HttpServer:
     async def drain(self, within_s: float) -> bool:
         """Stop accepting, and wait for the responses under way. Whether all were complete in time."""
         self.stop_accepting()
-        if not self._connections:
-            return True
-        self._emptied.clear()
-        try:
-            await asyncio.wait_for(self._emptied.wait(), within_s)
-        except TimeoutError:
-            return False
-        return True
+        return await self._empty(within_s)
 
     async def close(self) -> None:
         """Stop now: what is under way is cancelled and broken off."""
@@ -85,16 +80,15 @@ class HttpServer:
         tasks = [one for one in (connection.end() for connection in list(self._connections)) if one is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        while self._connections:
-            for connection in list(self._connections):
-                connection.transport.abort()
-            await asyncio.sleep(0)
+        for connection in [*self._connections, *self._lingering]:
+            connection.transport.abort()
+        await self._empty(1.0)
         self._look_at.cancel()
         self.departures.close()
 
     @property
     def counts(self) -> Mapping[str, int]:
-        return {**self._counts, "connections": len(self._connections), "body_bytes": self.bodies}
+        return {**self._counts, "connections": len(self._connections) + len(self._lingering), "body_bytes": self.bodies}
 
     # For its connections
 
@@ -102,24 +96,45 @@ class HttpServer:
         """One more; where that is too many, it is told so."""
         self._counts["accepted"] += 1
         self._connections.add(connection)
-        beyond = len(self._connections) - self.limits.connections
+        beyond = len(self._connections) + len(self._lingering) - self.limits.connections
         if beyond > 0:
             self._counts["crowded"] += 1
             connection.crowd(heard=beyond <= SPARE)
 
+    def lingers(self, connection: Connection) -> bool:
+        """Its last response is written. Whether there is room to wait until the client closes too."""
+        self._leave(connection)
+        self._lingering.add(connection)
+        return len(self._lingering) <= LINGERERS
+
     def closed(self, connection: Connection) -> None:
+        """It is gone."""
+        self._lingering.discard(connection)
+        self._leave(connection)
+
+    def count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def _leave(self, connection: Connection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._emptied.set()
 
-    def count(self, what: str) -> None:
-        self._counts[what] += 1
+    async def _empty(self, within_s: float) -> bool:
+        """Wait until all connections have had their last response."""
+        if self._connections:
+            self._emptied.clear()
+            try:
+                await asyncio.wait_for(self._emptied.wait(), within_s)
+            except TimeoutError:
+                return False
+        return True
 
     def _connection(self) -> Connection:
         return Connection(self)
 
     def _look(self) -> None:
         now = self.loop.time()
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._lingering]:
             connection.overdue(now)
         self._look_at = self.loop.call_later(self._every, self._look)

@@ -27,10 +27,10 @@ REMEMBERED = 256  # bytes: the paths of longer targets are worked out each time
 
 # Possessive quantifiers: the time is linear in the length, whatever is sent.
 _HEAD = re.compile(
-    r"(?P<method>[A-Z]++) (?P<target>/[!-~]*+) HTTP/1\.(?P<minor>[01])\r\n"
+    r"(?P<method>[A-Z]++) (?P<target>/[!\"$-~]*+) HTTP/1\.(?P<minor>[01])\r\n"
     r"(?P<fields>(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
 )
-_HOST = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*+|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5})?")
+_HOST = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+;=%-]*+|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5})?")
 _LENGTH = re.compile(rf"[0-9]{{1,{LENGTH_DIGITS}}}")
 _ONCE = frozenset({"host", "content-length", "transfer-encoding", "authorization", "content-type", "expect", "origin"})
 
@@ -105,6 +105,9 @@ def _length(headers: Mapping[str, str], modern: bool) -> int | None:
     if coding is not None:
         _check_chunked(coding, length, modern)
         return None
+    expect = headers.get("expect")
+    if expect is not None and expect.lower() != "100-continue":
+        raise Malformed(417, "an unknown expectation. Leave the Expect header out.")
     if length is None:
         return 0
     if not _LENGTH.fullmatch(length):
