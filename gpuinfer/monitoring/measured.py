@@ -114,10 +114,13 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
     if (busy := device.get("utilisation")) is not None:
         yield one("gpuinfer_device_utilization_ratio", "How busy the device says it is, 0 to 1.", "gauge", busy)
     yield _info("gpuinfer_device_info", "The device that computes.", {"name": device.get("name")})
-    model: Mapping[str, Any] = device.get("model") or {}
-    yield _info("gpuinfer_model_info", "The model that is served.", {"name": model.get("name")})
     versions = {"version": __version__, "python": platform.python_version()}
     yield _info("gpuinfer_build_info", "What is running.", versions)
+
+
+def serving(model: str) -> Family:
+    """Which model a server serves: its snapshot does not know."""
+    return _info("gpuinfer_model_info", "The model that is served.", {"name": model})
 
 
 def _info(name: str, help: str, facts: Mapping[str, Any]) -> Family:

@@ -11,7 +11,8 @@ from gpuinfer import __version__
 from gpuinfer.http.exchange import Exchange, Handler
 from gpuinfer.http.paths import Route
 from gpuinfer.monitoring.events import Seen, Watching
-from gpuinfer.monitoring.metrics import CONTENT_TYPE, exposition
+from gpuinfer.monitoring.measured import serving
+from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.monitoring.page import FILES, asset
 from gpuinfer.serving.service import Service
 
@@ -42,9 +43,12 @@ async def _see(service: Service) -> Seen:
 
 
 def _metrics(service: Service) -> Handler:
+    floor: Floor = {}
+
     async def handle(exchange: Exchange) -> None:
         await service.session.refresh()
-        exchange.respond(200, await asyncio.to_thread(exposition, service.session.snapshot()), CONTENT_TYPE)
+        snapshot, more = service.session.snapshot(), [serving(service.name)]
+        exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
 
     return handle
 

@@ -12,8 +12,10 @@ from monitoring.synthetic import Server, worker
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuinfer.monitoring.measured import serving
 from gpuinfer.monitoring.metrics import exposition
 from gpuinfer.monitoring.page import asset
+from gpuinfer.monitoring.router import of_router
 from gpuinfer.monitoring.workers import of_workers
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
@@ -21,7 +23,8 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
 
 def everything() -> Sequence[Metric]:
     """All families, of a fleet of text that has counted everything."""
-    text = exposition(Server().step(), list(of_workers([worker(0), worker(1)])))
+    more = [serving("tiny"), *of_workers([worker(0), worker(1)]), *of_router({"connections": 3, "requests": 7})]
+    text = exposition(Server().step(), more)
     return list(text_string_to_metric_families(text.decode()))
 
 

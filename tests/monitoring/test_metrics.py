@@ -11,7 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuinfer.api import Reason
 from gpuinfer.monitoring.families import DURATIONS, durations
+from gpuinfer.monitoring.measured import serving
 from gpuinfer.monitoring.metrics import exposition
+from gpuinfer.monitoring.router import of_router
 from gpuinfer.monitoring.workers import of_workers
 from gpuinfer.stats import ERRORS, Histogram, Snapshot
 
@@ -92,13 +94,22 @@ def test_counters_are_there_before_they_first_count_and_never_fall():
         before = now
 
 
+def test_seconds_that_were_told_are_not_taken_back():
+    lane = {"name": "forward 0", "stations": {"forward": 10.0, "idle": 5.0}}
+    later = {"name": "forward 0", "stations": {"forward": 9.999, "idle": 5.1}}
+    floor: dict[tuple[str, ...], float] = {}
+    exposition(Snapshot(lanes=(lane,)), floor=floor)
+    samples = read(exposition(Snapshot(lanes=(later,)), floor=floor))
+    assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="forward") == 10.0
+    assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="idle") == 5.1
+
+
 def test_names_from_outside_are_escaped_and_bounded():
     lanes = tuple(
         {"name": f"{HOSTILE} lane-{lane}", "stations": {f"station {number} {HOSTILE}": 1.0 for number in range(100)}}
         for lane in "abcdefghijklmnopqrstuvwxyz"
     )
-    told = Server(model=HOSTILE).snapshot(lanes=lanes)
-    text = exposition(told, list(of_workers([worker(0, id=HOSTILE)])))
+    text = exposition(Server().snapshot(lanes=lanes), [serving(HOSTILE), *of_workers([worker(0, id=HOSTILE)])])
     samples = read(text)
     seconds = [value for (name, _), value in samples.items() if name == "gpuinfer_lane_seconds_total"]
     assert len(seconds) <= 17 * 25
@@ -114,7 +125,8 @@ def test_scrapes_share_nothing():
 
 @pytest.mark.system
 def test_promtool_has_nothing_to_say(snapshot):
-    for text in (exposition(Snapshot()), exposition(snapshot, list(of_workers(WORKERS)))):
+    more = [serving(HOSTILE), *of_workers(WORKERS), *of_router({"requests": 7})]
+    for text in (exposition(Snapshot()), exposition(snapshot, more)):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
         )

@@ -50,6 +50,7 @@ def test_metrics_count_what_was_asked_and_never_fall(rows):
     for _ in range(5):
         assert rows.ask("/v1/evaluate", ROW).status == 200
     after = metrics(rows)
+    assert after["gpuinfer_model_info", "blobnet-small"] == 1
     asked = "gpuinfer_requests_total", "normal"
     assert after[asked] - before[asked] >= 5
     assert after["gpuinfer_request_duration_seconds_count", "normal"] == after[asked]
