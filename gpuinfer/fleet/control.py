@@ -19,7 +19,9 @@ from gpuinfer.http.exchange import Exchange
 from gpuinfer.http.paths import Paths, Route
 from gpuinfer.http.server import HttpServer
 from gpuinfer.monitoring.events import Seen, Watching
-from gpuinfer.monitoring.metrics import CONTENT_TYPE, exposition
+from gpuinfer.monitoring.measured import serving
+from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
+from gpuinfer.monitoring.router import of_router
 from gpuinfer.monitoring.workers import of_workers
 from gpuinfer.stats import Snapshot
 
@@ -33,6 +35,7 @@ class View(Protocol):
     def ready(self) -> bool: ...
     def about(self) -> Mapping[str, Any]: ...
     def workers(self) -> list[dict[str, Any]]: ...
+    def totals(self) -> Mapping[str, int]: ...
     async def snapshot(self) -> Snapshot: ...
     async def stats(self) -> dict[str, Any]: ...
     async def add(self, url: str | None = None, key: str | None = None) -> Any: ...
@@ -53,6 +56,7 @@ class Control:
     def __init__(self, fleet: View, access: Access, key: str, socket: str) -> None:
         self._fleet, self._key, self._socket = fleet, key, socket
         self._watching = Watching(self._see)
+        self._floor: Floor = {}
         self.paths = Paths(self._routes(), access)
         self._server: HttpServer | None = None
         self._began = time.monotonic()
@@ -61,8 +65,12 @@ class Control:
         self._server = HttpServer(self.paths, quick=self._quick)
         await self._server.listen_unix(self._socket)
 
-    async def close(self) -> None:
+    def leave(self) -> None:
+        """End what would go on for ever: the streams of those who watch."""
         self._watching.close()
+
+    async def close(self) -> None:
+        self.leave()
         if self._server is not None:
             await self._server.close()
 
@@ -110,8 +118,10 @@ class Control:
         exchange.respond(200, encode(await self._fleet.stats()))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        families = list(of_workers(self._fleet.workers()))
-        text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), families)
+        more = [*of_workers(self._fleet.workers()), *of_router(self._fleet.totals())]
+        if model := self._fleet.about().get("model"):
+            more.append(serving(model))
+        text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), more, self._floor)
         exchange.respond(200, text, CONTENT_TYPE)
 
     async def _openapi(self, exchange: Exchange) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from gpuinfer.http.exchange import Exchange
 from gpuinfer.http.paths import Route
 from gpuinfer.monitoring.events import Watching
-from gpuinfer.monitoring.page import asset
+from gpuinfer.monitoring.page import FILES, asset
 
 
 def routes(watching: Watching) -> list[Route]:
     """The files hold nothing of the fleet's, and need no key; the events do."""
-    files = [Route("GET", path, _file, "open", told) for path, told in FILES.items()]
+    files = [Route("GET", path, _file, "open", "The live page") for path in FILES]
     return [*files, Route("GET", "/events", watching, "api", "Looks at the fleet, one a second (server-sent events)")]
-
-
-FILES = {"/": "The live page", "/page.js": "Its script", "/page.css": "Its style"}
 
 
 async def _file(exchange: Exchange) -> None:

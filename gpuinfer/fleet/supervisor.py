@@ -110,6 +110,10 @@ class Fleet:
         """All, each with what the router has counted of it."""
         return [self._told(worker) for worker in self._members.all.values()]
 
+    def totals(self) -> dict[str, int]:
+        """What the router has counted."""
+        return asdict(self._routers.totals())
+
     async def snapshot(self) -> Snapshot:
         """What our own replicas have counted, those included that are gone."""
         return await self._counting.fetch(self._members.all.values())
@@ -117,7 +121,7 @@ class Fleet:
     async def stats(self) -> dict[str, Any]:
         """What `/stats` answers."""
         snapshot = await self.snapshot()
-        workers, totals = self.workers(), self._routers.totals()
+        workers, totals = self.workers(), self.totals()
         limits = self.plan.limits
         return {
             "server": "gpuinfer",
@@ -125,9 +129,9 @@ class Fleet:
             "uptime_s": time.monotonic() - self._began,
             "total_workers": len(workers),
             "healthy_workers": sum(worker["healthy"] for worker in workers),
-            "total_requests": totals.requests,
+            "total_requests": totals["requests"],
             "workers": workers,
-            "router": {"policy": self.plan.routing, "processes": self.plan.router_processes, **asdict(totals)},
+            "router": {"policy": self.plan.routing, "processes": self.plan.router_processes, **totals},
             "scaling": {
                 **asdict(limits),
                 "replicas": len(self._members.own),
@@ -144,6 +148,7 @@ class Fleet:
         """Take nothing new and let all that is under way finish, then the replicas leave. Whether all of it did."""
         within_s = self.plan.drain_s if within_s is None else within_s
         self._end_tasks()
+        self._control.leave()
         whole = await self._routers.drain(within_s)
         await self._members.end(END_S)
         return whole

@@ -162,7 +162,8 @@ function show(look) {
   write(by("model"), model);
   document.title = model === "gpuinfer" ? model : `${model} · gpuinfer`;
   const up = about.up_s === undefined ? "" : `up ${span(about.up_s)}`;
-  const told = [about.version && `gpuinfer ${about.version}`, about.backend, about.strategy, up];
+  const routed = about.policy && `routed ${about.policy}`;
+  const told = [about.version && `gpuinfer ${about.version}`, about.backend, about.strategy, routed, up];
   write(by("about"), told.filter(Boolean).join(" · "));
   if (look.seconds >= 1) write(by("window"), String(Math.round(look.seconds)));
   showRates(rates, totals);
