@@ -1,0 +1,233 @@
+"""Whatever pieces the bytes come in, and however many hops read them: the same meaning."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_router import ANSWER, EVENTS, Router, Upstream, chunk, post, routing
+
+from gpuinfer.fleet.router.chunks import BadChunk, ChunkReader
+from gpuinfer.fleet.router.client_side import Door
+from gpuinfer.fleet.router.events import Events
+from gpuinfer.fleet.router.link import Link
+from gpuinfer.fleet.router.request_head import RequestHead
+from gpuinfer.fleet.router.response_head import Broken, ResponseHead
+from gpuinfer.fleet.router.room import Room
+from gpuinfer.http.strict import Malformed, check_head, parse_head
+
+ANSWERS = {
+    "a length": (ANSWER, b'{"answer": "ok"'),
+    "no body": (b"HTTP/1.1 204 No\r\n\r\n", b""),
+    "chunks": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + chunk(b"a" * 20)
+        + chunk(b"\r\n\r\n")
+        + b"0\r\nA: b\r\n\r\n",
+        b"a" * 20 + b"\r\n\r\n",
+    ),
+    "events": (
+        EVENTS + chunk(b"data: 1\n\n") + chunk(b"data: 2\n") + chunk(b"\ndata: 3\n\n") + b"0\r\n\r\n",
+        b"data: 1\n\ndata: 2\n\ndata: 3\n\n",
+    ),
+    "interim": (b"HTTP/1.1 103 Early\r\nLink: <x>\r\n\r\n" + ANSWER, b'{"answer": "ok"'),
+}
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = sorted({place % len(data) for place in places} | {0, len(data)})
+    return [data[one:other] for one, other in itertools.pairwise(edges)]
+
+
+class Fed:
+    """Stands where a socket would: what it is told to send is fed piece by piece, without a network between."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    abort = close
+    pause_reading = resume_reading = lambda self: None
+
+
+async def through(router: Router, request: list[bytes], answer: list[bytes]) -> tuple[bytes, bytes]:
+    """What the replica and the client receive."""
+    pool, upstream, client = router.relay.members.usable[0].pool, Fed(), Fed()
+    link = Link(pool)
+    link.connection_made(upstream)
+    pool.take_back(link)
+    side = Door(router.relay).protocol()
+    side.connection_made(client)
+    for piece in request:
+        side.data_received(piece)
+    assert side._trip is not None
+    for piece in answer:
+        link.data_received(piece)
+    assert side._trip is None
+    side.connection_lost(None)
+    link.drop()
+    return upstream.sent, client.sent
+
+
+def content(data: bytes) -> bytes:
+    head, _, body = data.partition(b"\r\n\r\n")
+    if b"chunked" not in head:
+        return body
+    reader = ChunkReader()
+    found = reader.feed(body)
+    assert (reader.done, reader.rest) == (True, b"")
+    return found
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@given(st.lists(st.integers(0, 10_000), max_size=12), st.lists(st.integers(0, 10_000), max_size=12), st.booleans())
+def test_any_pieces_are_read_as_the_whole(kind, cuts, other_cuts, chunked):
+    body = b'{"prompt": "\xff\r\n\r\n"}'
+    request = post(body)
+    if chunked:
+        request = request.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
+        request = request[: -len(body)] + chunk(body[:5]) + chunk(body[5:]) + b"0\r\n\r\n"
+    answer, expected = ANSWERS[kind]
+
+    async def go() -> tuple[bytes, bytes]:
+        async with routing(Upstream()) as router:
+            return await through(router, cut(request, cuts), cut(answer, other_cuts))
+
+    asked, answered = asyncio.run(go())
+    assert asked.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert asked.endswith(b"\r\n\r\n" + body)
+    assert content(answered) == expected
+
+
+def status(read: Callable[[bytes], object], raw: bytes) -> int | None:
+    """What a head is refused with."""
+    try:
+        read(raw)
+    except Malformed as error:
+        return error.status
+    return None
+
+
+NAMES = ["Host", "Content-Length", "Transfer-Encoding", "Connection", "X-A", "content-type", "Expect", "Authorization"]
+VALUES = [
+    "a",
+    "5",
+    "05",
+    "+5",
+    "5, 5",
+    "chunked",
+    "Chunked",
+    "gzip, chunked",
+    "close",
+    "keep-alive, x-a",
+    "",
+    " x ",
+    "[::1]:80",
+    "a b",
+]
+LINES = st.tuples(
+    st.sampled_from([*NAMES, "Bad Name", "", "X\xe9"]),
+    st.sampled_from([":", ": ", " :", ":\t"]),
+    st.sampled_from(VALUES),
+)
+
+
+@given(
+    st.sampled_from(["GET", "POST", "HEAD", "get", "BREW", "CONNECT"]),
+    st.sampled_from(["/v1/x", "/v1/%2e%2e/x", "*", "/a//b", "/v1/x?y=z", "/\xe9", "http://a/"]),
+    st.sampled_from(["HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/1.1 "]),
+    st.lists(LINES, max_size=5),
+    st.sampled_from(["\r\n", "\r\n", "\r\n", "\n", "\r\n "]),
+)
+def test_the_router_takes_no_head_that_the_strict_reader_refuses_and_reads_the_rest_alike(
+    method, target, version, lines, end
+):
+    text = f"{method} {target} {version}\r\n" + "".join(name + colon + value + end for name, colon, value in lines)
+    raw = f"{text}\r\n".encode("latin-1")
+    if (refused := status(check_head, raw)) is not None:
+        assert status(RequestHead, raw) == refused
+        return
+    ours, theirs = RequestHead(raw), parse_head(raw)
+    assert ours.method.decode() == theirs.method
+    assert (None if ours.length < 0 else ours.length) == theirs.length
+    assert ours.target == theirs.target
+    assert ours.close is not theirs.keep
+    for name in (b"connection", b"host", b"transfer-encoding", b"content-length", b"authorization", b"expect"):
+        assert b"\n" + name + b":" not in ours.lines.lower()
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=30), max_size=6),
+    st.lists(st.integers(0, 500), max_size=10),
+    st.binary(max_size=5),
+)
+def test_chunks_end_where_they_end_in_any_pieces(parts, places, after):
+    data = b"".join(chunk(part) for part in parts) + b"0\r\n\r\n"
+    reader, found = ChunkReader(), b""
+    *pieces, last = cut(data, places)
+    for piece in pieces:
+        found += reader.feed(piece)
+        assert not reader.done
+    found += reader.feed(last + after)
+    assert (found, reader.done, reader.rest) == (b"".join(parts), True, after)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"g\r\n",
+        b"1;a=b\r\nx\r\n",
+        b"1\nx\n",
+        b"-1\r\n",
+        b"0x1\r\nx\r\n",
+        b" 1\r\nx\r\n",
+        b"1\r\nxy\r\n",
+        b"F" * 16,
+        b"0\r\nA\nB\r\n",
+    ],
+)
+def test_what_is_no_chunk_is_not_taken_for_one(data):
+    with pytest.raises(BadChunk):
+        ChunkReader().feed(data)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_of_a_replica_do_more_than_break_its_connection(data):
+    for read in (
+        lambda: ResponseHead(b"HTTP/1.1 200 OK\r\n" + data + b"\r\n\r\n", b"GET"),
+        lambda: ChunkReader().feed(data),
+    ):
+        with contextlib.suppress(Broken, BadChunk):
+            read()
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x\n\n", b"id: 0.7\ndata: y\n\n", b": ping\n\n", b"data: z\r\n\r\n"])),
+    st.lists(st.integers(0, 999)),
+)
+def test_only_whole_events_go_out_and_all_of_them(parts, places):
+    whole = b"".join(parts)
+    events, found = Events(1 << 20, Room(1 << 20)), b""
+    for piece in cut(whole, places) if whole else []:
+        out = events.take(piece)
+        assert out == b"" or out.endswith((b"\n\n", b"\n\r\n"))
+        found += out
+    assert found == whole

@@ -1,0 +1,142 @@
+"""Router processes: started, told, killed, replaced, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+from run_router import ANSWER, Answer, Connection, Upstream, config, free_port, member, post, until
+
+from gpuinfer.errors import UsageError
+from gpuinfer.fleet.roster import Member, Roster
+from gpuinfer.fleet.router.processes import Routers
+
+
+@contextlib.asynccontextmanager
+async def processes(*upstreams: Upstream, **changes) -> AsyncIterator[tuple[Routers, int]]:
+    async with contextlib.AsyncExitStack() as stack:
+        for upstream in upstreams:
+            await stack.enter_async_context(upstream.running())
+        routers = Routers(config(**changes), told.append)
+        stack.push_async_callback(routers.close)
+        port = await routers.start()
+        routers.update(Roster(1, tuple(member(upstream, number) for number, upstream in enumerate(upstreams))))
+        yield routers, port
+
+
+told: list = []
+
+
+async def ask(port: int) -> Answer:
+    connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
+    try:
+        await connection.send(post())
+        return await connection.answer()
+    finally:
+        connection.close()
+
+
+async def test_two_processes_share_a_port_their_counters_and_what_is_in_flight():
+    release = asyncio.Event()
+
+    async def slow(request, writer):
+        await release.wait()
+        writer.write(ANSWER)
+
+    upstreams = [Upstream(slow) for _ in range(4)]
+    async with processes(*upstreams, processes=2) as (routers, port):
+        assert len(set(routers.pids())) == 2
+        asking = []
+        for number in range(24):  # one after the other, so that each choice knows of the ones before
+            asking.append(asyncio.create_task(ask(port)))
+            await until(lambda number=number: sum(len(one.asked) for one in upstreams) > number)
+        assert [len(one.asked) for one in upstreams] == [6, 6, 6, 6]
+        counted = routers.counters()
+        assert [counted[number].in_flight for number in range(4)] == [6, 6, 6, 6]
+        assert routers.totals().connections == 24
+        release.set()
+        assert {(await one).status for one in asking} == {200}
+        await until(lambda: sum(one.in_flight for one in routers.counters().values()) == 0)
+        assert sum(one.requests for one in routers.counters().values()) == 24
+        assert routers.totals().requests == 24
+        with pytest.raises(UsageError, match="in use"):
+            await Routers(config(port=port, processes=2), told.append).start()
+        assert await routers.drain(30)
+
+
+async def test_a_killed_process_is_replaced_knows_the_fleet_and_nobody_is_refused_meanwhile():
+    async with processes(Upstream()) as (routers, port):
+        assert (await ask(port)).status == 200
+        (first,) = routers.pids()
+        os.kill(first, signal.SIGKILL)
+        answers = await asyncio.gather(*(ask(port) for _ in range(10)), return_exceptions=True)
+        lost = [one for one in answers if isinstance(one, Exception)]
+        assert all(isinstance(one, (ConnectionResetError, asyncio.IncompleteReadError)) for one in lost)
+        await until(lambda: routers.pids() not in ([], [first]))
+        assert (await ask(port)).status == 200
+        assert routers.totals().restarts == 1
+        assert routers.counters()[0].requests >= 2
+        assert routers.counters()[0].in_flight == 0
+
+
+async def test_draining_answers_all_that_is_under_way_and_takes_in_who_is_at_the_door():
+    release = asyncio.Event()
+
+    async def slow(request, writer):
+        await release.wait()
+        writer.write(ANSWER)
+
+    upstream = Upstream(slow)
+    async with processes(upstream) as (routers, port):
+        asking = [asyncio.create_task(ask(port)) for _ in range(8)]
+        await until(lambda: len(upstream.asked) == 8)
+        draining = asyncio.create_task(routers.drain(30))
+        await asyncio.sleep(0)
+        release.set()
+        answers = await asyncio.gather(*asking)
+        assert {answer.status for answer in answers} == {200}
+        assert await draining
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_draining_has_an_end():
+    async def hang(request, writer):
+        await asyncio.Event().wait()
+
+    upstream = Upstream(hang)
+    async with processes(upstream) as (routers, port):
+        asking = asyncio.create_task(ask(port))
+        await until(lambda: upstream.asked)
+        assert not await routers.drain(0.2)
+        await routers.close()
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await asking
+
+
+async def test_a_port_in_use_is_said_to_be_before_anything_starts():
+    async with Upstream().running() as upstream:
+        with pytest.raises(UsageError, match=f"port {upstream.port} .* is in use"):
+            await Routers(config(port=upstream.port), told.append).start()
+
+
+async def test_an_older_roster_changes_nothing():
+    async with processes(Upstream()) as (routers, port):
+        routers.update(Roster(0, ()))
+        assert (await ask(port)).status == 200
+
+
+async def test_failures_are_told_to_the_owner():
+    async with processes() as (routers, port):
+        told.clear()
+        routers.update(Roster(2, (Member(7, "127.0.0.1", free_port(), "up"),)))
+        asking = asyncio.create_task(ask(port))
+        await until(lambda: told)
+        assert told[0] == {"event": "failed", "member": 7, "kind": "refused"}
+        await until(lambda: routers.counters()[7].breaker == "open")
+        asking.cancel()
+        await asyncio.wait((asking,))
