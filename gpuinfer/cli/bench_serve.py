@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NAME = "serve"
 COMMON = ("seed", "json", "quiet", "verbose", "config")
 SHARED = ("model", "features", "api_key_file")  # said to a server that is started here, and known of one at a URL
-NOT_THEIRS = ("host", "port", "ready_file", "behind_router", "setup_file", "help")
+NOT_THEIRS = ("leave_with_parent", "host", "port", "ready_file", "behind_router", "setup_file", "help")
 PANEL = "The server, where no URL is given"
 REPEATS, LOOK_S = 1, 0.5
 TEXT = """Put a load on a server, and say how fast it answers, at what latencies.
@@ -278,6 +278,5 @@ def _document(turns: Turns, plan: Plan, course: Course, own: Options, began: str
     document["serve"] = shown.section(load, turns.summaries, left, {way.name: way.replicas for way in plan.ways})
     document["serve"]["scaling"] = shown.scaling(document)
     document["why"] = ""
-    if len(plan.ways) == 1:
-        document["verdict"] = shown.verdict(document)
+    document["verdict"] = shown.verdict(document) or document["verdict"]
     return document

@@ -152,9 +152,9 @@ def test_goodput_counts_what_was_in_time():
 
 
 def test_who_answered_and_why():
-    script = Script(route="replica-1 least-loaded 3<5")
+    script = Script(route="replica=1; why=least-loaded 3<5; attempt=1")
     _, figures = sent(script, Load(1, None, None, 5, 0.0))
-    assert figures["routes"] == {"replica-1": {"least-loaded": 5}}
+    assert figures["routes"] == {"1": {"least-loaded": 5}}
 
 
 @pytest.mark.parametrize("binary", [True, False])

@@ -85,10 +85,12 @@ def test_what_promises_nothing(text):
 
 def test_routes_by_replica():
     one, two, three = (record(0.0, 1.0) for _ in range(3))
-    one.route, two.route, three.route = "replica-1 least-loaded 3<5", "replica-10 sticky", "replica-1 least-loaded 0=0"
+    one.route = "replica=1; why=least-loaded 3<5; attempt=1"
+    two.route = "replica=10; why=sticky; attempt=1"
+    three.route = "replica=1; why=least-loaded 0=0; attempt=2"
     assert routes([one, two, three, record(0.0, 1.0)]) == {
-        "replica-1": {"least-loaded": 2},
-        "replica-10": {"sticky": 1},
+        "1": {"least-loaded": 1, "least-loaded, repeated": 1},
+        "10": {"sticky": 1},
     }
 
 

@@ -16,12 +16,15 @@ Document = Mapping[str, Any]
 
 def percentiles(axes: Axes, document: Document, name: str) -> None:
     """Latency over percentile, a line for each way: how bad the worst are, which a median hides."""
+    from matplotlib.ticker import LogLocator
+
     for place, way in enumerate(document["serve"]["ways"]):
         curve = way["curves"][name]
         if curve:
             at = [100 * step / (len(curve) - 1) for step in range(len(curve))]
             axes.plot(at, curve, color=COLOURS[place % len(COLOURS)], label=way["name"], linewidth=1.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.set_xlim(0, 100)
     axes.set_xlabel("percentile of the requests")
     axes.yaxis.set_major_formatter(lambda value, _: short(value))

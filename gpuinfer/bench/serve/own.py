@@ -30,9 +30,12 @@ async def serving(
         arguments=(),
     )
     ready = ("--host", "127.0.0.1", "--port", "0", "--ready-file", str(plan.ready_file))
+    for left in (plan.ready_file, plan.log):  # by a run before, in the same folder
+        left.unlink(missing_ok=True)
     server = await Local(command=(*command, "serve", *words, *ready)).launch(plan)
     try:
         host, port = await server.ready(START_S)
         yield f"http://{host}:{port}"
     finally:
         await server.terminate(END_S)
+        plan.ready_file.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -107,10 +108,27 @@ def about(document: Document) -> str:
     return f"{load['said']}; {count}" if runs else "nothing was measured"
 
 
-def verdict(document: Document) -> str:
-    """Of one way alone."""
-    if not document["serve"]["ways"]:
-        return "Nothing was measured to the end."
+def _answered(way: Mapping[str, Any]) -> list[str]:
+    """How evenly its replicas were asked, and by which reasons."""
+    each = [sum(whys.values()) for whys in way["routes"].values()]
+    whys: Counter[str] = Counter()
+    for one in way["routes"].values():
+        whys.update(one)
+    said = ", ".join(f"{why} {whole(times)}" for why, times in whys.most_common())
+    return [way["name"], whole(len(each)), whole(min(each)), whole(max(each)), said]
+
+
+def verdict(document: Document) -> str | None:
+    """Of one way alone, or of numbers of replicas; None: that of any comparison."""
+    if scaled := document["serve"]["scaling"]:
+        last = scaled[-1]
+        return (
+            f"{whole(last['replicas'])} replicas do {last['speedup']:.2f}×{between(last['speedup_ci95'])} what "
+            f"{whole(scaled[0]['replicas'])} {'does' if scaled[0]['replicas'] == 1 else 'do'}: "
+            f"{last['efficiency']:.0%} of what that would be at best."
+        )
+    if len(document["serve"]["ways"]) != 1:
+        return None
     way = document["serve"]["ways"][0]
     parts = [f"{number(way['requests_per_s'])} requests/s"]
     if way["output_tokens_per_s"]:
@@ -211,21 +229,6 @@ def _late(sender: Mapping[str, Any]) -> str:
 def more(document: Document) -> Iterator[Table]:
     """Tables for a page."""
     ways = document["serve"]["ways"]
-    if found := document["serve"]["scaling"]:
-        metric = document["comparison"][0]["metric"].replace("_per_s", "/s").replace("_", " ")
-        yield (
-            "How it scales",
-            ["replicas", metric, "times the first", "efficiency"],
-            [
-                [
-                    whole(one["replicas"]),
-                    number(one["median"]),
-                    f"{one['speedup']:.2f}{between(one['speedup_ci95'])}",
-                    f"{one['efficiency']:.1%}",
-                ]
-                for one in found
-            ],
-        )
     yield (
         "Latencies",
         ["", *ALL_AT],
@@ -236,21 +239,8 @@ def more(document: Document) -> Iterator[Table]:
             if way[name]
         ],
     )
-    if any(way["routes"] for way in ways):
-        yield (
-            "Who answered",
-            ["", "replica", "requests", "why"],
-            [
-                [
-                    way["name"],
-                    replica,
-                    whole(sum(whys.values())),
-                    ", ".join(f"{why} {whole(n)}" for why, n in whys.items()),
-                ]
-                for way in ways
-                for replica, whys in way["routes"].items()
-            ],
-        )
+    if routed := [_answered(way) for way in ways if way["routes"]]:
+        yield "Who answered", ["", "replicas", "fewest of one", "most of one", "why"], routed
     yield (
         "The sender itself",
         ["", "of a core", "sent late, p50", "p99", "max", "its event loop late, p99"],

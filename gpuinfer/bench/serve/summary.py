@@ -107,12 +107,18 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def routes(records: Iterable[Record]) -> dict[str, dict[str, int]]:
-    """How many requests each replica answered, by why they went there: `{replica: {policy: requests}}`."""
+    """How many requests each replica answered, by why they went there: `{replica: {policy: requests}}`.
+
+    The router says `replica=3; why=least-loaded 3<5; attempt=1` with each answer.
+    """
     found: dict[str, Counter[str]] = {}
     for one in records:
         if one.route:
-            replica, _, why = one.route.partition(" ")
-            found.setdefault(replica.rstrip(";,"), Counter())[why.split(" ")[0] or "only"] += 1
+            said = dict(part.strip().partition("=")[::2] for part in one.route.split(";"))
+            why = said.get("why", "").split(" ")[0] or "not said"
+            if said.get("attempt", "1") != "1":
+                why += ", repeated"
+            found.setdefault(said.get("replica", one.route), Counter())[why] += 1
     return {name: dict(found[name]) for name in sorted(found, key=lambda text: (len(text), text))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,21 +38,27 @@ class Target:
 
 async def look(client: Client) -> Target:
     """Ask who is there, once it has started. Raises `WorkError` when nobody is."""
+    models = decoded((await _once_started(client, "GET", "/v1/models")).body).get("data")
+    first: Any = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    model, features = first.get("id"), first.get("features")
+    return Target(
+        model if isinstance(model, str) else None,
+        "rows" if first.get("kind") == "rows" else "text",
+        first.get("owned_by") == "gpuinfer",
+        features if isinstance(features, int) else None,
+    )
+
+
+async def _once_started(
+    client: Client, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[str, str]] = ()
+) -> Response:
+    """The answer of a server that may still be loading its model."""
     until = clock() + PATIENCE_S
     while True:
-        health = decoded((await client.request("GET", "/health", timeout_s=PATIENCE_S)).body)
-        if health.get("status") != "starting" or clock() > until:
-            break
+        reply = await client.request(method, path, body, headers, PATIENCE_S)
+        if reply.status != LOADING or clock() > until:
+            return reply
         await asyncio.sleep(LOOK_S)
-    ours = health.get("server") == "gpuinfer"
-    models = decoded((await client.request("GET", "/v1/models", timeout_s=PATIENCE_S)).body).get("data")
-    first: Any = models[0] if isinstance(models, list) and models else {}
-    model = first.get("id") if isinstance(first, dict) else None
-    kind = "rows" if ours and health.get("kind") == "rows" else "text"
-    features = first.get("features")
-    return Target(
-        model if isinstance(model, str) else None, kind, ours, features if isinstance(features, int) else None
-    )
 
 
 async def scale(client: Client, calls: TextCalls) -> WordsOfTokens:
@@ -74,12 +80,7 @@ async def scale(client: Client, calls: TextCalls) -> WordsOfTokens:
 async def ask(client: Client, calls: Calls, number: int = 0) -> Response:
     """One request, so that what is wrong with all of them is said before they are sent. Raises `WorkError`."""
     headers = (("Content-Type", calls.content_type), ("Accept", calls.content_type))
-    until = clock() + PATIENCE_S
-    while True:
-        reply = await client.request("POST", calls.path, calls.make(number).body, headers, PATIENCE_S)
-        if reply.status != LOADING or clock() > until:
-            break
-        await asyncio.sleep(LOOK_S)  # it is still starting
+    reply = await _once_started(client, "POST", calls.path, calls.make(number).body, headers)
     if reply.status != 200:
         raise WorkError(
             f"{client.url}{calls.path} answers a first request with HTTP {reply.status}: {_said(reply)}\n"
