@@ -2,73 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from system.pages import served
+from system.pages import DESKTOP, PHONE, served
 
 pytestmark = pytest.mark.system
-
-CHROMIUM = "/usr/bin/chromium"
-WITHIN_MS = 60_000
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Watched:
-    """A tab, with all that it said on its console and asked of any host."""
-
-    def __init__(self, browser: Any, *, viewport: dict[str, int] = DESKTOP, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WITHIN_MS)
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def text(self, selector: str) -> str:
-        return str(self.page.inner_text(selector))
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + WITHIN_MS / 1000
-        while not condition():
-            assert time.monotonic() < end, self.page.inner_text("body")
-            self.page.wait_for_timeout(50)
-
-    def live(self, url: str) -> None:
-        self.page.goto(url + "/")
-        self.until(lambda: self.text("#state") == "live")
-        self.until(lambda: self.text("#throughput") not in ("–", "0"))
-
-    @property
-    def too_wide(self) -> bool:
-        return bool(self.page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
-
-
-@pytest.fixture
-def watched(browser) -> Iterator[Callable[..., Watched]]:
-    opened: list[Watched] = []
-
-    def make(**options: Any) -> Watched:
-        opened.append(Watched(browser, **options))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.context.close()
 
 
 @pytest.fixture(scope="module")

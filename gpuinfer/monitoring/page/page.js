@@ -253,7 +253,7 @@ function showWorkers(workers) {
 function workerRow() {
   const row = element("tr"), head = element("th"), state = element("td"), load = element("td"), bar = element("div", "bar");
   head.scope = "row";
-  head.append(element("span"), element("span", "quiet wide"), element("span", "quiet"));
+  head.append(element("span"), element("span", "quiet wide"), element("span", "quiet event"));
   state.append(element("span", "mark"));
   bar.append(element("span"));
   const pair = element("div", "load");
@@ -268,6 +268,7 @@ function fillWorker(worker, rate, most, [head, state, load, speed, answered, err
   write(name, /^\d+$/.test(worker.name) ? `replica ${worker.name}` : worker.name);
   write(url, (worker.url || "").replace(/^http:\/\//, ""));
   write(event, worker.last_event || "");
+  event.title = worker.last_event || ""; // whole, where two lines do not hold it
   const broken = worker.breaker && worker.breaker !== "closed";
   const word = worker.state && worker.state !== "up" ? worker.state : worker.healthy ? "healthy" : "unhealthy";
   write(state.firstElementChild, broken && worker.healthy ? `breaker ${worker.breaker}` : word);
