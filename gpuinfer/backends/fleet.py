@@ -42,6 +42,7 @@ class Remote(Backend):
         self.limits = Limits(1, PASSING)
         self._way, self._name = way, name
         self._caller: Caller | None = None
+        self._slots = 0  # of one replica
         self._asked: dict[Request, asyncio.Task[Result]] = {}
 
     async def start(self, context: BackendContext) -> None:
@@ -54,6 +55,7 @@ class Remote(Backend):
             replicas = await looking.replicas()
         finally:
             await looking.close()
+        self._slots = served.slots or 0
         self.limits, connections = _limits(served, replicas)
         self._caller = Caller(self._way, connections)
 
@@ -138,6 +140,12 @@ class Remote(Backend):
             task.cancel()
 
     async def stats(self) -> Mapping[str, Any] | None:
+        counted = None if self._caller is None else await self._counters()
+        if counted is None or not self._slots:
+            return counted
+        return {**counted, "slots": self._slots}  # of one replica: steps are those of one
+
+    async def _counters(self) -> Mapping[str, Any] | None:
         return None if self._caller is None else await self._caller.counters()
 
     def device(self) -> Mapping[str, Any]:
@@ -265,8 +273,8 @@ class FleetBackend(Remote):
         file = self._owned.key_file if self._owned else self.options.key_file
         return Connection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
 
-    async def stats(self) -> Mapping[str, Any] | None:
-        return await super().stats() if self._owned is None else (await self._owned.snapshot()).to_wire()
+    async def _counters(self) -> Mapping[str, Any] | None:
+        return await super()._counters() if self._owned is None else (await self._owned.snapshot()).to_wire()
 
     async def close(self) -> None:
         owned, self._owned = self._owned, None

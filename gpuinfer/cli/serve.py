@@ -101,7 +101,7 @@ def _fleet(own: FleetOptions, described: Described, place: Place, options: Mappi
             write_whole(own.ready_file, json.dumps(told).encode())
         tell(_welcome(described, own, own.host, fleet.port))
         for notice in launcher.notices:
-            tell(notice)
+            tell(notice.replace("{port}", str(fleet.port)))
 
     return serving_fleet.run(plan, launcher, say, tell)
 

@@ -23,7 +23,7 @@ from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.stats import Snapshot
 
 if TYPE_CHECKING:
-    from gpuinfer.fleet.supervisor import Fleet  # type: ignore[import-not-found]
+    from gpuinfer.fleet.supervisor import Fleet
 
 DRAIN_S = 2.0  # nothing is under way any more when a run ends
 
@@ -62,8 +62,8 @@ class Owned:
     async def start(self) -> str:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
         from gpuinfer.fleet.launchers import named
-        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of  # type: ignore[import-not-found]
-        from gpuinfer.fleet.supervisor import Fleet  # type: ignore[import-not-found]
+        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
+        from gpuinfer.fleet.supervisor import Fleet
 
         wanted = self._wanted
         given = {name: Given(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()}

@@ -100,7 +100,7 @@ class Launcher(ABC):
 
     @property
     def notices(self) -> Sequence[str]:
-        """What people should know once the fleet serves, such as the command of a tunnel."""
+        """What people should know once the fleet serves, such as a tunnel. `{port}` stands for its port."""
         return ()
 
     @abstractmethod
