@@ -36,7 +36,7 @@ ALONE = (
     "config",
     "plugins",
 )  # need no command before them, nor does one need them
-RUNS = ("gpuinfer ", "curl ")
+RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "
 UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
@@ -48,7 +48,7 @@ def commands(page: Path) -> list[str]:
     shells = [block for language, block in blocks if language in ("", "sh", "bash", "console")]
     whole = [block.replace("\\\n", " ") for block in shells]  # a line that ends so goes on in the next
     lines = [line.strip().removeprefix("$ ") for block in whole for line in block.splitlines()]
-    return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest|curl) ", line)]
+    return [line for line in lines if re.match(r"(gpuinfer|make|python|pip|bash|pytest|curl|openssl) ", line)]
 
 
 def to_run(page: Path) -> list[str]:

@@ -15,6 +15,9 @@ from gpuinfer.fleet.probe import Health, Probe, bracketed
 from gpuinfer.fleet.roster import Member, State
 
 
+DOUBTFUL_LOOKS = 3  # in a row without an answer
+
+
 class Worker(ABC):
     """`changed` is called whenever what the router should know of it has changed; `tell` with news for people."""
 
@@ -61,13 +64,14 @@ class Worker(ABC):
 
     @property
     def healthy(self) -> bool:
-        return self.state == "up"
+        """Whether it takes requests, and has answered the last probes."""
+        return self.state == "up" and self._heartbeat.missed < DOUBTFUL_LOOKS
 
     @property
     def condition(self) -> str:
         """In one word, for people."""
         if self.state == "up":
-            return "late" if self._heartbeat.missed > 1 else "busy" if self.health and self.health.busy else "ready"
+            return "late" if not self.healthy else "busy" if self.health and self.health.busy else "ready"
         return self.state
 
     def member(self) -> Member | None:

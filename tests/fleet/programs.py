@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +127,13 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def suspended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
 def kill(pid: int, number: int) -> bool:
     """Whether there was such a process."""
     try:
@@ -136,7 +141,3 @@ def kill(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-now = time.monotonic

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.fleet.backoff import MOST_S, WELL_S, Backoff
+from gpuinfer.fleet.backoff import MOST_S, MOST_UP_S, WELL_S, Backoff
 from gpuinfer.fleet.heartbeat import LATE_LOOKS, Heartbeat
 from gpuinfer.fleet.scaling import LOOK_S, UP_LOOKS, Scaler, Scaling
 
@@ -51,11 +51,10 @@ def test_who_was_stuck_and_goes_on_is_well():
     assert heartbeat.look() == "well"
 
 
-def test_backoff_grows_with_failures_and_forgets_them():
+def test_backoff_of_short_lives_grows_to_seconds_and_is_forgotten_after_a_good_one():
     backoff = Backoff()
-    assert backoff.after(WELL_S) == 0.0
-    assert [backoff.after(0.0) for _ in range(3)] == [1.0, 2.0, 4.0]
-    assert backoff.after(WELL_S) == 0.0
+    assert [backoff.after(1.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, MOST_UP_S, MOST_UP_S]
+    assert [backoff.after(WELL_S), backoff.after(1.0)] == [0.0, 0.0]
 
 
 def test_a_replica_that_never_comes_up_is_not_tried_without_rest():
