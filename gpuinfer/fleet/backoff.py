@@ -15,17 +15,17 @@ WELL_S = 5.0  # one that has served for so long had a good start: its next death
 class Backoff:
     """Of one replica: exponential, told how long each attempt has served."""
 
-    __slots__ = ("_failed", "_short")
+    __slots__ = ("_short", "failed")
 
     def __init__(self) -> None:
-        self._short = self._failed = 0  # in a row: short lives, attempts that did not come up
+        self._short = self.failed = 0  # in a row: short lives, attempts that did not come up
 
     def after(self, served_s: float) -> float:
         """Seconds until the next attempt. `served_s`: how long the one that ended had served, 0 if it never came up."""
         if served_s <= 0.0:
-            self._failed += 1
-            return _doubled(self._failed, MOST_S)
-        self._failed = 0
+            self.failed += 1
+            return _doubled(self.failed, MOST_S)
+        self.failed = 0
         self._short = 0 if served_s >= WELL_S else self._short + 1
         return _doubled(self._short - 1, MOST_UP_S) if self._short > 1 else 0.0
 

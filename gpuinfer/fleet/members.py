@@ -87,8 +87,8 @@ class Members:
             worker.nudge()
 
     def changed(self) -> None:
-        known = (worker.member() for worker in self.all.values())
-        self._on_roster(Roster(next(self._versions), tuple(member for member in known if member is not None)))
+        members = tuple(worker.member() for worker in self.all.values())
+        self._on_roster(Roster(next(self._versions), members))
 
     async def end(self, within_s: float) -> None:
         """All of them, at once; 0 seconds: without asking."""

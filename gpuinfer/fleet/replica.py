@@ -1,9 +1,9 @@
 """One replica of ours: started, looked after, killed when it hangs, started anew when it is gone.
 
-    starting → up → (draining) → down → starting …
+    starting → up → (draining) → starting …, or down while it does not come up
 
-It is up once it has written its ready file and answered a probe. Down is what it is between its end and the next
-attempt, which comes at once after one that had served well, and ever later after those that fail (`backoff`).
+It is up once it has written its ready file and answered a probe. After its end the next attempt comes at once where it
+had served well, and ever later where it fails (`backoff`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Replica(Worker):
         try:
             launched, (host, port) = await self._started(plan)
         except WorkError as error:
-            await self._gone(plan, str(error), told=self.first.done())
+            await self._gone(plan, str(error), told=self.first.done(), hopeless=self._backoff.failed > 0)
             self._first_is_over(error)
             return 0.0
         up_at: float | None = None
@@ -128,11 +128,12 @@ class Replica(Worker):
         finally:
             ready.cancel()
 
-    async def _gone(self, plan: ReplicaPlan, why: str, told: bool = True) -> None:
+    async def _gone(self, plan: ReplicaPlan, why: str, *, told: bool = True, hopeless: bool = False) -> None:
+        """`hopeless`: it has not come up several times, so nobody should wait for it."""
         self.failure = why
         if told:
             self._tell(why)
-        self._become("down")
+        self._become("down" if hopeless else "starting")
         if (launched := self._launched) is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(launched.kill(), KILL_S)

@@ -14,7 +14,7 @@ from gpuinfer.fleet.heartbeat import State as Beat
 from gpuinfer.fleet.probe import Health, Probe, bracketed
 from gpuinfer.fleet.roster import Member, State
 
-
+NOWHERE = "127.0.0.1"  # port 0
 DOUBTFUL_LOOKS = 3  # in a row without an answer
 
 
@@ -74,11 +74,10 @@ class Worker(ABC):
             return "late" if not self.healthy else "busy" if self.health and self.health.busy else "ready"
         return self.state
 
-    def member(self) -> Member | None:
-        """For the roster; None while it has no address."""
-        if not self.port:
-            return None
-        return Member(self.id, self.host, self.port, self.state, ours=self.ours, since=self.since, key=self.key)
+    def member(self) -> Member:
+        """For the roster. One that has no address yet lets requests wait for it."""
+        host = self.host or NOWHERE
+        return Member(self.id, host, self.port, self.state, ours=self.ours, since=self.since, key=self.key)
 
     def told(self) -> dict[str, Any]:
         """What `/workers` says of it, without what the router has counted."""

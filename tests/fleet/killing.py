@@ -45,6 +45,7 @@ class Outcome:
     deeds: Counter[str] = field(default_factory=Counter)
     whole_again_s: float = 0.0
     seconds: float = 0.0
+    router: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
@@ -148,6 +149,7 @@ async def drive(
     await standins.until(lambda: _whole(it, replicas), "the pool is whole again")
     outcome.whole_again_s = time.monotonic() - ended
     workers = await it.workers()
+    outcome.router = (await it.json("GET", "/stats", headers=()))["router"]
     outcome.counters = {key: sum(worker[key] for worker in workers) for key in ("retried", "resumed", "errors")}
     return outcome
 

@@ -76,7 +76,7 @@ class Replica:
 
     async def complete(self, exchange: Exchange) -> None:
         if self.draining.is_set():
-            return exchange.refuse(503, "draining", [("Retry-After", "1")])
+            return exchange.refuse(503, "draining", [("Retry-After", "1"), ("X-Gpuinfer-Error", "Closed")])
         if self.in_flight >= self.limit:
             return exchange.refuse(429, "the queue is full", [("Retry-After", "1")])
         self.in_flight += 1

@@ -9,6 +9,7 @@ from run_router import ANSWER, EVENTS, Upstream, chunk, free_port, member, post,
 
 from gpuinfer.fleet.roster import Member
 from gpuinfer.fleet.router.board import Cell, Total
+from gpuinfer.fleet.router.relay import LOSSES
 
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nbusy"
 DRAINING = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 5\r\n\r\nlater"
@@ -96,12 +97,23 @@ async def test_an_idle_connection_that_the_replica_closed_is_no_failure():
 
 
 async def test_a_request_that_replicas_die_of_is_given_up_before_all_are_dead():
-    upstreams = [Upstream(reset_at_once) for _ in range(5)]
+    upstreams = [Upstream(reset_at_once) for _ in range(LOSSES + 2)]
     async with routing(*upstreams) as router:
         answer = await router.post()
         assert answer.status == 502
-        assert "3 replicas failed" in answer.message
-        assert sum(len(one.asked) for one in upstreams) == 3
+        assert f"{LOSSES} replicas failed" in answer.message
+        assert sum(len(one.asked) for one in upstreams) == LOSSES
+
+
+async def test_a_replica_that_takes_nothing_new_is_left_alone_and_costs_nothing():
+    leaving = b"HTTP/1.1 503 Service Unavailable\r\nX-Gpuinfer-Error: Closed\r\nContent-Length: 2\r\n\r\n{}"
+    upstreams = [Upstream(saying(leaving)), Upstream(saying(leaving)), Upstream()]
+    async with routing(*upstreams, retry_budget=0.0) as router:
+        for _ in range(20):
+            assert (await router.post()).status == 200
+        assert [len(one.asked) for one in upstreams[:2]] <= [1, 1]
+        assert router.cell(0, Cell.ERRORS) == 0
+        assert {"event": "failed", "member": 0, "kind": "draining"} in router.told or not upstreams[0].asked
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Replica(Load):
         "_nowhere",
         "_others",
         "about",
+        "away_until",
         "breaker",
         "lines",
         "own",
@@ -39,6 +40,7 @@ class Replica(Load):
         self.about, self.pool, self.breaker = about, pool, breaker
         self.own = 0  # requests under way there from this process
         self.told = 0.0  # when its last failure was told
+        self.away_until = 0.0  # on the loop's clock: until then it takes nothing new, by its own word; 0: it does
         self.warm_at = 0.0  # wall clock: when its slow start is over
         self._board, self._cells = board.cells, board.member_at(row, slot)
         self._nowhere = board.member_at(row, NOWHERE)
@@ -85,7 +87,7 @@ class Replica(Load):
     @property
     def open_to_requests(self) -> bool:
         breaker = self.breaker
-        if self.about.state != "up":
+        if self.about.state != "up" or self.away_until:
             return False
         return breaker.state == CLOSED or (breaker.state == HALF_OPEN and not breaker.trying)
 
@@ -138,7 +140,7 @@ class Members:
         self._dull = {
             replica.member: replica
             for replica in self._all.values()
-            if replica.breaker.state != CLOSED or replica.warm_at > now
+            if replica.breaker.state != CLOSED or replica.warm_at > now or replica.away_until
         }
         for replica in self._dull.values():
             replica.warm(now, self._config.slow_start_s)
@@ -164,7 +166,9 @@ class Members:
         for replica in list(self._dull.values()):
             replica.warm(wall, self._config.slow_start_s)
             ready |= replica.breaker.ready(now)
-            if replica.breaker.state == CLOSED and replica.warm_at <= wall:
+            if replica.away_until and replica.away_until <= now:
+                replica.away_until, ready = 0.0, True
+            if replica.breaker.state == CLOSED and not replica.away_until and replica.warm_at <= wall:
                 del self._dull[replica.member]
         if ready:
             self.refresh()

@@ -22,8 +22,9 @@ from gpuinfer.fleet.router.trip import Trip
 from gpuinfer.fleet.router.wheel import Wheel
 from gpuinfer.routing.policy import Asking, make
 
-LOSSES = 3  # replicas that one request may lose while it is under way: it could be what they die of
+LOSSES = 5  # replicas that one request may lose while it is under way: it could be what they die of
 WAITING = 4096  # requests that wait for a replica at a time
+AWAY_S = 2.0  # for the roster to say of a replica that it drains
 TOLD_S = 0.1  # between two failures of one member that its owner is told
 TIDY_S = 5.0  # between two looks for links that nobody needs
 ANY = Asking()
@@ -177,6 +178,21 @@ class Relay:
         trip.retried += f"; retried={status}"
         replica.add(Cell.RETRIED)
         return True
+
+    def sent_away(self, trip: Trip) -> None:
+        """By a replica that takes nothing new. It is no failure, costs nothing of the budget, and nobody else is sent
+        there: one that refuses at once would look like the least loaded of all.
+        """
+        replica = trip.replica
+        if replica is None:
+            return
+        replica.add(Cell.RETRIED)
+        trip.tried = (*trip.tried, replica.member)
+        trip.tries = False
+        if not replica.away_until:
+            replica.away_until = self.clock() + AWAY_S
+            self._tell({"event": "failed", "member": replica.member, "kind": "draining"})
+            self.members.refresh()
 
     def failed(self, trip: Trip, kind: str) -> None:
         replica = trip.replica

@@ -11,7 +11,7 @@ CHUNKED, TO_THE_END = -1, -2  # lengths of bodies that say themselves where they
 _FIRST = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n\0]*)?\r\n")
 _SPECIAL = re.compile(  # in a head in lower case
     rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|content-(?:length|type)|upgrade|proxy-[^:\r\n]*"
-    rb"|x-request-id|x-gpuinfer-route)[ \t]*:[ \t]*([^\r\n]*)"
+    rb"|x-request-id|x-gpuinfer-(?:route|error))[ \t]*:[ \t]*([^\r\n]*)"
 )
 _USUAL = frozenset({b"keep-alive", b"close", b""})
 
@@ -22,10 +22,11 @@ class Broken(Exception):
 
 class ResponseHead:
     """`lines` is the status line, for HTTP/1.1, and every header that goes on, without the last CRLF; among them
-    Content-Length when there is one. `length` is of the body that follows.
+    Content-Length when there is one. `length` is of the body that follows. `leaving`: a replica of ours takes nothing
+    new, and has not looked at the request.
     """
 
-    __slots__ = ("events", "keep", "length", "lines", "request_id", "status")
+    __slots__ = ("events", "keep", "leaving", "length", "lines", "request_id", "status")
 
     def __init__(self, head: bytes, asked: bytes) -> None:
         """`head` goes up to and with the empty line; `asked` is the method. Raises `Broken`."""
@@ -34,7 +35,7 @@ class ResponseHead:
             raise Broken
         self.status = int(first[2])
         self.keep = first[1] == b"1"
-        self.events = self.request_id = False
+        self.events = self.request_id = self.leaving = False
         lengths: list[bytes] = []
         codings: list[bytes] = []
         named: set[bytes] = set()
@@ -45,6 +46,8 @@ class ResponseHead:
                 self.events = value.startswith(b"text/event-stream")
             elif name == b"x-request-id":
                 self.request_id = True
+            elif name == b"x-gpuinfer-error":
+                self.leaving = self.status == 503 and value == b"closed"
             elif name == b"content-length":
                 lengths.append(value)
             else:

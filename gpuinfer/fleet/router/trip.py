@@ -51,6 +51,8 @@ class Dispatcher(Protocol):
 
     def may_try_again(self, trip: Trip, status: int) -> bool: ...
 
+    def sent_away(self, trip: Trip) -> None: ...
+
     def failed(self, trip: Trip, kind: str) -> None: ...
 
     def answered(self, trip: Trip, status: int) -> None: ...
@@ -171,6 +173,10 @@ class Trip:
             link, self.link = self.link, None
             if link is not None:
                 link.drop()
+            if head.leaving:
+                self._dispatcher.sent_away(self)
+                self._dispatcher.place(self)
+                return
             self._lost("refused" if head.status in TRY_AGAIN else "broken")
 
     def _to_the_end(self, head: ResponseHead) -> bool:
@@ -227,6 +233,11 @@ class Trip:
         if head is None:
             return
         if self._mode == _WHOLE:
+            if head.leaving and self.replica is not None:
+                self._dispatcher.sent_away(self)
+                self._forget()
+                self._dispatcher.place(self)
+                return
             if head.status in TRY_AGAIN and self._dispatcher.may_try_again(self, head.status):
                 self._forget()
                 self._dispatcher.place(self)
