@@ -37,9 +37,18 @@ class Program:
         file = self.folder / "ready.json"
         await standins.until(lambda: file.exists() or self.process.poll() is not None, "the fleet's start")
         assert file.exists(), self.log
-        told = json.loads(file.read_text())
-        self.url = f"http://{told['host']}:{told['port']}"
+        self.told = json.loads(file.read_text())
+        self.url = f"http://{self.told['host']}:{self.told['port']}"
+
+    @contextlib.asynccontextmanager
+    async def asking(self) -> AsyncIterator[Program]:
+        """With a client of the present event loop."""
+        await self.wait_until_ready()
         self.client = Client(self.url, connections=64, timeout_s=standins.LIMIT_S)
+        try:
+            yield self
+        finally:
+            await self.client.close()
 
     async def ask(self, method: str, path: str, body: Any = None, headers: Any = ()) -> Response:
         assert self.client is not None
@@ -63,6 +72,15 @@ class Program:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
+    def end(self) -> None:
+        """At once, with all that it has started."""
+        family = self.family() if self.process.poll() is None else []
+        self.process.kill()
+        self.process.wait(standins.LIMIT_S)
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+
     async def ended(self) -> int:
         await standins.until(lambda: self.process.poll() is not None, "the fleet's end")
         return int(self.process.returncode)
@@ -78,31 +96,30 @@ def _tracker(process: psutil.Process) -> bool:
 @contextlib.asynccontextmanager
 async def fleet(folder: Path, *, ready: bool = True, **given: Any) -> AsyncIterator[Program]:
     """`given`: as `standin_fleet` takes it."""
-    command = [sys.executable, str(HERE / "standin_fleet.py"), str(folder), json.dumps(given)]
-    async with running(command, folder, ready=ready) as program:
+    async with running(standin(folder, **given), folder, ready=ready) as program:
         yield program
+
+
+def standin(folder: Path, **given: Any) -> list[str]:
+    """The command of a fleet of stand-ins."""
+    return [sys.executable, str(HERE / "standin_fleet.py"), str(folder), json.dumps(given)]
 
 
 @contextlib.asynccontextmanager
 async def running(command: list[str], folder: Path, *, ready: bool = True) -> AsyncIterator[Program]:
-    process = _start(command, folder)
+    process = started(command, folder)
     program = Program(process, folder)
     try:
         if ready:
-            await program.wait_until_ready()
-        yield program
+            async with program.asking():
+                yield program
+        else:
+            yield program
     finally:
-        if program.client is not None:
-            await program.client.close()
-        family = program.family() if process.poll() is None else []
-        process.kill()
-        process.wait(standins.LIMIT_S)
-        for one in family:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
+        program.end()
 
 
-def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+def started(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=_environment()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import psutil
@@ -88,7 +89,7 @@ async def test_one_that_is_killed_is_started_again_at_another_address():
         pid, port = replica.pid, replica.port
         os.kill(pid, signal.SIGKILL)
         await again(replica, pid)
-        assert there.states(0)[-3:] == ["down", "starting", "up"] or there.states(0)[-2:] == ["down", "up"]
+        assert there.states(0) == ["starting", "up", "starting", "up"]
         assert replica.port != port
         assert any("died" in news for news in there.news)
         assert replica.told()["restarts"] == 1
@@ -115,12 +116,11 @@ async def test_one_whose_work_stands_still_is_killed_and_replaced_though_its_por
         assert any("did none of it" in news for news in there.news)
 
 
+@pytest.mark.thorough
 async def test_a_suspended_supervisor_accuses_nobody():
     async with place() as there:
         replica = await started(there)
         pid = replica.pid
-        import time
-
         time.sleep(4.5)  # noqa: ASYNC251 (longer than a heartbeat may be late)
         for _ in range(3):
             await asyncio.sleep(0.5)
@@ -136,6 +136,7 @@ async def test_one_that_never_comes_up_is_an_error_with_its_last_words():
         assert "replica-0.log" in str(error)
 
 
+@pytest.mark.thorough
 async def test_one_that_takes_too_long_to_come_up_is_given_up():
     async with place(standin={"mute": True}, start_s=2.0) as there:
         replica = there.members.start()
@@ -182,6 +183,7 @@ async def test_what_is_in_the_folder_is_for_its_owner_alone():
         assert {path.stat().st_mode & 0o077 for path in there.folder.path.iterdir()} == {0}
 
 
+@pytest.mark.thorough
 async def test_a_visitor_is_probed_and_never_killed():
     async with place() as there:
         replica = await started(there)
