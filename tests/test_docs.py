@@ -25,6 +25,7 @@ SMALL = {"--games": "4"}  # counts that only cost time
 BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
+    "bench serve": ["--duration", "1s", "--warmup", "0"],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
@@ -72,8 +73,9 @@ def shortened(line: str) -> list[str]:
     for flag, count in SMALL.items():
         if flag in words:
             words[words.index(flag) + 1] = count
-    if words[1] in BRIEFER and "--help" not in words:
-        words += BRIEFER[words[1]]
+    name = " ".join(words[1:3]) if " ".join(words[1:3]) in BRIEFER else words[1]
+    if name in BRIEFER and "--help" not in words:
+        words += BRIEFER[name]
     return words
 
 

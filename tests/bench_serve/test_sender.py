@@ -9,8 +9,10 @@ import pytest
 
 from gpuinfer.bench.serve import target
 from gpuinfer.bench.serve.calls import Length, RowCalls, TextCalls, prompts_of
+from gpuinfer.bench.serve.record import clock
 from gpuinfer.bench.serve.sender import Load, Sender
 from gpuinfer.bench.serve.summary import summarised
+from gpuinfer.bench.serve.waking import waking
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.http import loop
 from gpuinfer.http.client import Client
@@ -236,3 +238,23 @@ def test_a_file_that_is_none(tmp_path, name, said):
 def test_users_are_named():
     bodies = [Completions(users=3).make(number).body for number in range(50)]
     assert sum(any(b'"user":"user-%d"' % user in body for body in bodies) for user in range(10)) == 3
+
+
+# Waking
+
+
+def test_a_sleep_ends_no_sooner_than_it_should_and_may_be_cancelled():
+    async def sleep():
+        async with waking() as sleep_until:
+            for length in (0.0, -1.0, 1e-5, 3e-4, 0.0123):
+                due = clock() + length
+                await sleep_until(due)
+                assert clock() >= due
+            sleeping = asyncio.ensure_future(sleep_until(clock() + 60.0))
+            await asyncio.sleep(0.01)
+            sleeping.cancel()
+            await asyncio.wait([sleeping])
+            await sleep_until(clock() + 0.001)
+        return sleeping.cancelled()
+
+    assert loop.run(sleep())

@@ -20,6 +20,7 @@ from gpuinfer.bench.serve.answers import Events, read_whole
 from gpuinfer.bench.serve.calls import JSON, Call, Calls
 from gpuinfer.bench.serve.record import Record, clock
 from gpuinfer.bench.serve.summary import Run
+from gpuinfer.bench.serve.waking import SleepUntil, waking
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http.client import BrokenOff, Client, TimedOut, Unreachable
 from gpuinfer.load.arrivals import Arrivals
@@ -122,23 +123,28 @@ class Sender:
 
     async def _open(self, arrivals: Arrivals) -> None:
         tasks: set[asyncio.Task[None]] = set()
-        start, together = self._began - self._load.warmup_s, 0
         try:
-            for ask in arrivals.asks(random.Random(f"{self._seed}/arrivals")):
-                if (found := self._next(start + ask.at)) is None:
-                    break
-                call = self._calls.make(found[0])
-                wait = found[1].due - clock()
-                if wait > 0 or together >= TOGETHER:
-                    together = 0
-                    await asyncio.sleep(max(wait, 0.0))
-                together += 1
-                self._send(call, found[1], tasks)
+            async with waking() as sleep_until:
+                await self._send_all(arrivals, tasks, sleep_until)
             if tasks:
                 await asyncio.wait(tasks)
         finally:
             for one in tasks:
                 one.cancel()
+
+    async def _send_all(self, arrivals: Arrivals, tasks: set[asyncio.Task[None]], sleep_until: SleepUntil) -> None:
+        """Each when it is due, or at once where that is over."""
+        start, together = self._began - self._load.warmup_s, 0
+        for ask in arrivals.asks(random.Random(f"{self._seed}/arrivals")):
+            if (found := self._next(start + ask.at)) is None:
+                return
+            number, record = found
+            call = self._calls.make(number)
+            if record.due > clock() or together >= TOGETHER:
+                together = 0
+                await sleep_until(record.due)
+            together += 1
+            self._send(call, record, tasks)
 
     def _send(self, call: Call, record: Record, tasks: set[asyncio.Task[None]]) -> None:
         if self.under_way >= MOST_AT_ONCE:

@@ -87,7 +87,7 @@ class Turns:
 
     async def _measure(self, way: Way, repeat: int) -> None:
         doing = f"repeat {repeat + 1} of {self._course.repeats}"
-        self.doing = f"{way.name} · {doing}"
+        self.doing = f"{way.name} · {doing}{'' if way.url else ' · starting the server'}"
         try:
             found = await self._turn(way, self._course.seed + repeat)
             measured = self._measured(way, repeat, found)
@@ -112,6 +112,7 @@ class Turns:
                     calls = replace(calls, scale=await target.scale(client, calls))
                 await target.ask(client, calls, -1)
                 self.calls = calls
+                self.doing = self.doing.removesuffix(" · starting the server")
                 self.sender = Sender(client, calls, load, str(seed))
                 return await self.sender.run()
             finally:
