@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -93,7 +94,8 @@ def _fleet(own: FleetOptions, described: Described, place: Place, options: Mappi
 
     def tell(news: str) -> None:
         if not quiet:
-            print(news, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads, and the fleet goes on
+                print(news, file=sys.stderr, flush=True)
 
     def say(fleet: Fleet) -> None:
         if own.ready_file is not None:

@@ -82,6 +82,8 @@ def plan_of(own: FleetOptions, described: Described, launcher: Launcher, access:
     from gpuinfer.fleet.plan import FleetPlan
     from gpuinfer.http.access import read_keys
 
+    if described.setup.trace is not None:
+        raise UsageError("--trace records one server, and this is a fleet. Leave it out, or serve without --replicas.")
     scaling = _scaling(own)
     replicas = own.replicas or (scaling.least if scaling else len((own.gpus or "0").split(",")))
     devices = _devices(own, described, launcher)
@@ -143,7 +145,7 @@ def _policy(name: str) -> str:
 
 def _arguments(own: FleetOptions) -> tuple[str, ...]:
     """What replicas are told beside what they serve."""
-    words = ["--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
+    words = ["--quiet", "--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
     if own.otlp_endpoint:
         words += ["--otlp-endpoint", own.otlp_endpoint]
     return tuple(words)

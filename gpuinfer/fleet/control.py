@@ -32,7 +32,7 @@ class View(Protocol):
     """Of a fleet, what is asked here."""
 
     @property
-    def ready(self) -> bool: ...
+    def status(self) -> str: ...
     def about(self) -> Mapping[str, Any]: ...
     def workers(self) -> list[dict[str, Any]]: ...
     def totals(self) -> Mapping[str, int]: ...
@@ -88,7 +88,7 @@ class Control:
             Route("GET", "/health", self._health, "open", "Whether a worker takes requests"),
             Route("GET", "/stats", self._stats, "api", "What the fleet has counted"),
             Route("GET", "/metrics", self._metrics, "api", "The same for Prometheus"),
-            Route("GET", "/openapi.json", self._openapi, "open", "This document"),
+            Route("GET", "/openapi.json", self._openapi, "api", "This document"),
             Route("GET", workers, self._workers, "admin", "All workers"),
             Route("POST", workers, self._add, "admin", "Add a worker by its URL, or start a replica"),
             Route("DELETE", f"{workers}/{{id}}", self._remove, "admin", "Let a worker drain and leave"),
@@ -101,10 +101,11 @@ class Control:
 
     async def _health(self, exchange: Exchange) -> None:
         workers = self._fleet.workers()
-        ready = self._fleet.ready
+        status = self._fleet.status
+        ready = status == "ready"
         told = {
             "server": "gpuinfer",
-            "status": "ready" if ready else "starting",
+            "status": status,
             "alive": True,
             "ready": ready,
             "total_workers": len(workers),

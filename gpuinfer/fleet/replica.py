@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +19,14 @@ from typing import Any
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.backoff import Backoff
 from gpuinfer.fleet.heartbeat import LATE_LOOKS, LOOK_S
+from gpuinfer.fleet.heartbeat import State as Beat
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
 from gpuinfer.fleet.worker import Worker
 
+log = logging.getLogger(__name__)
+
 KILL_S = 30.0  # for a launcher to end something
 CAUSES = {
-    None: "died",
     "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
     "stuck": "had work and did none of it, and was killed",
 }
@@ -65,7 +68,13 @@ class Replica(Worker):
 
     async def run(self) -> None:
         while True:
-            served_s = await self._attempt()
+            try:
+                served_s = await self._attempt()
+            except Exception as error:
+                log.error("%s: %s", self.plan.name, error, exc_info=error)
+                await self._gone(self.plan, f"{self.plan.name}: {type(error).__name__}: {error}")
+                self._first_is_over(WorkError(self.failure))
+                served_s = 0.0
             delay_s = self._backoff.after(served_s)
             if delay_s:
                 self._tell(f"{self.plan.name} is started again in {delay_s:g} s.")
@@ -103,8 +112,7 @@ class Replica(Worker):
                     up_at = time.monotonic()
                     self._tell(f"{plan.name} is up at {self.url}.")
                     self._first_is_over(None)
-        words = launched.last_words() if beat is None else ""
-        await self._gone(plan, f"{plan.name} {CAUSES[beat]}." + (f' Its last words: "{words}".' if words else ""))
+        await self._gone(plan, _obituary(plan, beat, launched))
         self._first_is_over(WorkError(self.failure))
         return 0.0 if up_at is None else time.monotonic() - up_at
 
@@ -142,3 +150,11 @@ class Replica(Worker):
     def _first_is_over(self, error: WorkError | None) -> None:
         if not self.first.done():
             self.first.set_result(error)
+
+
+def _obituary(plan: ReplicaPlan, beat: Beat | None, launched: Launched) -> str:
+    """For people. `beat`: why it was killed; None: it died by itself."""
+    if beat is not None:
+        return f"{plan.name} {CAUSES[beat]}."
+    how, words = launched.ending, launched.last_words()
+    return f"{plan.name} died" + (f" ({how})." if how else ".") + (f' Its last words: "{words}".' if words else "")

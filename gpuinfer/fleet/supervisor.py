@@ -53,6 +53,7 @@ class Fleet:
         self._began = time.monotonic()
         self._scaler = Scaler(plan.limits)
         self._counting = Counting()
+        self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self._folder = Folder(launcher.shared, plan.logs)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
@@ -71,7 +72,8 @@ class Fleet:
         await self._control.start()
         self.port = await self._routers.start()
         self.url = f"http://{bracketed(self.plan.host)}:{self.port}"
-        self._tell(f"{self.plan.replicas} replicas are started; their logs are in {self.logs}.")
+        count = self.plan.replicas
+        self._tell(f"Starting {count} replica{'s' if count > 1 else ''}; the logs are in {self.logs}.")
         replicas = [self._members.start() for _ in range(self.plan.replicas)]
         failures = [error for error in await asyncio.gather(*(one.first for one in replicas)) if error is not None]
         if failures and len(failures) == len(replicas):
@@ -92,9 +94,11 @@ class Fleet:
         return self._members.remove(id, self.plan.drain_s)
 
     @property
-    def ready(self) -> bool:
-        """Whether a worker takes requests."""
-        return any(worker.healthy for worker in self._members.all.values())
+    def status(self) -> str:
+        """ready when a worker takes requests, else starting; draining in the end."""
+        if self._draining:
+            return "draining"
+        return "ready" if any(worker.healthy for worker in self._members.all.values()) else "starting"
 
     def about(self) -> dict[str, Any]:
         """Plain facts, for the page."""
@@ -147,6 +151,7 @@ class Fleet:
     async def drain(self, within_s: float | None = None) -> bool:
         """Take nothing new and let all that is under way finish, then the replicas leave. Whether all of it did."""
         within_s = self.plan.drain_s if within_s is None else within_s
+        self._draining = True
         self._end_tasks()
         self._control.leave()
         whole = await self._routers.drain(within_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -26,7 +27,7 @@ class Program:
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process, self.folder = process, folder
-        self.url = ""
+        self.url, self.told = "", {}
         self.client: Client | None = None
 
     @property
@@ -80,6 +81,8 @@ class Program:
         for one in family:
             with contextlib.suppress(psutil.Error):
                 one.kill()
+        if self.told:
+            shutil.rmtree(self.told["folder"], ignore_errors=True)
 
     async def ended(self) -> int:
         await standins.until(lambda: self.process.poll() is not None, "the fleet's end")

@@ -62,6 +62,11 @@ class Launched(ABC):
     def alive(self) -> bool:
         """Whether it runs, or waits to be run, as far as is known at once and without waiting."""
 
+    @property
+    def ending(self) -> str:
+        """How it ended, such as `exit code 1`; empty while it runs, and where that is not known."""
+        return ""
+
     def last_words(self) -> str:
         """The last lines of its log, for people; empty when it said nothing."""
         return ""

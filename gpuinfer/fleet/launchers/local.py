@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,16 @@ class Child(Launched):
         except psutil.Error:  # gone
             return False
 
+    @property
+    def ending(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return ""
+        try:
+            return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        except ValueError:  # a real-time one
+            return f"signal {-code}"
+
     def last_words(self) -> str:
         return readiness.last_words(self.log, self._begins)
 
@@ -101,8 +112,8 @@ class Child(Launched):
             self._process.stdin.close()
 
     def _failure(self, why: str) -> WorkError:
-        if not self.alive:
-            why = f"{why} (exit code {self._process.returncode})"
+        if self.ending:
+            why = f"{why} ({self.ending})"
         return readiness.failure(self._plan.name, why, self.last_words(), self.log)
 
 

@@ -1,0 +1,68 @@
+"""`gpuinfer serve` with the flags of a fleet: what is refused before anything starts, and the real thing once."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import standins
+from killing import of_tiny
+
+from gpuinfer.fleet.plan import gpus_here, gpus_of
+
+SERVE = ("serve", "--model", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        pytest.param(["--routing", "sticky"], ["--routing", "--replicas"], id="a flag of a fleet's for one server"),
+        pytest.param(["-L", "account=x"], ["-L", "--replicas"], id="an option of a launcher's for one server"),
+        pytest.param(["--replicas", "0"], ["--replicas", "1 or more"], id="no replicas"),
+        pytest.param(["--replicas", "2", "--routing", "stiky"], ["stiky", "sticky"], id="no such policy"),
+        pytest.param(["--launcher", "slrum"], ["slrum", "slurm"], id="no such launcher"),
+        pytest.param(["--replicas", "2", "-L", "x=1"], ["-L x", "no option"], id="no such option"),
+        pytest.param(["--replicas", "3", "--gpus", "0,1"], ["--gpus", "2 devices", "3 replicas"], id="too few devices"),
+        pytest.param(["--gpus", "0,x"], ["--gpus 0,x", "0,2,4,6"], id="devices that are none"),
+        pytest.param(["--gpus", "0,1", "--device", "cpu"], ["--gpus", "--device"], id="devices for the CPU"),
+        pytest.param(["--min-replicas", "3", "--max-replicas", "2"], ["3 to 2"], id="the least is more than the most"),
+        pytest.param(
+            ["--replicas", "9", "--max-replicas", "2"], ["--replicas 9", "--max-replicas"], id="more than the most"
+        ),
+        pytest.param(["--replicas", "2", "--host", "0.0.0.0"], ["--api-key-file"], id="open to all"),
+        pytest.param(["--replicas", "2", "--trace", "t"], ["--trace"], id="one record of several servers"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(gpuinfer, flags, said):
+    code, _, errors = gpuinfer(*SERVE, *flags)
+    assert code == 2
+    assert all(part in errors for part in said), errors
+    assert len(errors.strip().splitlines()) <= 3
+
+
+def test_devices_are_numbers_or_names():
+    assert gpus_of("0, 2,4") == ("0", "2", "4")
+    assert gpus_of("GPU-8f3a,MIG-1/2") == ("GPU-8f3a", "MIG-1/2")
+
+
+def test_devices_that_this_process_may_not_see_are_not_handed_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert gpus_here() == ("3", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_here() == ()
+
+
+@pytest.mark.thorough
+async def test_a_fleet_of_the_command_itself_answers_like_one_server(tmp_path):
+    async with of_tiny(tmp_path, 2) as it:
+        asked = {"prompt": "Hello", "max_tokens": 8, "seed": 1}
+        answers = [await it.ask("POST", "/v1/completions", asked) for _ in range(8)]
+        assert len({json.loads(answer.body)["choices"][0]["text"] for answer in answers}) == 1
+        assert len({answer.headers["x-gpuinfer-route"].split(";")[0] for answer in answers}) == 2
+        document = await it.json("GET", "/openapi.json", headers=())
+        assert {"/v1/completions", "/workers", "/workers/{id}", "/events"} <= document["paths"].keys()
+        workers = await it.workers()
+        os.kill(workers[0]["pid"], 9)
+        assert (await it.ask("POST", "/v1/completions", asked)).status == 200
+        await standins.until(lambda: it.whole(2), "the pool is whole", within_s=180.0)
