@@ -14,6 +14,7 @@ from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Roofline, Setup
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.models import processor
+from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
 from gpuinfer.text import arithmetic
 from gpuinfer.text.model import TextModel
@@ -81,7 +82,8 @@ class InProcess(Backend):
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
         """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers.
 
-        A payload that does not fit gets a `BackendError` as its result; its neighbours are answered.
+        A payload that does not fit gets a `BackendError` as its result, one at which the model raises that error; its
+        neighbours are answered.
         """
         if self._opened is None or self._threads is None:
             raise BackendDied(
@@ -98,7 +100,7 @@ class InProcess(Backend):
             return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        answers = await loop.run_in_executor(self._threads, context.run, self._opened.forward, blocks)
+        answers = await loop.run_in_executor(self._threads, context.run, answers_to, self._opened.forward, blocks)
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers

@@ -298,7 +298,7 @@ function showErrors({ errors, failure }) {
   };
   each(by("errors"), rows, make, (row, [kind, count], [name, value]) => {
     row.className = kind === "failed" ? "bad" : "";
-    write(name, kind ? ERRORS[kind] || kind : "None since the start.");
+    write(name, kind ? ERRORS[kind] || kind : "None: every request was answered.");
     write(value, kind ? number(count) : "");
   });
   write(by("failure"), failure ? `The first that failed: ${failure}` : "");
