@@ -20,6 +20,8 @@ from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import SharedPulse
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
+    LARGEST_BEGUN,
+    LARGEST_PROMPT,
     NOBODY,
     Kind,
     Record,
@@ -42,6 +44,7 @@ class Sent(NamedTuple):
     """One request that has been sent: a server that comes back is sent it again."""
 
     body: bytes
+    group: Hashable
     rows: int
     client: int
     priority: int
@@ -82,8 +85,9 @@ class TextConnection(Connection):
         if self._socket is None:
             raise Closed("the way to the central server is closed. Open another.")
         refuse_group(group)
-        had = Had() if parts and self.comes_back else None
-        sent = Sent(asked_to_wire(payload, group, parts), rows, client, class_of(priority), deadline, had)
+        body = asked_to_wire(payload, group, parts)
+        had = Had(payload) if parts and self.comes_back else None
+        sent = Sent(body, group, rows, client, class_of(priority), deadline, had)
         self._numbers = (self._numbers + 1) % 2**32
         self._sent[self._numbers] = sent
         self._post(_packed(self._numbers, sent))
@@ -106,9 +110,11 @@ class TextConnection(Connection):
 
     def _ask_again(self) -> None:
         self._outbox.clear()
-        for sent in self._sent.values():
-            if sent.had is not None:
-                sent.had.begin_anew()
+        for number, sent in self._sent.items():
+            if sent.had is not None:  # it goes on after what its reader has had
+                most = LARGEST_PROMPT + LARGEST_BEGUN
+                body = asked_to_wire(sent.had.rest(), sent.group, parts=True, most=most)
+                self._sent[number] = sent._replace(body=body)
         self._put(b"".join(_packed(number, sent) for number, sent in self._sent.items()))
 
     def _settle(self, record: Record) -> tuple[int, Any] | None:

@@ -21,6 +21,7 @@ from gpuinfer.central.lines import ClientLines
 from gpuinfer.central.outgoing import Outgoing
 from gpuinfer.central.wire import (
     LARGEST_ANSWER,
+    LARGEST_BEGUN,
     LARGEST_PROMPT,
     NOBODY,
     Garbled,
@@ -39,7 +40,7 @@ from gpuinfer.stats import Snapshot
 from gpuinfer.text.model import TextModel
 from gpuinfer.trace.recorder import Recorder
 
-BOUNDS = Bounds(body=LARGEST_PROMPT, unsent=2 * LARGEST_ANSWER)
+BOUNDS = Bounds(body=LARGEST_PROMPT + LARGEST_BEGUN, unsent=2 * LARGEST_ANSWER)
 MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
 LOOK_S = 1.0  # between two looks at who has not said who it is

@@ -139,7 +139,8 @@ def error_from_wire(told: Any) -> GpuinferError:
     return error
 
 
-LARGEST_PROMPT = 16 << 20  # bytes, encoded
+LARGEST_PROMPT = 16 << 20  # bytes, encoded, as it is asked at first
+LARGEST_BEGUN = 16 << 20  # what its answer may add to that when it is asked again
 LARGEST_ANSWER = 256 << 20
 
 
@@ -157,8 +158,8 @@ _part = msgspec.msgpack.Decoder(Part)
 UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
-def asked_to_wire(prompt: Any, group: Any, parts: bool = False) -> bytes:
-    """Raises `BadPrompt` for what cannot travel."""
+def asked_to_wire(prompt: Any, group: Any, parts: bool = False, *, most: int = LARGEST_PROMPT) -> bytes:
+    """Raises `BadPrompt` for what cannot travel, or has more than `most` bytes."""
     if not isinstance(prompt, Prompt):
         raise BackendError(
             f"a payload is a {type(prompt).__name__}, but this model continues prompts. "
@@ -168,10 +169,8 @@ def asked_to_wire(prompt: Any, group: Any, parts: bool = False) -> bytes:
         data = _encoder.encode(TextRequest(prompt, group, parts))
     except UNFIT as error:
         raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
-    if len(data) > LARGEST_PROMPT:
-        raise BadPrompt(
-            f"this prompt has {len(data):,} bytes, and at most {LARGEST_PROMPT:,} travel to a server. Shorten it."
-        )
+    if len(data) > most:
+        raise BadPrompt(f"this prompt has {len(data):,} bytes, and at most {most:,} travel to a server. Shorten it.")
     return data
 
 

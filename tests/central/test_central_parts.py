@@ -7,9 +7,7 @@ import os
 import signal
 
 import pytest
-from counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from msgspec import structs
 from servers import pid_of, until
 from test_central_text import SECONDS, all_of, greeted
 from text.toy import joined
@@ -18,7 +16,7 @@ from texts import SLOTS, asking, long, serving_text, short
 from gpuinfer.central.wire import Kind, Record, asked_to_wire, generation_from_wire, part_from_wire
 from gpuinfer.engine.streaming import PartStream
 from gpuinfer.errors import BackendDied, BackendError
-from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt, Sampling
+from gpuinfer.generation import Generation, Part, Prompt, Sampling
 from gpuinfer.text.resuming import Had
 
 
@@ -101,64 +99,21 @@ async def test_a_server_that_comes_back_goes_on_where_the_one_before_stopped():
         assert joined(parts) == list(stream.result.completions) == list(answer.completions)
 
 
-def split(answer: Completion, cuts: list[int]) -> list[Part]:
-    """The answer, each token of which is a letter, in parts that end at these places; the last has the rest."""
-    ends = [*sorted({cut for cut in cuts if cut < len(answer.tokens)}), len(answer.tokens)]
-    return [
-        Part(
-            sample=0,
-            text=answer.text[start:end],
-            tokens=answer.tokens[start:end],
-            logprobs=answer.logprobs[start:end],
-            finish_reason="stop" if end == ends[-1] else None,
-        )
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
+def part(sample, text, reason=None):
+    return Part(sample=sample, text=text, tokens=tuple(map(ord, text)), finish_reason=reason)
 
 
-def spelt(text: str) -> Completion:
-    chosen = tuple(Logprob(Candidate(ord(letter), -1.0, 1)) for letter in text)
-    return Completion(text=text, tokens=tuple(map(ord, text)), finish_reason="stop", logprobs=chosen)
+def test_what_a_reader_has_had_is_what_its_answer_goes_on_after():
+    prompt = Prompt(text="x", samples=3, begun=((), (7,), ()))
+    had = Had(prompt)
+    assert had.rest() == prompt
+    said = [part(0, "he"), part(1, "a"), part(0, "llo", "stop"), part(1, "b")]
+    assert [had.fresh(one) for one in said] == said
+    assert had.rest() == structs.replace(prompt, begun=(tuple(map(ord, "hello")), (7, 97, 98), ()))
+    assert had.fresh(part(0, "", "stop")) is None, "it was whole"
+    assert had.fresh(part(1, "", "stop")) is not None
 
 
-def passed_on(had: Had, parts: list[Part]) -> list[Part]:
-    return [fresh for part in parts if (fresh := had.fresh(part)) is not None]
-
-
-cuts = st.lists(st.integers(1, 12), max_size=6)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.text("ab", max_size=12), st.lists(st.tuples(cuts, st.integers(0, 7)), max_size=3), cuts)
-def test_what_is_said_again_is_left_out_wherever_its_parts_end(text, deaths, last):
-    had, given = Had(), []
-    for cut, count in deaths:
-        given += passed_on(had, split(spelt(text), cut)[:count])
-        had.begin_anew()
-    given += passed_on(had, split(spelt(text), last))
-    assert joined(given) == [spelt(text)]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param("hexlo there", id="one that differs in what was said"),
-        pytest.param("hel", id="one that ends before"),
-        pytest.param("", id="an empty one"),
-    ],
-)
-@pytest.mark.parametrize("cuts", [[], [2], [1, 2, 3, 4, 5]])
-def test_an_answer_that_goes_on_otherwise_is_an_error(other, cuts):
-    had = Had()
-    passed_on(had, split(spelt("hello there"), [5])[:1])
-    had.begin_anew()
-    with pytest.raises(BackendError, match="gives another"):
-        passed_on(had, split(spelt(other), cuts))
-
-
-def test_an_answer_that_was_whole_does_not_grow():
-    had = Had()
-    passed_on(had, split(spelt("hello"), []))
-    had.begin_anew()
-    with pytest.raises(BackendError, match="gives another"):
-        passed_on(had, split(spelt("hello there"), [3]))
+def test_a_part_of_a_sample_that_nobody_asked_for_is_an_error():
+    with pytest.raises(BackendError, match="nobody asked for"):
+        Had(Prompt(text="x", samples=2)).fresh(part(2, "a"))

@@ -18,7 +18,7 @@ from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.wire import HEADER, LARGEST_PROMPT, VERSION, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, LARGEST_PROMPT, VERSION, Kind, Record, Unpacker, pack
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -159,7 +159,10 @@ def greeted(server):
     "sent",
     [
         pytest.param(pack(Record(Kind.ASK, rows=1, left_s=1.0)), id="rows"),
-        pytest.param(HEADER.pack(Kind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + 1, 1.0), id="a body without a bound"),
+        pytest.param(
+            HEADER.pack(Kind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + LARGEST_BEGUN + 1, 1.0),
+            id="a body without a bound",
+        ),
         pytest.param(pack(Record(Kind.PROMPT, rows=1, left_s=float("nan"), body=b"x")), id="a deadline that is none"),
     ],
 )
