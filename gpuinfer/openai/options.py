@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -34,6 +35,8 @@ class ModelOptions(api.Options):
     model: str | None = Field(None, description="a folder with a checkpoint, or tiny or null, which are built in")
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
+    base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="tokens of prompt and answer [the model's]")
     deterministic: bool = Field(False, description="the same bits for a row in any batch")
     trust_remote_code: bool = Field(False, description="run code that comes with a checkpoint; only with vllm")
@@ -72,14 +75,12 @@ class DrawingOptions(api.Options):
 
 def check_model(own: ModelOptions, command: str) -> None:
     """Raises `UsageError` unless they name one model that may be run."""
-    if (own.model is None) == (own.checkpoint is None):
-        both = f"{command} takes a --model or a --checkpoint, and not both" if own.model else f"{command} needs a model"
+    given = [flag for flag in ("model", "checkpoint", "dcp_path") if getattr(own, flag) is not None]
+    if len(given) != 1:
+        flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        both = f"{command} takes {flags}, and not both" if given else f"{command} needs a model"
         raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
-    if own.meta is not None and own.checkpoint is None:
-        raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
-    for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
-        if file is not None and not file.is_file():
-            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    check_parts(own)
     if own.trust_remote_code and "vllm" not in registry.names("backends"):
         raise UsageError(
             "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
@@ -87,20 +88,48 @@ def check_model(own: ModelOptions, command: str) -> None:
         )
 
 
-def model_of(own: ModelOptions, slots: int | None = None) -> ModelSpec:
-    """The model that they name."""
-    wanted = {
-        "slots": slots,
-        "context": own.context,
-        "meta": own.meta and str(own.meta),
-        "trust_remote_code": own.trust_remote_code or None,
-    }
+class Parts(Protocol):
+    """What names the parts of a model that is no folder."""
+
+    checkpoint: Path | None
+    meta: Path | None
+    dcp_path: Path | None
+    base_model: Path | None
+
+
+def check_parts(own: Parts) -> None:
+    """Raises `UsageError` unless what is given belongs together and is there."""
+    if own.meta is not None and own.checkpoint is None:
+        raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
+    if (own.dcp_path is None) != (own.base_model is None):
+        raise UsageError(
+            "--dcp-path DIR has weights alone, and --base-model DIR config.json and the tokenizer: they go together. "
+            "Give both, or --model DIR."
+        )
+    for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    for flag, folder in (("dcp-path", own.dcp_path), ("base-model", own.base_model)):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"--{flag}: there is no folder '{folder}'. Give one that exists.")
+
+
+def spec_of(model: str | None, own: Parts, arguments: Mapping[str, Any]) -> ModelSpec:
+    """The model of text that they name; `arguments` that are None are left out."""
+    weights = own.checkpoint or own.dcp_path
+    parts = {"meta": own.meta and str(own.meta), "base_model": own.base_model and str(own.base_model)}
     return ModelSpec(
-        name=own.model or str(own.checkpoint),
-        weights=str(own.checkpoint) if own.checkpoint else None,
-        arguments={name: value for name, value in wanted.items() if value is not None},
+        name=model or str(weights),
+        weights=None if weights is None else str(weights),
+        arguments={name: value for name, value in {**parts, **arguments}.items() if value is not None},
         kind="text",
     )
+
+
+def model_of(own: ModelOptions, slots: int | None = None) -> ModelSpec:
+    """The model that they name."""
+    wanted = {"slots": slots, "context": own.context, "trust_remote_code": own.trust_remote_code or None}
+    return spec_of(own.model, own, wanted)
 
 
 def sampling_of(own: DrawingOptions, **more: Any) -> Sampling:

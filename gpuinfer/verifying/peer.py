@@ -121,7 +121,7 @@ def started(channel: Connection, *arguments: Any) -> Any:
 
 
 def _written(rig: Rig, folder: Path) -> Path:
-    """The built-in model as files."""
+    """A model that is no folder, as one."""
     from gpuinfer.text.checkpoint.export import save_folder
 
     save_folder(rig.checkpoint, folder)

@@ -18,6 +18,8 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
+from gpuinfer.openai.options import check_parts
+from gpuinfer.openai.options import spec_of as model_spec
 from gpuinfer.openai.rows import prompts_of
 from gpuinfer.openai.schema import MOST_TOKENS
 
@@ -113,6 +115,8 @@ class Options(api.Options):
     model: str | None = Field(None, description="a folder with a checkpoint, or tiny, which is built in")
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
+    base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     prompts: Path | None = Field(None, description="prompts as generate takes them; default: a set that is built in")
     limit: int = Field(32, ge=1, le=100_000, description="prompts that are taken from there, the first ones")
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
@@ -219,18 +223,14 @@ def open_rig(options: Options, setup: Setup) -> Rig:
 
 def spec_of(options: Options) -> ModelSpec:
     """Raises `UsageError` for options that cannot be together."""
-    if (options.model is None) == (options.checkpoint is None):
+    if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
-    if options.meta is not None and options.checkpoint is None:
-        raise UsageError("--meta goes with --checkpoint model.pt. Give both, or leave it out.")
-    for flag, file in (("checkpoint", options.checkpoint), ("meta", options.meta), ("prompts", options.prompts)):
-        if file is not None and not file.is_file():
-            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    check_parts(options)
+    if options.prompts is not None and not options.prompts.is_file():
+        raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
     if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
         raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
-    weights = None if options.checkpoint is None else str(options.checkpoint)
-    arguments = {} if options.meta is None else {"meta": str(options.meta)}
-    return ModelSpec(options.model or str(options.checkpoint), weights, arguments=arguments, kind="text")
+    return model_spec(options.model, options, {})
 
 
 def _items(options: Options, checkpoint: Checkpoint, language: Language, seed: int) -> list[Item]:

@@ -77,7 +77,7 @@ class Verification:
         """The report, `gpuinfer.verify/1`."""
         return {
             "schema": SCHEMA,
-            "model": self.options.model or str(self.options.checkpoint),
+            "model": self.options.model or str(self.options.checkpoint or self.options.dcp_path),
             **self._model,
             "started_at": self._began,
             "wall_s": time.perf_counter() - self._from,

@@ -1,9 +1,13 @@
-"""From a model's name to its weights: Hugging Face folders, nanoGPT files, and two built-in models.
+"""From a model's name to its weights: Hugging Face folders, checkpoints of trainers, and two built-in
+models.
 
 ```
 names.py             what a name means
 folder.py            a Hugging Face folder and its shards
-nanogpt.py           nanoGPT's model.pt and its alphabet    pickled.py   torch files, read without an unpickler
+nanogpt.py           nanoGPT's model.pt and its alphabet    pickled.py   torch files
+trained.py           a torch distributed checkpoint on a base model: dcp.py (what lies where), dcp_names.py (what
+                     trainers call tensors), dcp_store.py (tensors put together from chunks)
+opcodes.py           pickles, read without an unpickler
 builtin.py           "tiny" and "null", whose weights are drawn
 family.py            config.json → Shape    rope.py   its angles and windows    keys.py   no key passes unknown
 assembly.py          which stored tensors make which weights, checked and read

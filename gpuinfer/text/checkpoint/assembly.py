@@ -7,6 +7,7 @@ Where a checkpoint's tensors come from: each by its name, read straight to where
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,11 @@ def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
     `spare` names those that may be there and are not used.
     """
     wanted = {part.name: part.shape for part in parts_of(layout)}
-    problems = [f"'{name}' {list(shape)} is missing" for name, shape in wanted.items() if name not in store.tensors]
+    missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
+    problems = [
+        f"'{name}' {list(shape)} is missing{_nearest(name, store, wanted) if at < SHOWN else ''}"
+        for at, (name, shape) in enumerate(missing.items())
+    ]
     problems += [
         f"'{name}' is {list(store.tensors[name].shape)}, config.json makes it {list(shape)}"
         for name, shape in wanted.items()
@@ -196,6 +201,12 @@ def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
             f"the weights in {store.where} are not those of a {layout.shape.family} model of this config: "
             f"{'; '.join(problems[:SHOWN])}{more}. Copy the whole folder again, or save the model again."
         )
+
+
+def _nearest(name: str, store: Store, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """What it may be called there."""
+    found = difflib.get_close_matches(name, [one for one in store.tensors if one not in wanted], n=1, cutoff=0.8)
+    return f" (is it '{found[0][:120]}'?)" if found else ""
 
 
 def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 
 
 def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """config.json, generation_config.json and model.safetensors, without a tokenizer: prompts travel as tokens.
+    """config.json, generation_config.json and model.safetensors. Of the built-in model "tiny" without a tokenizer:
+    prompts travel as tokens. Of a model in training with all settings of its base model.
 
-    Only for the built-in model "tiny"; raises `UsageError` for any other.
+    Raises `UsageError` for any other.
     """
-    if checkpoint.folder is not None or checkpoint.shape.family != "qwen2":
+    shape, base = checkpoint.shape, checkpoint.language.folder
+    in_training = checkpoint.folder is None and base is not None and shape.family != "nanogpt"
+    if not in_training and (checkpoint.folder is not None or shape.family != "qwen2"):
         raise UsageError(f"model '{checkpoint.name}' is not one that can be written out. Use 'tiny'.")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -27,6 +31,10 @@ def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
         tensors[part.name] = torch.empty(part.shape, dtype=dtype)
         checkpoint.store.read(part.name, tensors[part.name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if in_training:
+        for path in checkpoint.settings:
+            shutil.copyfile(path, folder / path.name)
+        return
     (folder / "config.json").write_text(json.dumps(config_of(checkpoint, dtype), indent=2))
     ends = {"eos_token_id": list(checkpoint.shape.end_tokens)}
     (folder / "generation_config.json").write_text(json.dumps(ends))

@@ -67,8 +67,8 @@ HEAD = "lm_head.weight"
 def open_folder(folder: Path, name: str) -> Checkpoint:
     """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
     config = read_config(folder)
-    shape = shape_of(config, _optional(folder / "generation_config.json"))
-    refuse_remote_code(_optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
+    shape = shape_of(config, optional(folder / "generation_config.json"))
+    refuse_remote_code(optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
     store = open_shards(folder)
     layout = layout_for(shape, biases_of(config), store)
     check(store, layout, spare=[HEAD])
@@ -125,5 +125,5 @@ def stored_dtype(store: Store) -> str:
     return max(set(kinds), key=kinds.count) if kinds else "float32"
 
 
-def _optional(path: Path) -> dict[str, Any]:
+def optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}

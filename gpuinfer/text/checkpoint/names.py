@@ -11,17 +11,21 @@ from gpuinfer.text.checkpoint.builtin import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.folder import open_folder
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
+from gpuinfer.text.checkpoint.trained import open_trained
 
 NEAR = 3
 
 
 def open_checkpoint(spec: ModelSpec) -> Checkpoint:
-    """Open what `spec` names: `weights` is a nanoGPT file, `name` a Hugging Face folder, else a built-in model.
+    """Open what `spec` names: `weights` is a nanoGPT file, or a torch distributed checkpoint whose base model is
+    `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, or a built-in model.
 
     Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model.
     Raises `UsageError`.
     """
-    meta = spec.arguments.get("meta")
+    meta, base = spec.arguments.get("meta"), spec.arguments.get("base_model")
+    if spec.weights is not None and base is not None:
+        return open_trained(Path(spec.weights), Path(base), spec.name)
     if spec.weights is not None:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
     path, kind = what_is(spec.name)

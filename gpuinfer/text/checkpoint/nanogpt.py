@@ -18,7 +18,8 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.digests import settings_of
 from gpuinfer.text.checkpoint.family import Biases
 from gpuinfer.text.checkpoint.keys import Fields, read_json, refuse_unknown_keys
-from gpuinfer.text.checkpoint.pickled import TensorStore, plain_tensors, plain_value, read_torch_file
+from gpuinfer.text.checkpoint.opcodes import plain_value
+from gpuinfer.text.checkpoint.pickled import TensorStore, plain_tensors, read_torch_file
 from gpuinfer.text.shape import Shape
 
 MOST_BYTES = 4 << 20  # all characters that there are fit in it

@@ -1,16 +1,9 @@
-"""Reads plain containers, texts, numbers and truth values from a pickle, and nothing else.
-
-There is no unpickler here to be talked into anything. The opcodes are parsed (`pickletools.genops` executes none), and
-those that build plain values are carried out below; one that names a class, or calls something, is refused.
-
-Reads what training scripts save with `torch.save`: plain values and tensors only, mapped rather than read whole.
-"""
+"""Reads what training scripts save with `torch.save`: plain values and tensors only, mapped rather than read whole."""
 
 from __future__ import annotations
 
-import pickletools
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,116 +13,6 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Stored
 from gpuinfer.text.checkpoint.digests import Digests, DigestSource, digests_of
-
-MOST_STEPS = 4_000_000
-VALUES = frozenset(
-    {"INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT"}
-    | {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-)
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-SKIPPED = frozenset({"PROTO", "FRAME"})
-MARK = object()
-
-
-def plain_value(data: bytes) -> Any:
-    """What the pickle holds. Raises `ValueError` for anything but plain values, and for damage."""
-    machine = _Machine()
-    try:
-        for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if steps >= MOST_STEPS:
-                raise ValueError(f"it takes over {MOST_STEPS} steps")
-            if opcode.name == "STOP":
-                return machine.result()
-            machine.step(opcode.name, argument)
-    except (IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__})") from None
-    raise ValueError("it has no end")
-
-
-class _Machine:
-    """A stack and a memo, as the pickle protocol has them."""
-
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._steps: dict[str, Callable[[Any], None]] = {
-            "MARK": lambda _: self._stack.append(MARK),
-            "EMPTY_DICT": lambda _: self._stack.append({}),
-            "EMPTY_LIST": lambda _: self._stack.append([]),
-            "EMPTY_TUPLE": lambda _: self._stack.append(()),
-            "DICT": lambda _: self._stack.append(_filled({}, self._marked())),
-            "LIST": lambda _: self._stack.append(self._marked()),
-            "TUPLE": lambda _: self._stack.append(tuple(self._marked())),
-            "TUPLE1": lambda _: self._tuple(1),
-            "TUPLE2": lambda _: self._tuple(2),
-            "TUPLE3": lambda _: self._tuple(3),
-            "SETITEM": lambda _: self._set(self._top(2)),
-            "SETITEMS": lambda _: self._set(self._marked()),
-            "APPEND": lambda _: self._append(self._top(1)),
-            "APPENDS": lambda _: self._append(self._marked()),
-            "MEMOIZE": lambda _: self._remember(len(self._memo)),
-            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), self._remember),
-            **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda number: self._stack.append(self._memo[number])),
-        }
-
-    def step(self, name: str, argument: Any) -> None:
-        if name in VALUES:
-            self._stack.append(argument)
-        elif name in CONSTANTS:
-            self._stack.append(CONSTANTS[name])
-        elif name in self._steps:
-            self._steps[name](argument)
-        elif name not in SKIPPED:
-            raise ValueError(f"it asks for {name}, which plain values do not need")
-
-    def result(self) -> Any:
-        if len(self._stack) != 1 or self._stack[0] is MARK:
-            raise ValueError("it is damaged (more or less than one value)")
-        return self._stack[0]
-
-    def _remember(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
-
-    def _top(self, count: int) -> list[Any]:
-        taken = self._stack[-count:]
-        if len(taken) != count or any(value is MARK for value in taken):
-            raise ValueError("it is damaged (a value is missing)")
-        del self._stack[-count:]
-        return taken
-
-    def _marked(self) -> list[Any]:
-        """All values above the last mark, which goes with them."""
-        start = len(self._stack) - 1
-        while self._stack[start] is not MARK:
-            start -= 1
-            if start < 0:
-                raise ValueError("it is damaged (no mark)")
-        taken = self._stack[start + 1 :]
-        del self._stack[start:]
-        return taken
-
-    def _tuple(self, count: int) -> None:
-        self._stack.append(tuple(self._top(count)))
-
-    def _set(self, items: list[Any]) -> None:
-        _filled(self._of(dict), items)
-
-    def _append(self, items: list[Any]) -> None:
-        self._of(list).extend(items)
-
-    def _of(self, kind: type) -> Any:
-        if not isinstance(self._stack[-1], kind):
-            raise ValueError(f"it is damaged (no {kind.__name__} to fill)")
-        return self._stack[-1]
-
-
-def _filled(into: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
-    """Keys are texts and whole numbers: to hash a tuple of tuples can take for ever."""
-    if len(items) % 2 or not all(isinstance(key, str | int) for key in items[::2]):
-        raise ValueError("it has keys that are no texts or whole numbers")
-    into.update(zip(items[::2], items[1::2], strict=True))
-    return into
-
 
 CODE = ("Unsupported global", "Unsupported class", "Trying to ")  # torch's words for what is not allowed
 SAVE_AGAIN = (

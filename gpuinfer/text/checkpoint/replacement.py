@@ -13,6 +13,7 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.family import shape_of
 from gpuinfer.text.checkpoint.folder import HEAD, layout_for, open_shards, read_config
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
+from gpuinfer.text.checkpoint.trained import is_dcp, open_store
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Weights
 
@@ -22,7 +23,7 @@ NO_MATTER = ("end_tokens", "beginning_token", "tied")  # of a shape: the languag
 
 def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -> Weights:
     """The weights at `place` for the model that `checkpoint` opened: a folder with safetensors files, config.json or
-    not, or one such file. Tokenizer and end tokens stay what they are.
+    not, one such file, or a torch distributed checkpoint. Tokenizer and end tokens stay what they are.
 
     Raises `UsageError` for what is not there, is damaged, or belongs to a model of another shape.
     """
@@ -31,7 +32,7 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
     path = Path(place).expanduser()
     if (path / "config.json").is_file():
         _refuse_another(checkpoint.shape, shape_of(read_config(path)), path)
-    store = _store(path)
+    store = open_store(path, checkpoint.shape) if is_dcp(path) else _store(path)
     layout = _layout(checkpoint, store)
     if layout.shape != checkpoint.shape:
         raise UsageError(
