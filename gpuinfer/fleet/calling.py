@@ -165,7 +165,7 @@ class Caller:
 
     async def generate(self, request: Request, reads: Callable[[Part], None]) -> Generation:
         """The answer to a prompt. `reads` is told its parts as they come, where the request wants any."""
-        body, had = frames.prompt_to_body(request.payload), Had()
+        body, had = frames.prompt_to_body(request.payload), Had(request.payload)
         path = "/v1/generations" if request.parts else "/v1/generations?parts=0"
 
         def tell(part: Part) -> None:
@@ -173,9 +173,9 @@ class Caller:
                 reads(fresh)
 
         async def ask() -> Response | Generation:
-            had.begin_anew()
-            head = [("Content-Type", frames.PROMPT_TYPE), *_headers(request)]
-            async with self._client.stream("POST", path, body, head) as response:
+            rest, head = had.rest(), [("Content-Type", frames.PROMPT_TYPE), *_headers(request)]
+            left = body if rest is request.payload else frames.prompt_to_body(rest)
+            async with self._client.stream("POST", path, left, head) as response:
                 if response.status != 200:
                     return Response(response.status, response.headers, await response.read())
                 return await _followed(response, tell)

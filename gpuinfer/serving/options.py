@@ -55,7 +55,7 @@ class ServeOptions(ModelOptions):
 
 def spec_of(own: ServeOptions) -> ModelSpec:
     """The model that the flags name. Raises `UsageError`."""
-    if own.model is None and own.checkpoint is None:
+    if own.model is None and own.checkpoint is None and own.dcp_path is None:
         raise UsageError(WANTED)
     check_model(own, "serve")
     if own.model is None or not is_of_rows(own.model):
@@ -89,7 +89,7 @@ def _refuse_rows_flags(own: ServeOptions) -> None:
     for name in ("weights", "features", "actions", "seats"):
         if getattr(own, name) is not None:
             raise UsageError(
-                f"--{name} is said of a network of rows, and {own.model or own.checkpoint} is a model of text. "
+                f"--{name} is said of a network of rows, and {model_of(own).name} is a model of text. "
                 f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
             )
 
