@@ -81,7 +81,7 @@ class Server:
 
     def cpu_s(self) -> float:
         times = psutil.Process(self.pid).cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
 
 def with_wrk(path: str, seconds: float, connections: int, script: str = "") -> tuple[float, float, float]:
@@ -108,7 +108,7 @@ def with_wrk(path: str, seconds: float, connections: int, script: str = "") -> t
 
 
 def _found(pattern: str, text: str) -> str:
-    return re.findall(pattern, text)[0]
+    return str(re.findall(pattern, text)[0])
 
 
 def with_client(

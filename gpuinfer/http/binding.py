@@ -39,6 +39,7 @@ def _listener(family: int, address: tuple[object, ...], reuse_port: bool) -> soc
     try:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_the_dead(made)
         if reuse_port:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
@@ -49,6 +50,14 @@ def _listener(family: int, address: tuple[object, ...], reuse_port: bool) -> soc
         made.close()
         raise
     return made
+
+
+def _notice_the_dead(made: socket.socket) -> None:
+    """A client whose machine is gone is noticed within two minutes; connections inherit it."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def unix_listener(path: str) -> socket.socket:

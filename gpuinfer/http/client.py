@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from gpuinfer.http.replies import Pairs, check_field
 __all__ = ["BrokenOff", "Client", "ClientError", "Response", "StreamedResponse", "TimedOut", "Unreachable"]
 
 BODY_BYTES = 1 << 30
+_METHOD = re.compile(r"[A-Z]+")
+_TARGET = re.compile(r"/[!-~]*")
 REPEATABLE = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})  # idempotent: RFC 9110 9.2.2
 
 
@@ -253,6 +256,10 @@ class Client:
         return TimedOut(f"no answer from {self.url} within {seconds:g} s. Allow more time, or see the server's log.")
 
     def _head(self, method: str, path: str, body: bytes, headers: Pairs) -> bytes:
+        if not _METHOD.fullmatch(method):
+            raise ValueError(f"{method!r} is no method")
+        if not _TARGET.fullmatch(path):
+            raise ValueError(f"{path!r} is no target: it begins with a slash, and is percent-encoded")
         length = f"Content-Length: {len(body)}\r\n" if body or method not in ("GET", "HEAD") else ""
         head = f"{method} {self._base}{path}{self._fixed}{_lines(headers)}{length}\r\n"
         return head.encode("latin-1") + body

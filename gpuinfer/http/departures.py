@@ -23,6 +23,11 @@ class Departures:
         if self._epoll is not None:
             loop.add_reader(self._epoll.fileno(), self._look)
 
+    @property
+    def watched(self) -> int:
+        """How many sockets are watched."""
+        return len(self._calls)
+
     def watch(self, transport: asyncio.BaseTransport, call: Callable[[], None], *, half: bool) -> None:
         """Call when the connection is gone; with `half`, also when the other side sends no more."""
         fd = _fd(transport)

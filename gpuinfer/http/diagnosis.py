@@ -32,12 +32,13 @@ def early(part: bytes, start: int, limits: HttpLimits) -> bool:
     """Whether a head that is not all there yet can be refused already. Bytes before `start` have been looked at."""
     if len(part) > limits.head_bytes or _EARLY.search(part, max(0, start - 1)):
         return True
-    return len(part) - part.rfind(b"\n") - 1 > limits.line_bytes
+    return len(part) - part.rfind(b"\n") - 1 - part.endswith(b"\r") > limits.line_bytes
 
 
 def _of_line(line: bytes, number: int, unfinished: bool, limits: HttpLimits) -> Malformed | None:
-    known = line.removesuffix(b"\r") if unfinished else line  # whose LF may be on its way
-    control = _CONTROL.search(known[: limits.line_bytes])
+    if unfinished:
+        line = line.removesuffix(b"\r")  # whose LF may be on its way
+    control = _CONTROL.search(line[: limits.line_bytes])
     if control is not None:
         return Malformed(400, "a bare line end or another control character in the head. Lines end in CR LF.")
     if len(line) > limits.line_bytes:

@@ -12,6 +12,7 @@ import httptools
 from gpuinfer.errors import WorkError
 
 HEAD_BYTES = 256 << 10
+FIELDS = 1000  # headers and trailers of one response
 HIGH = 256 << 10  # bytes of a streamed body that wait for their reader before no more is read
 NO_BODY = frozenset({204, 304})
 
@@ -62,6 +63,7 @@ class Line(asyncio.Protocol):
         self.size = 0  # bytes of body that have come
         self._waiting = 0  # bytes in parts
         self._head_bytes = 0
+        self._fields = 0
         self._asked = False
         self._bodiless = False
         self._limit = 0
@@ -143,7 +145,7 @@ class Line(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._spoilt(str(error) or type(error).__name__)
+            self._spoilt(str(error.__context__ or error) or type(error).__name__)
             return
         if not self.head_come:
             self._head_bytes += len(data)
@@ -184,6 +186,9 @@ class Line(asyncio.Protocol):
     # From the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        if self._fields > FIELDS:
+            raise httptools.HttpParserError(f"more than {FIELDS:,} headers")
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 

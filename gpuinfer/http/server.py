@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
 
@@ -36,7 +37,9 @@ class HttpServer:
         self._connections: set[Connection] = set()
         self._lingering: set[Connection] = set()  # those whose last response is written, until the client closes too
         self._servers: list[asyncio.Server] = []
+        self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
+        self._late: set[asyncio.Task[object]] = set()  # connections that had been made, and not taken yet, at the stop
         self._counts: Counter[str] = Counter()
         self._emptied = asyncio.Event()
         times = (self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s)
@@ -48,17 +51,20 @@ class HttpServer:
         sockets = binding.listeners(host, port, reuse_port)
         for one in sockets:
             self._servers.append(await self.loop.create_server(self._connection, sock=one, backlog=binding.BACKLOG))
+            self._sockets.append(one)
         return int(sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str) -> None:
         """Listen at a path that only this user can connect to. Raises UsageError."""
         one = binding.unix_listener(path)
+        self._sockets.append(one)
         self._servers.append(await self.loop.create_unix_server(self._connection, sock=one, backlog=binding.BACKLOG))
         self._paths.append(path)
 
     def stop_accepting(self) -> None:
         """No more connections; those that are open end after their present response."""
         self.closing = True
+        self._take_rest()
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -97,6 +103,8 @@ class HttpServer:
         self._counts["accepted"] += 1
         self._connections.add(connection)
         beyond = len(self._connections) + len(self._lingering) - self.limits.connections
+        if self.closing:
+            connection.shut()
         if beyond > 0:
             self._counts["crowded"] += 1
             connection.crowd(heard=beyond <= SPARE)
@@ -115,6 +123,18 @@ class HttpServer:
     def count(self, what: str) -> None:
         self._counts[what] += 1
 
+    def _take_rest(self) -> None:
+        """Take the connections that wait, which would be reset with the listening socket."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                while True:
+                    made, _ = one.accept()
+                    made.setblocking(False)
+                    task = self.loop.create_task(self.loop.connect_accepted_socket(self._connection, made))
+                    self._late.add(task)
+                    task.add_done_callback(self._late.discard)
+        self._sockets.clear()
+
     def _leave(self, connection: Connection) -> None:
         self._connections.discard(connection)
         if not self._connections:
@@ -122,6 +142,8 @@ class HttpServer:
 
     async def _empty(self, within_s: float) -> bool:
         """Wait until all connections have had their last response."""
+        if self._late:
+            await asyncio.wait(self._late, timeout=1.0)
         if self._connections:
             self._emptied.clear()
             try:

@@ -171,7 +171,11 @@ class Raw:
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
+        try:
+            await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
+        except OSError:
+            made.close()
+            raise
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(port, made)
 

@@ -13,6 +13,7 @@ import pytest
 from malformed_requests import chunked, get, post
 from serving_http import PATIENCE_S, Raw, answers, said_to, serving, until
 
+from gpuinfer.http import connection
 from gpuinfer.http.limits import HttpLimits
 from gpuinfer.http.loop import run
 
@@ -95,17 +96,18 @@ def test_requests_of_whoever_reads_nothing_are_not_read_either():
     run(main())
 
 
-def test_a_long_response_to_a_slow_reader_is_not_cut_short():
+def test_a_long_response_to_a_slow_reader_is_not_cut_short(monkeypatch):
     """Its reader takes longer than the time to linger, and pauses shorter than the time to write."""
+    monkeypatch.setattr(connection, "LINGER_S", 0.05)
 
     async def main() -> None:
-        async with serving(replace(LIMITS, write_s=20.0)) as served:
+        async with serving(replace(LIMITS, write_s=20.0, idle_s=0.1)) as served:
             raw = await Raw.connect(served.port, receive_buffer=65536)
             size = 12 << 20
             await raw.send(post(b"Connection: close", b"Content-Length: %d" % size, body=b"x" * size))
             said = b""
             for _ in range(6):
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.1)
                 said += await raw.receive()
             said += await raw.rest()
             assert len(answers(said)[0].body) == size

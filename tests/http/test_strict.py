@@ -1,4 +1,4 @@
-"""What is malformed is refused with the right status, in OpenAI's shape, however it arrives, and nothing after it heard."""
+"""What is malformed is refused: the right status, OpenAI's shape, however it arrives, and nothing after it is heard."""
 
 from __future__ import annotations
 

@@ -1,0 +1,367 @@
+"""The client: against our server, and against one that does as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from serving_http import PATIENCE_S, serving, until
+
+from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.http.client import BrokenOff, Client, TimedOut, Unreachable
+from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.loop import run
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Odd:
+    """A server that answers as it is told."""
+
+    url: str = ""
+    connections: int = 0
+    requests: list[bytes] = field(default_factory=list)
+
+
+@contextlib.asynccontextmanager
+async def odd(*answers: bytes | None, close: bool = False) -> AsyncIterator[Odd]:
+    """Each request gets the next answer; None: the connection is closed instead."""
+    found = Odd()
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
+            while left:
+                found.requests.append(await reader.readuntil(b"\r\n\r\n"))
+                answer = left.pop(0)
+                if answer is None:
+                    return
+                writer.write(answer)
+                await writer.drain()
+                if close:
+                    return
+            await reader.read()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        server.close()
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str, **options: object) -> AsyncIterator[Client]:
+    client = Client(url, **{"timeout_s": PATIENCE_S, **options})
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        pytest.param(OK, b"ok", id="a length"),
+        pytest.param(CHUNKED + b"1\r\no\r\n1\r\nk\r\n0\r\n\r\n", b"ok", id="chunks"),
+        pytest.param(b"HTTP/1.1 200 OK\r\n\r\nok", b"ok", id="up to the end"),
+        pytest.param(b"HTTP/1.0 200 OK\r\n\r\nok", b"ok", id="HTTP/1.0"),
+        pytest.param(b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", id="after a 100"),
+        pytest.param(b"HTTP/1.1 102 A\r\nA: b\r\n\r\nHTTP/1.1 103 B\r\n\r\n" + OK, b"ok", id="after two 1xx"),
+        pytest.param(b"HTTP/1.1 204 No Content\r\n\r\n", b"", id="no body"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"", id="an empty body"),
+    ],
+)
+def test_a_response_is_read_in_all_its_forms(answer, body):
+    async def main() -> None:
+        close = b"Length" not in answer and b"chunked" not in answer and b"204" not in answer
+        async with odd(answer, close=close) as server, asking(server.url) as client:
+            response = await client.request("GET", "/")
+            assert response.body == body
+            assert "a" not in response.headers
+        async with (
+            odd(answer, close=close) as server,
+            asking(server.url) as client,
+            client.stream("GET", "/") as streamed,
+        ):
+            assert await streamed.read() == body
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"hello\r\n\r\n", id="no HTTP"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok", id="two lengths"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nok", id="too short"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n", id="no last chunk"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-", id="half a head"),
+        pytest.param(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nx", id="a 101"),
+        pytest.param(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 100_000, id="a head without end"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_a_response_that_is_none_is_broken_off(answer):
+    async def main() -> None:
+        for method in ("GET", "POST"):
+            async with odd(answer, close=True) as server, asking(server.url) as client:
+                with pytest.raises(BrokenOff):
+                    await client.request(method, "/")
+            async with odd(answer, close=True) as server, asking(server.url) as client:
+                with pytest.raises(BrokenOff):
+                    async with client.stream(method, "/") as streamed:
+                        await streamed.read()
+
+    run(main())
+
+
+def test_a_body_that_is_too_large_is_broken_off():
+    async def main() -> None:
+        async with serving() as served, asking(served.url, body_bytes=1000) as client:
+            assert len((await client.request("POST", "/echo", b"x" * 1000)).body) == 1000
+            with pytest.raises(BrokenOff, match="more than 1,000 bytes"):
+                await client.request("POST", "/echo", b"x" * 1001)
+
+    run(main())
+
+
+def test_a_head_request_has_no_body_and_its_connection_is_kept():
+    async def main() -> None:
+        async with serving() as served, asking(served.url) as client:
+            for _ in range(3):
+                response = await client.request("HEAD", "/echo")
+                assert (response.headers["content-length"], response.body) == ("7", b"")
+                assert (await client.request("GET", "/echo")).body == b"nothing"
+            assert served.server.counts["accepted"] == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
+def test_what_may_be_repeated_is_repeated_once_on_a_kept_connection_that_was_closed(method):
+    async def main() -> None:
+        async with odd(OK, None, OK, None, None) as server, asking(server.url) as client:
+            assert (await client.request("GET", "/")).status == 200
+            assert (await client.request(method, "/")).status == 200
+            assert (len(server.requests), server.connections) == (3, 2)
+            if method != "HEAD":
+                with pytest.raises(BrokenOff):
+                    await client.request(method, "/")
+                assert len(server.requests) == 5
+
+    run(main())
+
+
+def test_what_may_have_been_done_is_not_repeated():
+    async def main() -> None:
+        async with odd(OK, None, OK) as server, asking(server.url) as client:
+            await client.request("POST", "/")
+            with pytest.raises(BrokenOff):
+                await client.request("POST", "/")
+            assert len(server.requests) == 2
+        async with odd(OK, b"HTTP/1.1 ", OK, close=False) as server, asking(server.url, timeout_s=0.2) as client:
+            await client.request("GET", "/")
+            with pytest.raises(TimedOut):
+                await client.request("GET", "/")
+            assert len(server.requests) == 2
+        async with odd(None, OK) as server, asking(server.url) as client:
+            with pytest.raises(BrokenOff):
+                await client.request("GET", "/")  # the connection was new: it is not the wait that ended it
+
+    run(main())
+
+
+def test_a_connection_that_was_closed_while_nobody_asked_is_not_used():
+    """Nothing was sent, so that anything may go over another."""
+
+    async def main() -> None:
+        async with serving(replace(HttpLimits(), idle_s=0.05)) as served, asking(served.url) as client:
+            for number in range(3):
+                assert (await client.request("POST", "/echo", b"x")).body == b"x"
+                await until(lambda: served.server.counts["connections"] == 0)
+                assert served.server.counts["accepted"] == number + 1
+
+    run(main())
+
+
+def test_who_is_not_there_is_unreachable():
+    async def main() -> None:
+        async with serving() as served:
+            url = served.url
+        async with asking(url) as client:
+            with pytest.raises(Unreachable, match="cannot reach http://127"):
+                await client.request("GET", "/")
+        async with asking("http://localhost", unix="/nowhere/at/all") as client:
+            with pytest.raises(Unreachable, match=r"cannot reach /nowhere/at/all"):
+                await client.request("GET", "/")
+        async with asking("http://no.such.host.invalid") as client:
+            with pytest.raises(Unreachable):
+                await client.request("GET", "/")
+
+    run(main())
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "a:80", "http://", "http://a:b", "https://a", "http://a:70000"])
+def test_an_address_that_is_none_says_so(url):
+    with pytest.raises(UsageError, match="is no address"):
+        Client(url)
+
+
+def test_every_wait_has_an_end():
+    async def main() -> None:
+        async with serving() as served, asking(served.url, timeout_s=0.1, connections=1) as client:
+            with pytest.raises(TimedOut, match=r"within 0.1 s"):
+                await client.request("POST", "/wait")
+            await until(lambda: served.seen.cancelled == 1)
+            with pytest.raises(TimedOut):
+                async with client.stream("GET", "/wait"):
+                    pass
+            async with client.stream("GET", "/events") as streamed:
+                with pytest.raises(TimedOut):
+                    await streamed.read()
+            assert (await client.request("GET", "/health")).status == 200
+            first = asyncio.ensure_future(client.request("GET", "/wait", timeout_s=PATIENCE_S))
+            await until(lambda: served.seen.begun == 4)
+            with pytest.raises(TimedOut):  # while another has the only connection
+                await client.request("GET", "/health")
+            served.seen.release.set()
+            assert (await first).body == b"at last"
+            assert (await client.request("GET", "/health")).status == 200
+
+    run(main())
+
+
+def test_requests_wait_their_turn_for_a_connection():
+    async def main() -> None:
+        async with serving() as served, asking(served.url, connections=4) as client:
+            bodies = [b"%d" % number for number in range(200)]
+            found = await asyncio.gather(*[client.request("POST", "/echo", body) for body in bodies])
+            assert [one.body for one in found] == bodies
+            assert served.server.counts["accepted"] == 4
+
+    run(main())
+
+
+def test_requests_that_are_cancelled_give_their_connection_back():
+    async def main() -> None:
+        async with serving() as served, asking(served.url, connections=2) as client:
+            for _ in range(5):
+                some = [asyncio.ensure_future(client.request("GET", "/wait")) for _ in range(6)]
+                await asyncio.sleep(0.01)
+                for one in some:
+                    one.cancel()
+                ended = await asyncio.gather(*some, return_exceptions=True)
+                assert {type(one) for one in ended} == {asyncio.CancelledError}
+            assert (await client.request("GET", "/health")).status == 200
+            await until(lambda: served.seen.cancelled == served.seen.begun)
+            await until(lambda: served.server.counts["connections"] == 1)
+
+    run(main())
+
+
+def test_a_stream_is_read_as_it_comes_and_knows_when_it_came():
+    async def main() -> None:
+        async with serving() as served, asking(served.url) as client:
+            before = time.perf_counter()
+            async with client.stream("GET", "/events") as streamed:
+                assert (streamed.status, streamed.headers["content-type"]) == (200, "text/event-stream")
+                parts = streamed.timed()
+                came, first = await anext(parts)
+                assert first == b"data: 1\n\n"
+                assert before < streamed.first_byte <= came <= time.perf_counter()
+                await asyncio.sleep(0.05)
+                asked = time.perf_counter()
+                served.seen.release.set()
+                later, second = await anext(parts)
+                assert second == b"data: 2\n\n"
+                assert asked < later <= streamed.last_byte
+                assert [part async for part in parts] == []
+            assert (await client.request("GET", "/health")).status == 200
+            assert served.server.counts["accepted"] == 1
+
+    run(main())
+
+
+def test_a_stream_that_is_left_tells_the_server():
+    async def main() -> None:
+        async with serving() as served, asking(served.url) as client:
+            async with client.stream("GET", "/events") as streamed:
+                assert await anext(aiter(streamed))
+            await until(lambda: served.seen.cancelled)
+
+    run(main())
+
+
+def test_a_stream_that_is_not_read_holds_its_server_back():
+    async def main() -> None:
+        async with (
+            serving() as served,
+            asking(served.url) as client,
+            client.stream("GET", "/flood") as streamed,
+        ):
+            assert await anext(aiter(streamed))
+            written = -1
+            while written != served.seen.written:
+                written = served.seen.written
+                await asyncio.sleep(0.1)
+            assert written < 64 << 20
+            read = 0
+            async for part in streamed:
+                read += len(part)
+                if read > written + (1 << 20):
+                    break
+            assert served.seen.written > written
+
+    run(main())
+
+
+def test_closing_ends_what_is_under_way():
+    async def main() -> None:
+        async with serving() as served:
+            client = served.client()
+            asked = asyncio.ensure_future(client.request("GET", "/wait"))
+            await until(lambda: served.seen.begun)
+            await client.close()
+            with pytest.raises(BrokenOff, match="was closed"):
+                await asked
+            with pytest.raises(Unreachable, match="is closed"):
+                await client.request("GET", "/health")
+            await until(lambda: served.seen.cancelled)
+
+    run(main())
+
+
+def test_headers_that_would_end_a_line_are_not_sent():
+    async def main() -> None:
+        async with serving() as served, asking(served.url) as client:
+            for bad in (("A", "b\r\nC: d"), ("A\n", "b"), ("A b", "c"), ("A", "b\0"), ("", "b")):
+                with pytest.raises(ValueError, match="cannot be sent"):
+                    await client.request("GET", "/health", headers=[bad])
+            for path in ("/a b", "/a\r\nB: c", "a", "/ä"):
+                with pytest.raises(ValueError, match="is no target"):
+                    await client.request("GET", path)
+            with pytest.raises(ValueError, match="is no method"):
+                await client.request("GET / HTTP/1.1\r\n", "/")
+
+    run(main())
+
+
+def test_a_base_path_stands_before_each_path():
+    async def main() -> None:
+        async with serving() as served, asking(served.url + "/workers/") as client:
+            assert (await client.request("GET", "/3")).status == 403
+
+    run(main())
+
+
+def test_errors_are_ours():
+    assert all(issubclass(one, GpuinferError) for one in (Unreachable, TimedOut, BrokenOff))
