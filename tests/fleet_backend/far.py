@@ -75,10 +75,16 @@ def generation(prompt: Prompt) -> Generation:
 
 
 def parts(prompt: Prompt) -> list[Part]:
-    """One a character, the first sample's, then the second's, …"""
+    """One a character, the first sample's, then the second's, …: those after the tokens that have begun it."""
     pieces = [Part(sample=0, text=one, tokens=tuple(one.encode())) for one in prompt.text]
     pieces[-1] = structs.replace(pieces[-1], finish_reason="stop")
-    return [structs.replace(one, sample=number) for number in range(prompt.samples) for one in pieces]
+    end = Part(sample=0, text="", tokens=(), finish_reason="stop")
+    had = [len(tokens) for tokens in prompt.begun] or [0] * prompt.samples
+    return [
+        structs.replace(one, sample=number)
+        for number in range(prompt.samples)
+        for one in pieces[had[number] :] or [end]
+    ]
 
 
 def refusing(status: int, message: str, **headers: str) -> Answer:

@@ -116,21 +116,6 @@ async def test_a_stream_that_breaks_off_goes_on_and_nothing_is_said_twice(after)
         await backend.close()
 
 
-async def test_another_answer_after_a_break_is_an_error_and_no_mixture():
-    async def otherwise(exchange):
-        exchange.begin(200, frames.FRAMES_TYPE)
-        for part in parts(Prompt(text="other")):
-            await exchange.write(frames.to_frame(part))
-        exchange.end()
-
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
-        there.next = [breaking_off(3), otherwise]
-        news = await heard(backend, prompt("hello", reads=True))
-        assert isinstance(news[-1][1], BackendError)
-        await backend.close()
-
-
 @pytest.mark.parametrize("status", [502, 503, 504])
 async def test_a_server_that_is_not_there_for_a_moment_is_asked_again(status):
     async with far(ROWS) as there:
