@@ -170,7 +170,7 @@ HEARD = ("http", "serving", "fleet", "openai", "monitoring", "routing", "models/
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_guard_goes_away_and_no_shell_is_asked(path):
-    """An `assert` is gone under -O: it may tell the type checker something, where strangers are not heard. A shell reads
+    """An `assert` is gone under -O: where strangers are not heard it may tell the type checker something. A shell reads
     what a name may hold.
     """
     name = str(path.relative_to(PACKAGE))
