@@ -144,7 +144,8 @@ class Replica(Worker):
         self._become("down" if hopeless else "starting")
         if (launched := self._launched) is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(launched.kill(), KILL_S)
+                async with asyncio.timeout(KILL_S):
+                    await launched.kill()
         plan.ready_file.unlink(missing_ok=True)
 
     def _first_is_over(self, error: WorkError | None) -> None:

@@ -13,6 +13,7 @@ from gpuinfer.fleet.heartbeat import LOOK_S, Heartbeat
 from gpuinfer.fleet.heartbeat import State as Beat
 from gpuinfer.fleet.probe import Health, Probe, bracketed
 from gpuinfer.fleet.roster import Member, State
+from gpuinfer.host import tasks
 
 NOWHERE = "127.0.0.1"  # port 0
 DOUBTFUL_LOOKS = 3  # in a row without an answer
@@ -114,8 +115,7 @@ class Worker(ABC):
         try:
             yield
         finally:
-            asking.cancel()
-            await asyncio.wait({asking})
+            await tasks.ended(asking)
             await probe.close()
 
     async def _ask(self, probe: Probe) -> None:
@@ -128,7 +128,8 @@ class Worker(ABC):
 
     async def _rest(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._nudged.wait(), LOOK_S)
+            async with asyncio.timeout(LOOK_S):
+                await self._nudged.wait()
         self._nudged.clear()
 
     def _answered(self, health: Health) -> None:
@@ -149,6 +150,4 @@ class Worker(ABC):
 
     async def _over(self) -> None:
         """Its task has ended."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await tasks.ended(self._task)

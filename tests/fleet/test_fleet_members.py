@@ -95,6 +95,23 @@ async def test_one_that_is_killed_is_started_again_at_another_address():
         assert replica.told()["restarts"] == 1
 
 
+async def test_news_of_failures_in_the_moment_of_a_death_do_not_hide_it():
+    async with place() as there:
+        replica = await started(there)
+
+        async def nudge() -> None:
+            while True:
+                there.members.nudge(0)
+                await asyncio.sleep(0)
+
+        nudging = asyncio.create_task(nudge())
+        for _ in range(3):
+            pid = replica.pid
+            os.kill(pid, signal.SIGKILL)
+            await again(replica, pid)
+        nudging.cancel()
+
+
 async def test_one_that_is_suspended_is_killed_and_replaced():
     async with place() as there:
         replica = await started(there)
