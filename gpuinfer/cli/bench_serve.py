@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,34 +203,34 @@ def _run(turns: Turns) -> None:
     """Until all is done, or the user stops it: what has been measured stays."""
     from gpuinfer.http import loop
 
-    async def watched() -> None:
-        watching = asyncio.ensure_future(_watch(turns))
-        try:
-            await turns.run()
-        finally:
-            watching.cancel()
-
     try:
-        with _interrupting():
-            loop.run(watched())
-    except KeyboardInterrupt:
+        loop.run(_heeding(turns))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         turns.outcome.stopped = True
     _show_status("")
 
 
-@contextlib.contextmanager
-def _interrupting() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: it cancels the loop's main task, whose servers are ended on the way."""
-    import signal
+async def _heeding(turns: Turns) -> None:
+    """Ctrl-C and SIGTERM let a run that sends end with what it has; once more, or at any other time, they end it all,
+    and the server with it.
+    """
+    running, watching = asyncio.ensure_future(turns.run()), asyncio.ensure_future(_watch(turns))
 
-    def interrupt(number: int, frame: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+    def stop() -> None:
+        if turns.sender is None or turns.sender.stopping:
+            running.cancel()
+        else:
+            turns.sender.stop()
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    events = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        events.add_signal_handler(number, stop)
     try:
-        yield
+        await running
     finally:
-        signal.signal(signal.SIGTERM, before)
+        watching.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            events.remove_signal_handler(number)
 
 
 async def _watch(turns: Turns) -> None:
@@ -238,7 +238,8 @@ async def _watch(turns: Turns) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         if (sender := turns.sender) is not None:
-            _show_status(f"{turns.doing} · {sender.counted:,} answered, {sender.under_way:,} under way")
+            doing = "stopping (Ctrl-C ends it at once)" if sender.stopping else turns.doing
+            _show_status(f"{doing} · {sender.counted:,} answered, {sender.under_way:,} under way")
         elif turns.doing:
             _show_status(turns.doing)
 

@@ -69,7 +69,7 @@ class Targets(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
         name, known = args[0], self.workloads()
         if name not in known:
-            raise UnknownName("target", name, known, label="Targets")
+            raise UnknownName("target", name, self.list_commands(ctx), label="Targets")
         return name, self.target(known[name]), args[1:]
 
 

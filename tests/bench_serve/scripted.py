@@ -34,6 +34,7 @@ class Script:
     together: bool = False  # all events of a stream at once, in two halves of bytes
     batch: int = 0  # requests served together, `first_s` for all; 0: each by itself
     route: str = ""
+    notice: str = ""  # a file that is made when 100 requests have come
     seen: list[dict] = field(default_factory=list)
     number: int = 0
 
@@ -53,6 +54,8 @@ class Scripted:
             return
         script, headers = self.script, []
         script.number += 1
+        if script.notice and script.number == 100:
+            os.close(os.open(script.notice, os.O_CREAT | os.O_WRONLY))
         if exchange.headers.get("content-type") != "application/json":
             await self._served()
             exchange.respond(200, exchange.body, "application/x-safetensors")

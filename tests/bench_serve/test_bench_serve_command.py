@@ -160,6 +160,27 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     assert document["comparison"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_counts_as_far_as_it_came(tmp_path, number):
+    with scripted(tmp_path, "noticed", notice=str(tmp_path / "asked")) as url:
+        words = ["bench", "serve", url, "--duration", "1h", "--warmup", "0", "--json", "found.json"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gpuinfer", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + ENOUGH_S
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.wait(timeout=ENOUGH_S)
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert (process.returncode, document["status"]) == (3, "partial")
+    assert document["serve"]["ways"][0]["answered"] >= 50
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -184,6 +184,8 @@ def rows(document: Document) -> Iterator[list[str]]:
 def brief(document: Document) -> tuple[list[str], list[list[str]]]:
     """For a terminal: a column for each of a few ways, since the figures are many; else a row with some of them."""
     names, table = columns(document), list(rows(document))
+    if not table:
+        return [""], []
     if len(table) <= ABREAST:
         turned = [[name, *(row[at] for row in table)] for at, name in enumerate(names) if at]
         return ["", *(row[0] for row in table)], [row for row in turned if not row[0].endswith(" p95")]
@@ -205,25 +207,33 @@ def notes(document: Document) -> Iterator[tuple[str, str]]:
             kinds = sorted(way["errors"].items(), key=lambda one: -one[1])
             said = ", ".join(f"{kind} ({whole(times)})" for kind, times in kinds[:LONG_ERRORS])
             yield "failed requests", f"{way['name']}: {whole(failed)}: {said}. They have no part in the latencies."
-    for way in document["serve"]["ways"]:
-        if way["sender"]["saturated"]:
-            yield "the sender", f"{way['name']}: {_late(way['sender'])}"
+    yield from _of_the_sender([way for way in document["serve"]["ways"] if way["sender"]["saturated"]])
     if any(way["tokens_by_events"] for way in document["serve"]["ways"]):
         yield "tokens", "the server tells of no usage: each event of a stream is counted as one token"
 
 
-def _late(sender: Mapping[str, Any]) -> str:
-    """Why its figures are not to be trusted."""
-    late = f"it came up to {short(sender['send_lag_s'].get('p99', 0.0))} late to what was due (p99)"
-    if sender["cpu_share"] > BUSY:
-        return (
-            f"saturated: {late}, with {sender['cpu_share']:.0%} of a core. These figures are as much its own as the "
-            "server's. Ask for less, or spread the load over several senders."
+def _of_the_sender(ways: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Why the figures of these ways are not to be trusted."""
+    busy = [way for way in ways if way["sender"]["cpu_share"] > BUSY]
+    held = [way for way in ways if way not in busy]
+    if busy:
+        yield (
+            "the sender",
+            f"saturated: {_late(busy)}. These figures are as much its own as the server's. Ask for less, or spread the "
+            "load over several senders.",
         )
-    return (
-        f"held up: {late}, though it used {sender['cpu_share']:.0%} of a core. Something else was busy on this "
-        "machine, which is in these latencies. Stop it, or send from another machine."
-    )
+    if held:
+        yield (
+            "the sender",
+            f"held up, though it had most of a core to spare: {_late(held)}. Something else was busy on this machine, "
+            "which is in these latencies. Stop it, or send from another machine.",
+        )
+
+
+def _late(ways: Sequence[Mapping[str, Any]]) -> str:
+    """How late it was to what was due, at p99, and how much of a core it used."""
+    each = [(way["name"], way["sender"]["send_lag_s"].get("p99", 0.0), way["sender"]["cpu_share"]) for way in ways]
+    return ", ".join(f"{name} sent {short(late)} late (p99) with {share:.0%} of a core" for name, late, share in each)
 
 
 def more(document: Document) -> Iterator[Table]:

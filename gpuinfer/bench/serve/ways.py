@@ -90,6 +90,7 @@ class Turns:
         self.doing = f"{way.name} · {doing}{'' if way.url else ' · starting the server'}"
         try:
             found = await self._turn(way, self._course.seed + repeat)
+            self.outcome.stopped = found.stopped
             measured = self._measured(way, repeat, found)
         except GpuinferError as error:
             began = any(one.variant == way.name for one in self.outcome.runs)
@@ -98,7 +99,6 @@ class Turns:
             return
         self.outcome.runs.append(measured)
         self._say(f"{way.name} · {doing}: {said(self.summaries[-1])}")
-        self.outcome.stopped = found.stopped
 
     async def _turn(self, way: Way, seed: int) -> Run:
         load = way.load
