@@ -148,7 +148,18 @@ def answers(url: str) -> None:
 
 def ours(model: str, port: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "gpuinfer", "serve", "--model", model, "--features", str(FEATURES), "--port", str(port)),
+        *(
+            sys.executable,
+            "-m",
+            "gpuinfer",
+            "serve",
+            "--model",
+            model,
+            "--features",
+            str(FEATURES),
+            "--port",
+            str(port),
+        ),
         *("-B", f"max_rows={ROWS}", "-B", "threads=1", "-S", f"max_wait={WAIT_MS}ms", "--quiet"),
     ]
 

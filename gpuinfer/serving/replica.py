@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 DONE, FAILED, PARTIAL = 0, 1, 3  # exit codes
 LAST_S = 5.0  # for the last bytes of responses to reach their clients
+SWITCH_S = 5e-4
+"""How long one thread of Python may keep others from running. The model's thread asks for its turn after each product,
+and the loop's is always busy: with Python's own 5 ms a forward of 9 ms takes 74 to 230 beside a busy thread, with this
+18 to 37."""
 LOOK_S = 0.02  # how often it is looked whether all is answered, while draining
 
 
@@ -92,6 +96,8 @@ class Replica:
         self.service.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port)
         looking = asyncio.create_task(self.health.look(self._look))
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             with signals.handled(self._asked, self._insist, self._force):
                 async with self.session:
@@ -100,6 +106,7 @@ class Replica:
                     finally:
                         await server.close()
         finally:
+            sys.setswitchinterval(before)
             looking.cancel()
             await asyncio.wait({looking})
             await asyncio.to_thread(self._spans.close)
@@ -140,7 +147,8 @@ class Replica:
                 await asyncio.wait_for(self._at_once.wait(), LOOK_S)
         left = self.health.in_flight
         if left:
-            log.warning("%d requests were broken off.", left)
+            self.session.hurry()
+            log.warning("%d %s broken off.", left, "request was" if left == 1 else "requests were")
         elif not self._at_once.is_set():
             await server.drain(LAST_S)
         return PARTIAL if left else DONE

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive: another thread costs more
+SHORT = 4096  # characters or tokens of such a one
+CONSTRAINING = 2  # threads that compile what answers must match: one that takes long holds up few others
 OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
@@ -40,6 +42,7 @@ class TextModel:
         self._driver, self._stepped, self._gauge = driver, stepped, gauge
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
+        self._constraining = ThreadPoolExecutor(CONSTRAINING, thread_name_prefix="gpuinfer-constraints")
         self._early: set[Request] = set()  # whose prompts are being understood
         self._understood = 0  # batches of them
         self._updating = asyncio.Lock()
@@ -90,8 +93,12 @@ class TextModel:
             self._driver.lane = forward_lane.get()
         answers = _Answers(self._loop)
         self._early.update(batch)
+        plain = [request for request in batch if not _is_constrained(request.payload)]
+        slow = [request for request in batch if _is_constrained(request.payload)]
+        aside = self._loop.create_task(self._take_in_aside(slow, answers)) if slow else None
         try:
-            self._submit(batch, await self._prepare([request.payload for request in batch]), answers)
+            if plain:
+                self._submit(plain, await self._prepare([request.payload for request in plain]), answers)
             left = len(batch)
             while left:
                 for request, news in await answers.take():
@@ -101,6 +108,8 @@ class TextModel:
                     left -= 1
                     yield Event(request, error=news) if isinstance(news, Exception) else Event(request, news)
         finally:
+            if aside is not None:
+                aside.cancel()
             self._early.difference_update(batch)
             for request in batch:
                 if request in self._tickets:  # nobody follows this stream to its end
@@ -123,7 +132,18 @@ class TextModel:
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
         await asyncio.to_thread(self._driver.close)
-        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+        for threads in (self._preparing, self._constraining):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+
+    async def _take_in_aside(self, batch: Sequence[Request], answers: _Answers) -> None:
+        """Those whose answers must match something: the others do not wait until that is compiled."""
+        try:
+            found = [self._prepare([request.payload]) for request in batch]
+            self._submit(batch, [one for each in await asyncio.gather(*found) for one in each], answers)
+        except Exception as error:  # noqa: BLE001 (the generator is gone: each of them is told)
+            for request in batch:
+                if request not in self._tickets:
+                    answers.put(request, error)
 
     def _submit(self, batch: Sequence[Request], prepared: Sequence[Prepared | Exception], answers: _Answers) -> None:
         good: list[tuple[Request, Prepared]] = []
@@ -236,6 +256,15 @@ def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Cal
 
     driver = Driver(open_generator(spec, setup, options))
     return driver, Gauge(driver.generator.device).read
+
+
+def _is_constrained(payload: object) -> bool:
+    return isinstance(payload, Prompt) and payload.sampling.constraint is not None
+
+
+def _is_quick(prompt: Prompt) -> bool:
+    """Whether understanding it takes microseconds: a chat is written out by a template, a long text is many tokens."""
+    return prompt.messages is None and not _is_constrained(prompt) and len(prompt.text or prompt.tokens or ()) <= SHORT
 
 
 def _cancelled() -> BackendError:

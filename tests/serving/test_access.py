@@ -1,0 +1,80 @@
+"""Who may ask what: every route without a key, with a wrong one, and under a wrong name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from servers import Server, serving
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.monitoring.page import FILES
+from gpuinfer.serving.health import Health
+from gpuinfer.serving.routes import routes
+from gpuinfer.serving.service import Service
+
+KEY = "a-key-of-the-tests"
+OPEN = {"/health", *FILES}
+
+
+class Nothing:
+    moved = waiting_rows = 0
+    longest_s, serving = 0.0, False
+
+
+def table(kind: str) -> list:
+    health = Health(Nothing(), "m", kind)
+    return routes(Service(Nothing(), health, ModelSpec("m", inputs=2, kind=kind)))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("guarded")
+    for name, key in (("keys", KEY), ("admin", "another")):
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(f"# of the tests\n{key}\n")
+    words = ("--model", "blobnet", "--backend", "standin", "--api-key-file", "keys", "--admin-key-file", "admin")
+    with serving(*words, folder=folder) as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["text", "rows"])
+def test_only_health_and_the_pages_files_are_open(kind):
+    assert {route.path for route in table(kind) if route.access == "open"} == OPEN
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", KEY])
+def test_no_route_that_is_not_open_answers_without_the_key(guarded, header):
+    for route in table("rows"):
+        if route.path not in OPEN:
+            headers = {} if header is None else {"Authorization": header}
+            answer = guarded.ask(route.path, b"{}" if route.method == "POST" else None, headers, route.method)
+            assert answer.status == 401, (route.path, answer.body)
+            assert answer.error["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/v1//models", "/V1/models", "/v1/models/", "/v1/%6dodels", "/x/../v1/models"]
+)
+def test_no_spelling_of_a_path_goes_around_the_key(guarded, path):
+    assert guarded.ask(path).status in (400, 401, 404)
+
+
+def test_the_key_opens_them(guarded):
+    assert guarded.ask("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status == 200
+    assert guarded.ask("/v1/evaluate", {"x": [0.0] * 256}, {"Authorization": f"bearer {KEY}"}).status == 200
+
+
+def test_neither_key_is_in_the_log(guarded):
+    assert KEY not in guarded.log
+    assert "with a key" in guarded.log
+
+
+def test_a_page_under_a_name_of_its_own_is_refused(tiny):
+    assert tiny.ask("/v1/models", headers={"Host": "evil.example"}).status == 403
+    assert tiny.ask("/v1/models", headers={"Origin": "http://evil.example"}).status == 403
+
+
+@pytest.mark.parametrize("path", ["/v1/models/../../etc/passwd", "/etc/passwd", "/%2e%2e/x", "/v1/chat"])
+def test_what_is_not_listed_is_not_there(tiny, path):
+    assert tiny.ask(path).status in (400, 404)
