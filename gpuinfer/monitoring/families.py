@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from gpuinfer.stats import FLOOR, SUB_BUCKETS
@@ -67,6 +69,8 @@ def sizes(counted: Mapping[int, int]) -> Distribution:
 def distribution(
     counted: Mapping[float, int] | Mapping[int, int], bounds: Sequence[float], total: float
 ) -> Distribution:
-    """Values → how often each occurred, as what is at most each of the bounds, and at most infinity."""
-    below = {bound: sum(times for value, times in counted.items() if value <= bound) for bound in bounds}
-    return Distribution((*below.items(), (float("inf"), sum(counted.values()))), total)
+    """Values → how often each occurred, as what is at most each of the ascending bounds, and at most infinity."""
+    counts = [0] * (len(bounds) + 1)
+    for value, times in counted.items():
+        counts[bisect_left(bounds, value)] += times
+    return Distribution(tuple(zip((*bounds, float("inf")), accumulate(counts), strict=True)), total)

@@ -352,6 +352,7 @@ async function* events(body) {
 async function watch(seen) {
   const giveUp = new AbortController(), key = sessionStorage.getItem(KEY);
   let timer = setTimeout(() => giveUp.abort(), SILENCE_MS);
+  by("links").hidden = Boolean(key); // a link sends no key
   try {
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const answer = await fetch("events", { headers, cache: "no-store", signal: giveUp.signal });
@@ -372,7 +373,7 @@ function askForKey() {
   write(by("refused"), sessionStorage.getItem(KEY) ? "That key was refused." : "");
   sessionStorage.removeItem(KEY);
   by("key").hidden = false;
-  by("main").hidden = true;
+  by("main").hidden = by("links").hidden = true;
   trouble("");
   state("", "needs a key");
   by("secret").focus();
