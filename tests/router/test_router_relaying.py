@@ -270,3 +270,18 @@ async def test_a_client_that_says_close_is_closed():
         assert (await connection.answer()).headers["connection"] == "close"
         assert await connection.closed() == b""
         connection.close()
+
+
+async def test_heads_that_differ_in_their_length_alone_are_told_apart():
+    upstream = Upstream()
+    bodies = [b"x" * size for size in (5, 12, 0, 5, 100, 7)]
+    async with routing(upstream, body_bytes=200) as router:
+        connection = await router.connect()
+        for body in bodies:
+            await connection.send(post(body, headers="X-A: 1\r\n").replace(b"\r\n\r\n", b"\r\nX-B: 2\r\n\r\n", 1))
+            assert (await connection.answer()).status == 200
+        await connection.send(post(headers="X-A: 1\r\n").replace(b": 2\r\n\r\n", b": 2, 2\r\nX-B: 2\r\n\r\n", 1))
+        assert (await connection.answer()).status == 400
+        connection.close()
+    assert [asked.body for asked in upstream.asked] == bodies
+    assert [asked.headers["content-length"] for asked in upstream.asked] == ["5", "12", "0", "5", "100", "7"]

@@ -32,6 +32,11 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=config.breaker_window)
         self._wrong = 0  # of the recent answers
 
+    @property
+    def sound(self) -> bool:
+        """Nothing has gone wrong lately: an ordinary answer changes nothing."""
+        return not (self.state or self._failures or self._wrong)
+
     def answered(self, status: int, now: float) -> bool:
         """It has answered, with whatever status."""
         self._failures = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from itertools import count
 from typing import cast
 
@@ -18,19 +17,10 @@ from gpuinfer.http import replies
 from gpuinfer.http.chunked import ChunkedBody
 from gpuinfer.http.malformed import Malformed
 
+SMALL = 8 << 10  # bytes of a body that is not counted among what all requests keep
 AHEAD = 64 << 10  # bytes of further requests that are taken in while one is answered
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
 LINGER_S = 1.0  # while the router closes: for a request that may be on its way on an idle connection
-
-_marks = count(1)
-_prefix = b""
-
-
-def _request_id() -> bytes:
-    global _prefix
-    if not _prefix:
-        _prefix = b"req-" + os.urandom(8).hex().encode()
-    return b"%b-%x" % (_prefix, next(_marks))
 
 
 class Door:
@@ -41,6 +31,8 @@ class Door:
         self.gate = Gate(relay.config)
         self.control_line = f"\r\n{CONTROL_KEY_HEADER}: {relay.config.control_key}".encode()
         self.open = 0
+        self.id_prefix = b"req-" + os.urandom(8).hex().encode()
+        self.ids = count(1)
         self._nobody: asyncio.Event | None = None
 
     async def empty(self) -> None:
@@ -86,7 +78,7 @@ class ClientSide(asyncio.Protocol):
         self._trip: Trip | None = None
         self._ahead = b""  # came already, and is not looked at yet
         self._head: RequestHead | None = None  # of the request that is coming in
-        self._last_head: tuple[bytes, RequestHead] | None = None  # clients tend to send the same one again
+        self._last_head: RequestHead | None = None
         self._pieces: list[bytes] = []
         self._missing = self._size = 0  # bytes of the body: to come, and held for it
         self._chunks: ChunkedBody | None = None
@@ -144,28 +136,30 @@ class ClientSide(asyncio.Protocol):
             return
         raw = data if end == len(data) else data[:end]
         self._ahead = b""
-        last = self._last_head
-        try:
-            if last is None or last[0] != raw:
-                last = self._last_head = (raw, RequestHead(raw))
-        except Malformed as error:
-            self.refuse(error.status, error.message)
-            return
-        self._begin(last[1], data[end:])
+        head = self._last_head
+        length = None if head is None else head.length_in(raw)
+        if head is None or length is None:
+            try:
+                head = self._last_head = RequestHead(raw)
+            except Malformed as error:
+                self.refuse(error.status, error.message)
+                return
+            length = head.length
+        self._begin(head, length, data[end:])
 
-    def _begin(self, head: RequestHead, rest: bytes) -> None:
+    def _begin(self, head: RequestHead, length: int, rest: bytes) -> None:
         relay = self._relay
-        refusal = self._door.gate.refused(head, head.to_replicas)
-        if refusal is not None:
+        gate = self._door.gate
+        if not gate.open and (refusal := gate.refused(head, head.to_replicas)) is not None:
             self.refuse(*refusal)
-        elif head.length > relay.config.body_bytes:
+        elif length > relay.config.body_bytes:
             self.refuse(413, f"a body of over {relay.config.body_bytes:,} bytes. Send less at once.")
-        elif head.length > 0 and not self._hold(head.length):
+        elif length > SMALL and not self._hold(length):
             self.refuse(503, "the router holds as many requests as it may. Try again later.", retry_s=1)
-        elif len(rest) == head.length:
+        elif len(rest) == length:
             self._start(head, rest)
         else:
-            self._await_body(head, rest)
+            self._await_body(head, length, rest)
 
     def _hold(self, size: int) -> bool:
         if not self._relay.room.take(size):
@@ -173,12 +167,12 @@ class ClientSide(asyncio.Protocol):
         self._size += size
         return True
 
-    def _await_body(self, head: RequestHead, rest: bytes) -> None:
-        self._head, self._missing, self._since = head, head.length, self._relay.now
-        self._chunks = ChunkedBody(self._relay.config.body_bytes) if head.length == CHUNKED else None
+    def _await_body(self, head: RequestHead, length: int, rest: bytes) -> None:
+        self._head, self._missing, self._since = head, length, self._relay.now
+        self._chunks = ChunkedBody(self._relay.config.body_bytes) if length == CHUNKED else None
         if head.expects and not rest:
             self._transport.write(replies.CONTINUE)
-        if rest or not head.length:
+        if rest or not length:
             self._take_body(rest)
 
     def _take_body(self, data: bytes) -> None:
@@ -211,17 +205,17 @@ class ClientSide(asyncio.Protocol):
 
     def _start(self, head: RequestHead, body: bytes) -> None:
         relay = self._relay
-        tail = b"\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (head.request_id or _request_id(), time.time())
+        request_id = head.request_id or b"%b-%x" % (self._door.id_prefix, next(self._door.ids))
         if head.to_replicas:
-            self._trip = trip = Trip(relay, self, head, body, tail)
+            self._trip = trip = Trip(relay, self, head, body, request_id)
             relay.send(trip)
             return
-        tail += self._door.control_line
+        tail = self._door.control_line
         if head.host is not None:
             tail += b"\r\nHost: " + head.host
         if head.authorization is not None:
             tail += b"\r\nAuthorization: " + head.authorization
-        self._trip = trip = Trip(relay, self, head, body, tail)
+        self._trip = trip = Trip(relay, self, head, body, request_id, tail)
         relay.send_to_control(trip)
 
     # Out
@@ -301,4 +295,6 @@ class ClientSide(asyncio.Protocol):
 
     def _come(self) -> int:
         """Bytes of the body that are here."""
-        return self._chunks.size if self._chunks is not None else self._size - self._missing
+        if self._chunks is not None:
+            return self._chunks.size
+        return sum(map(len, self._pieces))

@@ -16,6 +16,7 @@ class Gate:
         self._keys = Keys(config.api_keys) if config.api_keys else None
         self._hosts = frozenset(host.lower() for host in config.hosts)
         self._known: set[bytes] = set()
+        self.open = not self._hosts and self._keys is None  # to everybody
 
     def refused(self, head: RequestHead, for_replicas: bool) -> tuple[int, str] | None:
         """The control application looks at keys itself, since some of its routes need none and others another one."""

@@ -22,6 +22,9 @@ class Traveller(Protocol):
     def answered(self, head: ResponseHead) -> None:
         """The answer's head is here."""
 
+    def answered_whole(self, head: ResponseHead, body: bytes) -> None:
+        """`answered`, `content` and `ended` in one, of an answer that came in one piece."""
+
     def content(self, data: bytes, plain: bool) -> None:
         """Some of its body. `plain`: it stands in whole chunks in the bytes last received, which are `received`."""
 
@@ -123,6 +126,10 @@ class Link(asyncio.Protocol):
                 return None
         self._part = b""
         self._head = head
+        if head.length == len(data) - end:
+            self._release()
+            traveller.answered_whole(head, data[end:])
+            return None
         if head.length >= 0:
             self._state, self._left = _SIZED, head.length
         elif head.length == CHUNKED:
@@ -130,11 +137,7 @@ class Link(asyncio.Protocol):
         else:
             self._state = _OPEN_END
         traveller.answered(head)
-        return data[end:] if end < len(data) or self._empty else None
-
-    @property
-    def _empty(self) -> bool:
-        return self._state == _SIZED and not self._left
+        return data[end:] if end < len(data) else None
 
     def _take_body(self, traveller: Traveller, data: bytes) -> None:
         if self._state == _SIZED:
@@ -158,6 +161,11 @@ class Link(asyncio.Protocol):
             traveller.content(data, False)
 
     def _finish(self, traveller: Traveller) -> None:
+        self._release()
+        traveller.ended()
+
+    def _release(self) -> None:
+        """The answer is whole: be free for another, if that can be."""
         head, self._head, self._chunks = self._head, None, None
         self._state, self._interim = _HEAD, 0
         self.traveller, self.received, self.reused = None, b"", True
@@ -165,7 +173,6 @@ class Link(asyncio.Protocol):
             self._close()  # the last: it has answered before it had the whole request
         else:
             self._home.take_back(self)
-        traveller.ended()
 
     def _break(self, kind: str) -> None:
         traveller, self.traveller = self.traveller, None

@@ -14,6 +14,7 @@ from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.pool import Pool
 from gpuinfer.routing.policy import Load
 
+_REQUESTS = int(Cell.REQUESTS)  # arithmetic with members of an enum is slow; IN_FLIGHT is the first
 SLOWEST = 0.1  # of its speed, at the beginning of a slow start
 
 
@@ -55,14 +56,12 @@ class Replica(Load):
     def enter(self) -> None:
         """A request has been sent here: it counts from this moment on."""
         self.own += 1
-        self._cells_set(Cell.IN_FLIGHT, self.own)
-        self.in_flight = self.own
-        self.add(Cell.REQUESTS)
+        self.in_flight = self._board[self._cells] = self.own
+        self._board[self._cells + _REQUESTS] += 1
 
     def leave(self) -> None:
         self.own -= 1
-        self._cells_set(Cell.IN_FLIGHT, self.own)
-        self.in_flight = self.own
+        self.in_flight = self._board[self._cells] = self.own
 
     def look_around(self) -> None:
         """Count what the other processes have under way here."""

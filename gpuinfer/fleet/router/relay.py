@@ -45,7 +45,7 @@ class Relay:
         self.closing = False
         self.whole_bytes = config.whole_bytes
         self.clock = time.monotonic
-        self.now = time.monotonic()
+        self.now, self.wall = time.monotonic(), time.time()  # at the last tick
         self.kept_bytes = config.kept_bytes
         self.room = Room(config.bodies_bytes)
         self.wheel = Wheel(loop, self._tick)
@@ -58,6 +58,7 @@ class Relay:
         self._budget = RetryBudget(config.retry_budget)
         self._waiting: deque[Trip] = deque()
         self._cells, self._totals = board.cells, board.total_at(row, Total.CONNECTIONS)
+        self._requests = self._totals + int(Total.REQUESTS)
         self._woken = False
         self._tidy_at = self.now + TIDY_S
 
@@ -69,9 +70,9 @@ class Relay:
     def send(self, trip: Trip) -> None:
         """Take a new trip for a replica."""
         self.trips += 1
-        self._cells[self._totals + Total.REQUESTS] += 1
+        self._cells[self._requests] += 1
         self._budget.earn()
-        self.place(trip)
+        self._choose(trip)
 
     def send_to_control(self, trip: Trip) -> None:
         """Take a new trip for the control application."""
@@ -98,6 +99,9 @@ class Relay:
     def place(self, trip: Trip) -> None:
         """Send a trip to a replica, or let it wait for one, or give it up."""
         self._leave(trip)
+        self._choose(trip)
+
+    def _choose(self, trip: Trip) -> None:
         usable = self.members.usable
         loads = [one for one in usable if one.member not in trip.tried] if trip.tried else usable
         if not loads or trip.attempt >= self.config.attempts or trip.losses >= LOSSES:
@@ -155,9 +159,11 @@ class Relay:
         replica = trip.replica
         if replica is None:
             return
+        breaker = replica.breaker
+        if status < 500 and breaker.sound:
+            return
         if status >= 500 and status != 503:
             replica.add(Cell.ERRORS)
-        breaker = replica.breaker
         if breaker.state == HALF_OPEN:
             trip.tries = False
         if breaker.answered(status, self.clock()):
@@ -214,7 +220,7 @@ class Relay:
     # Time
 
     def _tick(self, now: float) -> None:
-        self.now = now
+        self.now, self.wall = now, time.time()
         self.members.tick(now)
         if now > self._tidy_at:
             self._tidy_at = now + TIDY_S

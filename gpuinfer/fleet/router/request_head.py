@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from gpuinfer.http.strict import METHODS, Malformed, check_head, check_target
+from gpuinfer.http.strict import LENGTH_DIGITS, METHODS, Malformed, check_head, check_target
 
 CHUNKED = -1  # the length of a body that says itself where it ends
 LONGEST_ID = 200  # a longer X-Request-Id is not passed on
@@ -24,7 +24,7 @@ _SPECIAL = re.compile(  # in a head in lower case
 )
 _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"})
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*+|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5})?")
-_LENGTH = re.compile(rb"[0-9]{1,18}")
+_LENGTH = re.compile(rb"[0-9]{1,%d}" % LENGTH_DIGITS)
 _STAYS = frozenset({b"content-type", b"x-gpuinfer-priority", b"x-gpuinfer-timeout", b"x-gpuinfer-client"})
 _USUAL = frozenset({b"keep-alive", b"close", b""})  # tokens of Connection that name no header
 _METHODS = frozenset(method.encode() for method in METHODS)
@@ -38,7 +38,9 @@ class RequestHead:
     """
 
     __slots__ = (
+        "after",
         "authorization",
+        "before",
         "close",
         "expects",
         "host",
@@ -66,6 +68,7 @@ class RequestHead:
         self.old = self.close = shape["minor"] == b"0"
         self.expects = self.sized = False
         self.length = 0
+        self.before, self.after = head, b""  # of the digits of Content-Length
         self.host: bytes | None = None
         self.origin: bytes | None = None
         self.authorization: bytes | None = None
@@ -75,6 +78,16 @@ class RequestHead:
         if self.old:
             version = len(self.method) + len(self.target) + 9
             self.lines = self.lines[:version] + b"1" + self.lines[version + 1 :]
+
+    def length_in(self, head: bytes) -> int | None:
+        """The body's length that another head says, if nothing else in it differs: clients tend to repeat theirs."""
+        before, after = self.before, self.after
+        if not after:
+            return self.length if head == before else None
+        if not (head.startswith(before) and head.endswith(after)):
+            return None
+        digits = head[len(before) : -len(after)]
+        return int(digits) if digits.isdigit() and len(digits) <= LENGTH_DIGITS else None
 
     def _read(self, head: bytes) -> bytes:
         """Take in the headers that matter; returns the lines that go on."""
@@ -99,6 +112,7 @@ class RequestHead:
                 if not _LENGTH.fullmatch(value):
                     _refuse(head)
                 self.length, self.sized = int(value), True
+                self.before, self.after = head[: found.start(2)], head[found.start(2) + len(value) :]
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked" or self.old:
                     _refuse(head)

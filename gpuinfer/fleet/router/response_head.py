@@ -8,11 +8,15 @@ from gpuinfer.fleet.router.request_head import without
 
 CHUNKED, TO_THE_END = -1, -2  # lengths of bodies that say themselves where they end, or last until the connection does
 
-_FIRST = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n\0]*)?\r\n")
-_SPECIAL = re.compile(  # in a head in lower case
-    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|content-(?:length|type)|upgrade|proxy-[^:\r\n]*"
-    rb"|x-request-id|x-gpuinfer-(?:route|error))[ \t]*:[ \t]*([^\r\n]*)"
+_SHAPE = re.compile(
+    rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n\0]*+)?(?:\r\n[^\r\n\0\t :][^\r\n\0:]*+:[^\r\n\0]*+)*+\r\n\r\n"
 )
+_OF_ONE_HOP = re.compile(  # in a head in lower case
+    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|upgrade|proxy-[^:\r\n]*|x-gpuinfer-route)"
+    rb"[ \t]*:[ \t]*([^\r\n]*)"
+)
+_LENGTHS = re.compile(rb"\r\ncontent-length[ \t]*:[ \t]*([^\r\n]*)")
+_LENGTH = re.compile(rb"([0-9]{1,18})[ \t]*")
 _USUAL = frozenset({b"keep-alive", b"close", b""})
 
 
@@ -30,56 +34,59 @@ class ResponseHead:
 
     def __init__(self, head: bytes, asked: bytes) -> None:
         """`head` goes up to and with the empty line; `asked` is the method. Raises `Broken`."""
-        first = _FIRST.match(head)
-        if first is None or head.count(b"\n") != head.count(b"\r\n"):
+        shape = _SHAPE.fullmatch(head)
+        if shape is None:
             raise Broken
-        self.status = int(first[2])
-        self.keep = first[1] == b"1"
+        self.status = status = int(shape[2])
+        self.keep = shape[1] == b"1"
         self.events = self.request_id = self.leaving = False
-        lengths: list[bytes] = []
-        codings: list[bytes] = []
-        named: set[bytes] = set()
-        kept, start = [b"HTTP/1.1"], 8
-        for found in _SPECIAL.finditer(head.lower()):
-            name, value = found[1], found[2].rstrip(b" \t")
-            if name == b"content-type":
-                self.events = value.startswith(b"text/event-stream")
-            elif name == b"x-request-id":
-                self.request_id = True
-            elif name == b"x-gpuinfer-error":
-                self.leaving = self.status == 503 and value == b"closed"
-            elif name == b"content-length":
-                lengths.append(value)
-            else:
-                kept.append(head[start : found.start()])
-                start = found.end()
-                if name == b"transfer-encoding":
-                    codings.append(value)
-                elif name == b"connection":
-                    if value == b"keep-alive":
-                        self.keep = True
-                        continue
-                    tokens = {token.strip() for token in value.split(b",")}
-                    self.keep = (self.keep or b"keep-alive" in tokens) and b"close" not in tokens
-                    named |= tokens - _USUAL
-        kept.append(head[start:-4])
-        self.lines = b"".join(kept)
-        if named:
-            self.lines = without(self.lines, named)
-        self.length = _length(lengths, codings)
-        if asked == b"HEAD" or self.status in (204, 304) or self.status < 200:
+        self.length = TO_THE_END
+        self.lines = self._read(head)
+        if asked == b"HEAD" or status in (204, 304) or status < 200:
             self.length = 0
         elif self.length == TO_THE_END:
             self.keep = False
 
+    def _read(self, head: bytes) -> bytes:
+        """Take in the headers that matter; returns the lines that go on."""
+        lower = head.lower()
+        if b"\r\ncontent-length" in lower:
+            self.length = _length(lower)
+        self.events = b"\r\ncontent-type: text/event-stream" in lower or b"\r\ncontent-type:text/event-stream" in lower
+        self.request_id = b"\r\nx-request-id:" in lower
+        if self.status == 503:
+            self.leaving = b"\r\nx-gpuinfer-error: closed\r\n" in lower
+        found = _OF_ONE_HOP.search(lower)
+        if found is None:
+            return b"HTTP/1.1" + head[8:-4]
+        kept, start = b"HTTP/1.1", 8
+        named: set[bytes] = set()
+        while found is not None:
+            kept += head[start : found.start()]
+            start = found.end()
+            if found[1] == b"connection":
+                named |= self._heed(found[2])
+            elif found[1] == b"transfer-encoding":
+                if found[2].rstrip(b" \t") != b"chunked" or self.length != TO_THE_END:
+                    raise Broken
+                self.length = CHUNKED
+            found = _OF_ONE_HOP.search(lower, start)
+        kept += head[start:-4]
+        return without(kept, named) if named else kept
 
-def _length(lengths: list[bytes], codings: list[bytes]) -> int:
-    if codings:
-        if lengths or len(codings) > 1 or codings[0] != b"chunked":
-            raise Broken
-        return CHUNKED
-    if not lengths:
-        return TO_THE_END
-    if len(lengths) > 1 or not lengths[0].isdigit() or len(lengths[0]) > 18:
+    def _heed(self, connection: bytes) -> set[bytes]:
+        """What Connection says; returns the headers that it lists."""
+        if connection == b"keep-alive":
+            self.keep = True
+            return set()
+        tokens = {token.strip() for token in connection.split(b",")}
+        self.keep = (self.keep or b"keep-alive" in tokens) and b"close" not in tokens
+        return tokens - _USUAL
+
+
+def _length(lower: bytes) -> int:
+    lengths = _LENGTHS.findall(lower)
+    size = _LENGTH.fullmatch(lengths[0]) if len(lengths) == 1 else None
+    if size is None:
         raise Broken
-    return int(lengths[0])
+    return int(size[1])

@@ -40,6 +40,7 @@ class Dispatcher(Protocol):
     """Who decides where trips go, and counts what becomes of them."""
 
     now: float
+    wall: float
     closing: bool
     whole_bytes: int
     kept_bytes: int
@@ -68,17 +69,19 @@ class Trip:
     __slots__ = (
         "_begun",
         "_close",
+        "_created",
         "_dispatcher",
         "_events",
         "_head",
         "_held",
         "_mode",
+        "_more",
         "_pool",
+        "_request_id",
         "_reused",
         "_sent",
         "_sent_at",
         "_stale",
-        "_tail",
         "asked",
         "asker",
         "attempt",
@@ -98,9 +101,18 @@ class Trip:
         "why",
     )
 
-    def __init__(self, dispatcher: Dispatcher, asker: Asker, asked: RequestHead, body: bytes, tail: bytes) -> None:
-        """`tail` is the lines that the router adds to the request, each with CRLF before it."""
-        self._dispatcher, self.asker, self.asked, self.body, self._tail = dispatcher, asker, asked, body, tail
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        asker: Asker,
+        asked: RequestHead,
+        body: bytes,
+        request_id: bytes,
+        more: bytes = b"",
+    ) -> None:
+        """`more` are lines that are added to the request, each with CRLF before it."""
+        self._dispatcher, self.asker, self.asked, self.body = dispatcher, asker, asked, body
+        self._request_id, self._more, self._created = request_id, more, dispatcher.wall
         self.method = asked.method
         self.started = self._sent_at = dispatcher.clock()
         self.last = dispatcher.now  # when something of an answer last came, or the request was sent
@@ -136,16 +148,21 @@ class Trip:
         self.queued_us = int((self._sent_at - self.started) * 1e6)
         if self.paused:
             link.pause()
-        lines = self.asked.lines
-        where = self.replica.lines if self.replica is not None else b""
+        asked, body = self.asked, self.body
+        where = self._more if self.replica is None else self.replica.lines
+        mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
+            asked.lines,
+            where,
+            self._request_id,
+            self._created,
+        )
         if self._begun:
-            size = len(self._begun) + len(self.body)
-            more = b"\r\nX-Gpuinfer-Begun: %d\r\nContent-Length: %d\r\n\r\n" % (len(self._begun), size)
-            return b"".join((lines, where, self._tail, more, self._begun, self.body))
-        if self.asked.sized:
-            more = b"\r\nContent-Length: %d\r\n\r\n" % len(self.body)
-            return b"".join((lines, where, self._tail, more, self.body))
-        return b"".join((lines, where, self._tail, b"\r\n\r\n"))
+            begun, size = len(self._begun), len(self._begun) + len(body)
+            mine += b"\r\nX-Gpuinfer-Begun: %d\r\nContent-Length: %d\r\n\r\n" % (begun, size)
+            return mine + self._begun + body
+        if asked.sized:
+            return b"%b\r\nContent-Length: %d\r\n\r\n%b" % (mine, len(body), body)
+        return mine + b"\r\n\r\n"
 
     # The answer, by the link
 
@@ -167,6 +184,32 @@ class Trip:
         more = b"" if head.length >= 0 or self._to_the_end(head) else b"\r\nTransfer-Encoding: chunked"
         self._write(self._lines(head) + more + b"\r\n\r\n")
 
+    def answered_whole(self, head: ResponseHead, body: bytes) -> None:
+        if self._sent or len(body) > self._dispatcher.whole_bytes:
+            self.answered(head)
+            if self._head is head:
+                if body:
+                    self.content(body, False)
+                self.ended()
+            return
+        self.link, self._head = None, head
+        self._dispatcher.answered(self, head.status)
+        if head.status in TRY_AGAIN and self._again(head):
+            return
+        self._sent = True
+        self.asker.write(b"%b\r\n\r\n%b" % (self._lines(head), body))
+        self._finish()
+
+    def _again(self, head: ResponseHead) -> bool:
+        """Go elsewhere, if an answer that says to try again may be heeded."""
+        if head.leaving and self.replica is not None:
+            self._dispatcher.sent_away(self)
+        elif not self._dispatcher.may_try_again(self, head.status):
+            return False
+        self._forget()
+        self._dispatcher.place(self)
+        return True
+
     def _go_on(self, head: ResponseHead) -> None:
         """The head of an answer that continues one: the client has had its own."""
         if head.status != 200 or not head.events:
@@ -187,7 +230,7 @@ class Trip:
         self._close = self.asked.close or self._dispatcher.closing or self._to_the_end(head)
         more = self.route()
         if not head.request_id:
-            more += self._tail[: self._tail.find(b"\r\n", 2)]  # which begins with X-Request-Id
+            more += b"\r\nX-Request-Id: " + self._request_id
         if self._close:
             more += b"\r\nConnection: close"
         return head.lines + more
@@ -233,17 +276,9 @@ class Trip:
         if head is None:
             return
         if self._mode == _WHOLE:
-            if head.leaving and self.replica is not None:
-                self._dispatcher.sent_away(self)
-                self._forget()
-                self._dispatcher.place(self)
+            if head.status in TRY_AGAIN and self._again(head):
                 return
-            if head.status in TRY_AGAIN and self._dispatcher.may_try_again(self, head.status):
-                self._forget()
-                self._dispatcher.place(self)
-                return
-            self._held.insert(0, self._lines(head) + b"\r\n\r\n")
-            self._write(b"".join(self._held))
+            self._write(b"".join((self._lines(head), b"\r\n\r\n", *self._held)))
         elif head.length < 0 and not self.asked.old:
             self._write(LAST)
         self._finish()
