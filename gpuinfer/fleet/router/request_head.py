@@ -15,15 +15,17 @@ MOST_LINES = 100
 # What `http.strict` lets pass, so far as the shape of lines tells; the few headers that decide about framing are looked
 # at below, and the others never one by one.
 _SHAPE = re.compile(
-    rb"(?P<method>[A-Z]++) (?P<target>/[!-~]*+) HTTP/1\.(?P<minor>[01])"
+    rb"(?P<method>[A-Z]++) (?P<target>/[!\"$-~]*+) HTTP/1\.(?P<minor>[01])"
     rb"(?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+)*+\r\n\r\n"
 )
 _SPECIAL = re.compile(  # in a head in lower case
     rb"\r\n(host|origin|connection|keep-alive|te|trailer|transfer-encoding|content-(?:length|type)|upgrade"
     rb"|proxy-[^:\r\n]*|authorization|expect|x-request-id|x-gpuinfer-[^:\r\n]*):[\t ]*([^\r\n]*)"
 )
-_ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"})
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*+|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5})?")
+_ONCE = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect", b"origin"}
+)
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+;=%-]*+|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5})?")
 _LENGTH = re.compile(rb"[0-9]{1,%d}" % LENGTH_DIGITS)
 _STAYS = frozenset({b"content-type", b"x-gpuinfer-priority", b"x-gpuinfer-timeout", b"x-gpuinfer-client"})
 _USUAL = frozenset({b"keep-alive", b"close", b""})  # tokens of Connection that name no header
@@ -124,7 +126,9 @@ class RequestHead:
             elif name == b"x-request-id":
                 self.request_id = value if 0 < len(value) <= LONGEST_ID else None
             elif name == b"expect":
-                self.expects = value.lower() == b"100-continue"
+                if value.lower() != b"100-continue":
+                    _refuse(head)
+                self.expects = True
             elif name == b"connection":
                 tokens = {token.strip() for token in value.lower().split(b",")}
                 self.close = self.close or b"close" in tokens
@@ -138,7 +142,7 @@ class RequestHead:
         """Refuse what two programs could read in two ways."""
         if len(set(seen)) < len(seen) and any(seen.count(name) > 1 for name in _ONCE):
             _refuse(head)
-        if self.length == CHUNKED and b"content-length" in seen:
+        if b"transfer-encoding" in seen and b"content-length" in seen:
             _refuse(head)
         if self.host is None:
             if not self.old:
