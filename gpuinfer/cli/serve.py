@@ -75,14 +75,17 @@ def execute(values: Mapping[str, Any]) -> int:
     if serving_fleet.wanted(own, launcher_options):
         return _fleet(own, described, place, launcher_options, quiet=merged.common.quiet)
     from gpuinfer.http import loop
+    from gpuinfer.serving.otel import open_spans
     from gpuinfer.serving.replica import Replica
+
+    spans = open_spans(own.otlp_endpoint, described.name)
 
     def say(host: str, port: int) -> None:
         if not merged.common.quiet:
             print(_welcome(described, own, host, port), file=sys.stderr, flush=True)
 
     async def serve() -> int:
-        return await Replica(described, backend, strategy, place).run(say)
+        return await Replica(described, backend, strategy, place, spans).run(say)
 
     return loop.run(serve())
 

@@ -8,6 +8,7 @@ predict      /predict
 generations  /v1/generations: our own form, for other processes of ours
 evaluate     /v1/evaluate, for models of rows: JSON (`rows`), or tensors
 health       alive, ready, busy, stuck
+otel         spans for OpenTelemetry (`spans`: none)
 figures      /stats
 routes       all of them in one table, and from it the OpenAPI document (`openapi`)
 replica      the life of it: listening, loading, ready, draining, closed

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gpuinfer.api import Priority
 from gpuinfer.openai.requests import BadRequest
+from gpuinfer.serving.spans import NO_SPAN, Span
 
 CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}
 PLAIN = re.compile(
@@ -33,6 +34,7 @@ class Asking:
     traceparent: str | None = None
     created: int | None = None  # when its first attempt was begun, in seconds since 1970
     begun: int = 0
+    span: Span = NO_SPAN
 
 
 def asking_of(headers: Mapping[str, str], behind_router: bool) -> Asking:

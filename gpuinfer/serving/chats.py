@@ -54,6 +54,7 @@ class Chats:
                 await self._stream(exchange, asking, prompts, events.Events(chunks, self._service.behind_router, begun))
             else:
                 answers = await whole(self._service.session, prompts, ways(asking))
+                asking.span.generated(answers)
                 exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
 
         return work
@@ -63,6 +64,8 @@ class Chats:
         try:
             async with contextlib.aclosing(growing(self._service.session, prompts, ways(asking))) as answers:
                 async for news in answers:
+                    if isinstance(news, Generation):
+                        asking.span.generated(news)
                     data = told.end(news) if isinstance(news, Generation) else told.of(news)
                     if not exchange.begun:
                         exchange.begin(200, events.CONTENT_TYPE, plain_headers(asking.id, events.HEADERS))
@@ -74,6 +77,7 @@ class Chats:
         except Exception as error:
             if not exchange.begun:
                 raise
+            asking.span.failed(type(error).__name__)
             await exchange.write(events.error_event(self._service.refused(error, asking.id).body))
             exchange.end()
 

@@ -43,6 +43,7 @@ class Predict:
         prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
         check_request(prompt, self._service.widest)
         found = await self._service.session(prompt, rows=prompt.samples, **ways(asking))
+        asking.span.generated(found)
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
 

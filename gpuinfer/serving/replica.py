@@ -109,7 +109,8 @@ class Replica:
             sys.setswitchinterval(before)
             looking.cancel()
             await asyncio.wait({looking})
-            await asyncio.to_thread(self._spans.close)
+            closing = asyncio.ensure_future(asyncio.to_thread(self._spans.close))
+            await asyncio.wait({closing}, timeout=LAST_S)  # the collector may be gone
             if self._place.ready_file is not None:
                 self._place.ready_file.unlink(missing_ok=True)
 

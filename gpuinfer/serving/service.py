@@ -80,7 +80,8 @@ class Service:
                 self._refuse(exchange, Unavailable(why), asking.id)
                 return
             self.health.in_flight += 1
-            span = self.spans.begin(exchange, asking)
+            span = asking.span = self.spans.begin(exchange, asking)
+            began = time.monotonic()
             try:
                 await work(exchange, asking)
             except asyncio.CancelledError:
@@ -92,6 +93,9 @@ class Service:
             finally:
                 self.health.in_flight -= 1
                 span.end()
+                if log.isEnabledFor(logging.INFO):
+                    took_ms, trace = 1e3 * (time.monotonic() - began), asking.traceparent or "no trace"
+                    log.info("%s: %s of %s took %.1f ms, %s", asking.id, exchange.path, exchange.peer, took_ms, trace)
 
         return handle
 

@@ -1,18 +1,19 @@
-"""A span for each request, where OpenTelemetry is wanted; else nothing, at no cost."""
+"""A span for each request, where OpenTelemetry is wanted (`otel`); else nothing, at no cost."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gpuinfer.generation import Generation
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.serving.asking import Asking
+
+if TYPE_CHECKING:
+    from gpuinfer.http.exchange import Exchange
+    from gpuinfer.serving.asking import Asking
 
 
 class Span(Protocol):
     """One request's."""
 
-    def event(self, name: str, seconds: float | None = None) -> None: ...
     def generated(self, answers: Generation) -> None: ...
     def failed(self, why: str) -> None: ...
     def end(self) -> None: ...
@@ -26,19 +27,17 @@ class Spans(Protocol):
 
 
 class _NoSpan:
-    def event(self, name: str, seconds: float | None = None) -> None: ...
     def generated(self, answers: Generation) -> None: ...
     def failed(self, why: str) -> None: ...
     def end(self) -> None: ...
 
 
 class _NoSpans:
-    _span = _NoSpan()
-
     def begin(self, exchange: Exchange, asking: Asking) -> Span:
-        return self._span
+        return NO_SPAN
 
     def close(self) -> None: ...
 
 
+NO_SPAN: Span = _NoSpan()
 NO_SPANS: Spans = _NoSpans()
