@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import resource
 import signal
 import sys
 import tempfile
@@ -203,6 +204,8 @@ def _run(turns: Turns) -> None:
     """Until all is done, or the user stops it: what has been measured stays."""
     from gpuinfer.http import loop
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request under way has a connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         loop.run(_heeding(turns))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -154,7 +153,3 @@ def _length(name: str, text: str) -> Length:
     if not 1 <= found[0] <= found[1] <= 1 << 20:
         raise UsageError(f"{flag} {text}: cannot be. Give a number of tokens such as 128, or a range such as 64-256.")
     return Length(*found)
-
-
-def seconds_of(load: Load) -> float | None:
-    return load.seconds if load.seconds is None or math.isfinite(load.seconds) else None

@@ -54,6 +54,12 @@ def test_a_closed_loop_sends_so_many_and_no_more():
     assert [call["prompt"] for call in script.seen] != [script.seen[0]["prompt"]] * 40
 
 
+def test_requests_that_end_before_the_clock_count_for_the_time_that_they_took():
+    _, figures = sent(Script(), Load(concurrency=1, seconds=3600.0, requests=5, warmup_s=0.0))
+    assert figures["requests"] == 5
+    assert figures["seconds"] < 3000
+
+
 def test_never_more_at_once_than_there_are_clients():
     most = now = 0
 

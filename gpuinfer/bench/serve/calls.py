@@ -6,7 +6,7 @@ import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -89,7 +89,7 @@ class TextCalls(Calls):
     given: Sequence[Mapping[str, Any]] = ()  # of a file; empty: they are drawn
     scale: WordsOfTokens = WordsOfTokens()
     users: int = 0  # sessions that are told; 0: nobody says who it is
-    more: Mapping[str, Any] | None = None  # fields of every request
+    more: Mapping[str, Any] = field(default_factory=dict)  # fields of every request
 
     def make(self, number: int) -> Call:
         dice = random.Random(f"{self.seed}/{number}")
@@ -100,7 +100,7 @@ class TextCalls(Calls):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.users:
             body["user"] = f"user-{dice.randrange(self.users)}"
-        body |= self.more or {}
+        body |= self.more
         body |= self.given[number % len(self.given)] if self.given else self._drawn(dice)
         return Call(encode(body))
 

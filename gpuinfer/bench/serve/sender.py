@@ -77,8 +77,7 @@ class Sender:
             await (self._closed() if load.arrivals is None else self._open(load.arrivals))
             spent = clock() - since
             share = (time.process_time() - used) / spent if spent else 0.0
-        counted = [one.ended for one in self._records if one.due >= self._began]
-        ended = self._until if load.seconds is not None and not self.stopping else max(counted, default=self._began)
+        ended = self._ended()
         offered = None
         if load.arrivals is not None and ended > self._began:
             offered = sum(self._began <= one.due <= ended for one in self._records) / (ended - self._began)
@@ -87,6 +86,12 @@ class Sender:
     def stop(self) -> None:
         """Send nothing more."""
         self.stopping = True
+
+    def _ended(self) -> float:
+        """The end of the time that counts: where the load ended by the clock, and not by its number, that."""
+        if self._load.seconds is not None and self._left >= 1 and not self.stopping:
+            return self._until
+        return max((one.ended for one in self._records if one.due >= self._began), default=self._began)
 
     def _next(self, due: float) -> tuple[int, Record] | None:
         """The next request, unless there is none left that is due at this time."""

@@ -89,7 +89,7 @@ def scaling(document: Document) -> list[dict[str, Any]]:
 def below(document: Document, least: float) -> list[str]:
     """Where replicas are not at least so efficient."""
     found = document["serve"]["scaling"]
-    return [f"replicas={one['replicas']} ({one['efficiency']:.2f})" for one in found if one["efficiency"] < least]
+    return [f"replicas={one['replicas']} ({one['efficiency']:.3f})" for one in found if one["efficiency"] < least]
 
 
 def is_time(metric: str) -> bool:
@@ -187,7 +187,7 @@ def brief(document: Document) -> tuple[list[str], list[list[str]]]:
     if not table:
         return [""], []
     if len(table) <= ABREAST:
-        turned = [[name, *(row[at] for row in table)] for at, name in enumerate(names) if at]
+        turned = [[name, *(row[at].partition(" (")[0] for row in table)] for at, name in enumerate(names) if at]
         return ["", *(row[0] for row in table)], [row for row in turned if not row[0].endswith(" p95")]
     kept = [at for at, name in enumerate(names) if not name.startswith(("ITL", "TPOT")) and not name.endswith(" p95")]
     return [names[at] for at in kept], [[row[at] for at in kept] for row in table]
