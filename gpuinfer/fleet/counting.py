@@ -17,7 +17,7 @@ from gpuinfer.monitoring.lives import Lives
 from gpuinfer.stats import Snapshot, since
 
 EVERY_S = 1.0
-ANSWER_S = 3.0
+ANSWER_S = 1.5
 FRESH_S = 0.5  # no use in asking again
 KEPT = 11  # looks: rates are of the last ten seconds
 PATH = "/stats?form=wire"
@@ -39,7 +39,7 @@ class Counting:
             return self._looks[-1][1]
         there = {(one.id, one.attempts): one for one in workers if one.ours}
         await self._only(set(there))
-        await asyncio.gather(*(self._ask(life, one) for life, one in there.items() if one.state in ("up", "draining")))
+        await asyncio.gather(*(self._ask(life, one) for life, one in there.items() if one.healthy or one.leaving))
         total = self._lives.total()
         self._looks.append((now, total))
         return total

@@ -41,6 +41,7 @@ class Members:
         self._setup_file = folder.write("setup.json", plan.setup)
         self._on_roster, self._in_flight, self._tell = on_roster, in_flight, tell
         self._ids, self._versions = itertools.count(), itertools.count(1)
+        self._starting = asyncio.Semaphore(launcher.at_once)
         self._leaving: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -56,7 +57,7 @@ class Members:
             )
         plan = self._planned(next(self._ids))
         start_s = self._plan.start_s or self._launcher.start_s
-        replica = Replica(plan, self._folder.key, self._launcher, start_s, self.changed, self._tell)
+        replica = Replica(plan, self._folder.key, self._launcher, self._starting, start_s, self.changed, self._tell)
         self._join(replica)
         return replica
 

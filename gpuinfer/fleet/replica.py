@@ -33,7 +33,10 @@ CAUSES = {
 
 
 class Replica(Worker):
-    """`first` is done once the first attempt has come up, or has failed: its result is the error, or None."""
+    """`starting` is held by its first attempt, so that not too many come up at once; later ones wait for nobody.
+
+    `first` is done once the first attempt has come up, or has failed: its result is the error, or None.
+    """
 
     ours = True
 
@@ -42,6 +45,7 @@ class Replica(Worker):
         plan: ReplicaPlan,
         key: str,
         launcher: Launcher,
+        starting: asyncio.Semaphore,
         start_s: float,
         changed: Callable[[], None],
         tell: Callable[[str], None],
@@ -49,7 +53,7 @@ class Replica(Worker):
         super().__init__(plan.index, key, changed, tell)
         self.plan = plan
         self.first: asyncio.Future[WorkError | None] = asyncio.get_running_loop().create_future()
-        self._launcher, self._start_s = launcher, start_s
+        self._launcher, self._starting, self._start_s = launcher, starting, start_s
         self._backoff = Backoff()
         self._launching: asyncio.Task[Launched] | None = None
 
@@ -100,7 +104,8 @@ class Replica(Worker):
         plan = self._planned()
         self.attempts += 1
         try:
-            launched, (host, port) = await self._started(plan)
+            async with self._starting if self.attempts == 1 else contextlib.nullcontext():
+                launched, (host, port) = await self._started(plan)
         except WorkError as error:
             await self._gone(plan, str(error), told=self.first.done(), hopeless=self._backoff.failed > 0)
             self._first_is_over(error)

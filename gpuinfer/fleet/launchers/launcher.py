@@ -93,6 +93,7 @@ class Launcher(ABC):
 
     name: ClassVar[str]
     here: bool = False  # whether all replicas share this machine's cores and devices
+    at_once: int = 1024  # replicas that may come up at a time
     bind: str = "127.0.0.1"  # the address at which replicas listen (`--host`)
     shared: Path | None = None  # where the fleet's folder must lie, for all hosts to see; None: anywhere
     start_s: float = 120.0  # how long a replica may take to serve, unless people say otherwise: a queue takes longer

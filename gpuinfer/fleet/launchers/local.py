@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.launchers import readiness
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
-from gpuinfer.host import children, commands
+from gpuinfer.host import children, commands, machine
 
 COMMAND = (sys.executable, "-m", "gpuinfer")
 LEAVING = "--leave-with-parent"
@@ -38,6 +38,7 @@ class Local(Launcher):
 
     def __init__(self, options: BaseModel | None = None, command: Sequence[str] = COMMAND) -> None:
         super().__init__(options)
+        self.at_once = machine.cores()  # more would take as long, compile kernels in vain, and may take too long
         self._command = tuple(command)
 
     async def launch(self, plan: ReplicaPlan) -> Child:
