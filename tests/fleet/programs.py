@@ -81,8 +81,8 @@ class Program:
         for one in family:
             with contextlib.suppress(psutil.Error):
                 one.kill()
-        if self.told:
-            shutil.rmtree(self.told["folder"], ignore_errors=True)
+        if folder := self.told.get("folder"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def ended(self) -> int:
         await standins.until(lambda: self.process.poll() is not None, "the fleet's end")
