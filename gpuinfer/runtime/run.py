@@ -327,7 +327,8 @@ class _Execution:
 
     def status(self) -> str:
         # where nothing was to do, a stop has won: whether the input is empty was perhaps not yet known
-        finished = bool(self.progress.total) and self.progress.done >= self.progress.total
+        total = self.progress.total
+        finished = total is not None and 0 < total <= self.progress.done
         finished |= self._enough and not self._interrupted
         if self.session.stopping.is_set() and not finished:
             return "partial"

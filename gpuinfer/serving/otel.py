@@ -1,7 +1,7 @@
 """Spans of requests for OpenTelemetry, exported over OTLP/HTTP in batches by the SDK's own thread.
 
-One span for each request, a child of what its `traceparent` names. Of an answer in text it has the events `admitted` (to
-a slot: what came before is the queue's) and `first token` (the prompt's part before it, the answer's after it).
+Each is a child of what the request's `traceparent` names. Of an answer in text it has the events `admitted`, to
+a slot (what came before is the queue's), and `first token` (the prompt's part before it, the answer's after it).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Generation
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.serving.asking import Asking
 from gpuinfer.serving.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
@@ -47,6 +46,8 @@ def open_spans(endpoint: str | None, model: str) -> Spans:
 class OtelSpans:
     """Where spans begin."""
 
+    wanted = True
+
     def __init__(self, endpoint: str, model: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -62,15 +63,8 @@ class OtelSpans:
         self._tracer = self._provider.get_tracer("gpuinfer.serving", __version__)
         self._extract, self._kind = TraceContextTextMapPropagator().extract, SpanKind.SERVER
 
-    def begin(self, exchange: Exchange, asking: Asking) -> OtelSpan:
-        parent = None if asking.traceparent is None else self._extract({"traceparent": asking.traceparent})
-        attributes = {
-            "http.request.method": exchange.method,
-            "url.path": exchange.path,
-            "gpuinfer.request_id": asking.id,
-            "gpuinfer.priority": asking.priority.name.lower(),
-        }
-        name = f"{exchange.method} {exchange.path}"
+    def begin(self, name: str, traceparent: str | None, attributes: Mapping[str, str]) -> OtelSpan:
+        parent = None if traceparent is None else self._extract({"traceparent": traceparent})
         return OtelSpan(self._tracer.start_span(name, parent, self._kind, attributes))
 
     def close(self) -> None:

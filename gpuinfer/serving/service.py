@@ -80,19 +80,22 @@ class Service:
                 self._refuse(exchange, Unavailable(why), asking.id)
                 return
             self.health.in_flight += 1
-            span = asking.span = self.spans.begin(exchange, asking)
+            if self.spans.wanted:
+                asking.span = self.spans.begin(
+                    f"{exchange.method} {exchange.path}", asking.traceparent, attributes(exchange, asking)
+                )
             began = time.monotonic()
             try:
                 await work(exchange, asking)
             except asyncio.CancelledError:
-                span.failed("cancelled")
+                asking.span.failed("cancelled")
                 raise
             except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-                span.failed(type(error).__name__)
+                asking.span.failed(type(error).__name__)
                 self._refuse(exchange, error, asking.id)
             finally:
                 self.health.in_flight -= 1
-                span.end()
+                asking.span.end()
                 if log.isEnabledFor(logging.INFO):
                     took_ms, trace = 1e3 * (time.monotonic() - began), asking.traceparent or "no trace"
                     log.info("%s: %s of %s took %.1f ms, %s", asking.id, exchange.path, exchange.peer, took_ms, trace)
@@ -121,6 +124,16 @@ class Service:
     async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:
         """`decode(body)`; beside the event loop when it is large."""
         return decode(body) if len(body) <= LARGE else await asyncio.to_thread(decode, body)
+
+
+def attributes(exchange: Exchange, asking: Asking) -> dict[str, str]:
+    """What a request's span says of it."""
+    return {
+        "http.request.method": exchange.method,
+        "url.path": exchange.path,
+        "gpuinfer.request_id": asking.id,
+        "gpuinfer.priority": asking.priority.name.lower(),
+    }
 
 
 def ways(asking: Asking) -> dict[str, Any]:

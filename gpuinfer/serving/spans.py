@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from gpuinfer.generation import Generation
-
-if TYPE_CHECKING:
-    from gpuinfer.http.exchange import Exchange
-    from gpuinfer.serving.asking import Asking
 
 
 class Span(Protocol):
@@ -20,9 +17,11 @@ class Span(Protocol):
 
 
 class Spans(Protocol):
-    """Where spans begin."""
+    """Where spans begin. `wanted`: whether anybody gets them."""
 
-    def begin(self, exchange: Exchange, asking: Asking) -> Span: ...
+    wanted: bool
+
+    def begin(self, name: str, traceparent: str | None, attributes: Mapping[str, str]) -> Span: ...
     def close(self) -> None: ...
 
 
@@ -33,7 +32,9 @@ class _NoSpan:
 
 
 class _NoSpans:
-    def begin(self, exchange: Exchange, asking: Asking) -> Span:
+    wanted = False
+
+    def begin(self, name: str, traceparent: str | None, attributes: Mapping[str, str]) -> Span:
         return NO_SPAN
 
     def close(self) -> None: ...
