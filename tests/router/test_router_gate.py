@@ -130,3 +130,12 @@ async def test_what_all_requests_keep_has_a_bound():
         first.close()
         await until(lambda: router.relay.room.left == 1 << 20)
         assert (await router.post(b"x" * 900_000)).status == 200
+
+
+async def test_a_client_that_is_refused_while_it_sends_hears_why():
+    async with routing(Upstream(), body_bytes=1 << 20) as router:
+        connection = await router.connect()
+        sending = asyncio.create_task(connection.send(post(b"x" * (4 << 20))))
+        assert (await connection.answer()).status == 413
+        await sending
+        connection.close()

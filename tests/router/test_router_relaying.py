@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from run_router import ANSWER, EVENTS, Upstream, chunk, post, routing, saying
+from run_router import ANSWER, EVENTS, Upstream, chunk, post, routing, saying, until
 
 from gpuinfer.fleet.router.board import Cell
 
@@ -285,3 +287,18 @@ async def test_heads_that_differ_in_their_length_alone_are_told_apart():
         connection.close()
     assert [asked.body for asked in upstream.asked] == bodies
     assert [asked.headers["content-length"] for asked in upstream.asked] == ["5", "12", "0", "5", "100", "7"]
+
+
+async def test_much_that_comes_before_it_is_asked_for_is_held_back_and_answered_in_order():
+    async def echo(request, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n%b" % request.body[:3])
+
+    upstream = Upstream(echo)
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        bodies = [b"%03d" % number + b"x" * (number % 7 * 9000) for number in range(200)]
+        sending = asyncio.create_task(connection.send(b"".join(map(post, bodies))))
+        assert [(await connection.answer()).body for _ in bodies] == [body[:3] for body in bodies]
+        await sending
+        connection.close()
+        await until(lambda: router.relay.room.left == router.relay.config.bodies_bytes)

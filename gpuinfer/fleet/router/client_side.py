@@ -18,9 +18,9 @@ from gpuinfer.http.chunked import ChunkedBody
 from gpuinfer.http.malformed import Malformed
 
 SMALL = 8 << 10  # bytes of a body that is not counted among what all requests keep
-AHEAD = 64 << 10  # bytes of further requests that are taken in while one is answered
+AHEAD = 16 << 10  # bytes of further requests that are taken in while one is answered
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
-LINGER_S = 1.0  # while the router closes: for a request that may be on its way on an idle connection
+LINGER_S = 1.0  # for a client to hear that it was refused; for a request on its way while the router closes
 
 
 class Door:
@@ -58,7 +58,9 @@ class ClientSide(asyncio.Protocol):
         "_chunks",
         "_door",
         "_head",
+        "_held_ahead",
         "_last_head",
+        "_lingers",
         "_missing",
         "_paused_at",
         "_pieces",
@@ -85,6 +87,8 @@ class ClientSide(asyncio.Protocol):
         self._since = self._relay.now  # when the present wait for the client began
         self._paused_at = 0.0
         self._reading = True
+        self._held_ahead = 0
+        self._lingers = False  # it has been refused, and only has to hear of it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -95,6 +99,7 @@ class ClientSide(asyncio.Protocol):
         self._relay.count(Total.CONNECTIONS)
         if door.open > config.connections:
             self.refuse(503, "too many connections. Try again later.", retry_s=1)
+            self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._relay.wheel.remove(self, self._slot)
@@ -105,6 +110,7 @@ class ClientSide(asyncio.Protocol):
             self._relay.count(Total.CLIENT_GONE)
             trip.abandon()
         self._release()
+        self._relay.room.give(self._held_ahead)
 
     def _release(self) -> None:
         """The body of the last request is needed no more."""
@@ -115,15 +121,33 @@ class ClientSide(asyncio.Protocol):
     # In
 
     def data_received(self, data: bytes) -> None:
-        if self._trip is not None or self._transport.is_closing():
-            self._ahead += data
-            if len(self._ahead) > AHEAD and self._reading:
-                self._reading = False
-                self._transport.pause_reading()
+        if self._lingers or self._transport.is_closing():
+            return
+        if self._trip is not None:
+            self._take_ahead(data)
         elif self._head is None:
             self._take_head(self._ahead + data if self._ahead else data)
         else:
             self._take_body(data)
+
+    def _take_ahead(self, data: bytes) -> None:
+        """What comes while a request is answered: the next ones, of which not much is taken in."""
+        self._ahead += data
+        if len(self._ahead) <= AHEAD:
+            return
+        if self._reading:
+            self._reading = False
+            self._transport.pause_reading()
+        self._count_ahead()
+
+    def _count_ahead(self) -> None:
+        """Much of it counts among what all requests keep."""
+        room, size = self._relay.room, len(self._ahead)
+        room.give(self._held_ahead)
+        self._held_ahead = size if size > AHEAD else 0
+        if not room.take(self._held_ahead):
+            self._held_ahead = 0
+            self._transport.abort()
 
     def _take_head(self, data: bytes) -> None:
         end = data.find(b"\r\n\r\n") + 4
@@ -230,9 +254,6 @@ class ClientSide(asyncio.Protocol):
         if close or self._transport.is_closing():
             self._transport.close()
             return
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
         if self._ahead:
             asyncio.get_running_loop().call_soon(self._next)
 
@@ -241,6 +262,11 @@ class ClientSide(asyncio.Protocol):
         if self._trip is None and self._head is None and not self._transport.is_closing():
             data, self._ahead = self._ahead, b""
             self._take_head(data)
+            if self._held_ahead:
+                self._count_ahead()
+            if not self._reading and (self._trip is None or len(self._ahead) <= AHEAD):
+                self._reading = True
+                self._transport.resume_reading()
 
     def break_off(self) -> None:
         self._trip = None
@@ -259,7 +285,19 @@ class ClientSide(asyncio.Protocol):
         head = replies.head(status, "application/json", len(body), keep, headers)
         bare = trip is not None and trip.method == b"HEAD"
         self._transport.write(head if bare else head + body)
-        self.finish(close=not keep)
+        if trip is None:
+            self._linger()
+        else:
+            self.finish(close=not keep)
+
+    def _linger(self) -> None:
+        """Say that nothing more will be read, but read it: a connection that is closed with bytes unread is reset, and
+        the client might never see why its request was refused.
+        """
+        self._release()
+        self._head, self._ahead, self._pieces, self._chunks = None, b"", [], None
+        self._lingers, self._since = True, self._relay.now
+        self._transport.write_eof()
 
     def pause_writing(self) -> None:
         self._paused_at = self._relay.now
@@ -279,6 +317,9 @@ class ClientSide(asyncio.Protocol):
             self._transport.abort()
         elif self._transport.is_closing():
             if waited > config.write_s:
+                self._transport.abort()
+        elif self._lingers:
+            if waited > LINGER_S:
                 self._transport.abort()
         elif self._trip is not None:
             if not self._paused_at and now - self._trip.last > config.timeout_s:
