@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -17,7 +18,7 @@ Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
 
 WINNER = "★ "
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end to end"}
-AT = ("p50", "p95", "p99")
+AT = ("p50", "p99")  # in the table of all; the one of latencies has more
 ALL_AT = ("mean", "p50", "p90", "p95", "p99", "max")
 ABREAST = 4  # ways beside one another on a terminal
 LONG_ERRORS = 3  # kinds that are named in a note
@@ -150,7 +151,7 @@ def columns(document: Document) -> list[str]:
     if any(way["goodput_per_s"] is not None for way in ways):
         found += ["goodput/s", "in time"]
     for name, title in TIMES.items():
-        if any(way[name] for way in ways):
+        if name != "itl_s" and any(way[name] for way in ways):
             found += [f"{title} {at}" for at in AT]
     if any(way["errors"] for way in ways):
         found.append("failed")
@@ -187,10 +188,15 @@ def brief(document: Document) -> tuple[list[str], list[list[str]]]:
     if not table:
         return [""], []
     if len(table) <= ABREAST:
-        turned = [[name, *(row[at].partition(" (")[0] for row in table)] for at, name in enumerate(names) if at]
-        return ["", *(row[0] for row in table)], [row for row in turned if not row[0].endswith(" p95")]
-    kept = [at for at, name in enumerate(names) if not name.startswith(("ITL", "TPOT")) and not name.endswith(" p95")]
-    return [names[at] for at in kept], [[row[at] for at in kept] for row in table]
+        turned = [[name, *(_short(row[at]) for row in table)] for at, name in enumerate(names) if at]
+        return ["", *(row[0] for row in table)], turned
+    kept = [at for at, name in enumerate(names) if not name.startswith("TPOT")]
+    return [names[at] for at in kept], [[_short(row[at]) for at in kept] for row in table]
+
+
+def _short(cell: str) -> str:
+    """Without its interval, which the page has."""
+    return re.sub(r" \(.*\)", "", cell)
 
 
 def _first(row: Mapping[str, Any]) -> str:
