@@ -37,15 +37,15 @@ MAKE_A_FLEET = ("replicas", "gpus", "min_replicas", "max_replicas", "launcher")
 class FleetOptions(ServeOptions):
     """One server's flags, and those of several behind a router."""
 
-    replicas: int | None = Field(None, ge=1, le=1024, description="so many copies of the model, behind a router")
+    replicas: int | None = Field(None, ge=1, le=512, description="so many copies of the model, behind a router")
     gpus: str | None = Field(None, description="one replica on each of these devices: 0,2,4,6")
     launcher: str | None = Field(None, description="where replicas run: local, slurm or ray [local]")
     routing: str = Field(
         "least-loaded", description="who gets a request: least-loaded, round-robin, power-of-two, sticky"
     )
     router_processes: int = Field(1, ge=1, le=64, description="processes that relay requests")
-    min_replicas: int | None = Field(None, ge=1, le=1024, description="never fewer, whatever the load")
-    max_replicas: int | None = Field(None, ge=1, le=1024, description="never more, whatever the load")
+    min_replicas: int | None = Field(None, ge=1, le=512, description="never fewer, whatever the load")
+    max_replicas: int | None = Field(None, ge=1, le=512, description="never more, whatever the load")
     target_queue: float = Field(16.0, gt=0, le=1e6, description="requests per replica, above which more are started")
     scale_down_delay: float = Field(60.0, ge=0, le=1e6, description="seconds without need of a replica until it leaves")
     request_timeout: float = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from gpuinfer.fleet.visitor import Visitor, address_of
 from gpuinfer.fleet.worker import Worker
 
 LOOK_S = 0.1  # between two looks whether one that drains is done
+KEY = re.compile(r"[\x21-\x7e]{1,1024}")  # it becomes part of a header
 EMPTY_LOOKS = 5  # in a row: a router process may hear of the draining a moment later
 
 
@@ -51,7 +53,7 @@ class Members:
 
     def start(self) -> Replica:
         """One more replica of ours. Raises `NoRoom`."""
-        if len(self.own) >= self._plan.most:
+        if len(self.own) >= self._plan.most or len(self.all) >= MOST_REPLICAS:
             raise NoRoom(
                 f"{len(self.own)} replicas run, and no more may. Remove one, or raise --max-replicas (--gpus)."
             )
@@ -64,6 +66,8 @@ class Members:
     def visit(self, url: str, key: str | None = None) -> Visitor:
         """A server that somebody else has started. Raises `UsageError` for a URL that is refused or already here."""
         address = address_of(url)
+        if key is not None and not KEY.fullmatch(key):
+            raise UsageError("the worker's key is refused: it is not of printable ASCII without spaces. Send another.")
         for one in self.all.values():
             if (one.host, one.port) == address and not one.leaving:
                 raise UsageError(f"{url} is worker {one.id} already. Remove that first, or add another.")

@@ -14,7 +14,7 @@ from gpuinfer.fleet.scaling import Scaling
 from gpuinfer.host import machine
 from gpuinfer.http.access import Access
 
-MOST_REPLICAS = 1024
+MOST_REPLICAS = 512  # as many as the router has counters for
 NODES = re.compile(r"nvidia\d+")
 
 

@@ -213,6 +213,13 @@ async def test_a_visitor_is_probed_and_never_killed():
         assert visitor.id in there.members.all
 
 
+@pytest.mark.parametrize("key", ["", "a b", "a\r\nX-Other: b", "ü", "k" * 2000])
+async def test_a_key_that_would_not_stay_in_its_header_is_refused(key):
+    async with place() as there:
+        with pytest.raises(UsageError, match="key is refused"):
+            there.members.visit("http://127.0.0.1:1", key)
+
+
 @pytest.mark.parametrize(
     "url",
     [
