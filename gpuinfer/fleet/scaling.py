@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 LOOK_S = 1.0  # between two looks
 UP_LOOKS = 3  # in a row over target, before more are started
@@ -37,6 +38,10 @@ class Decision:
     before: int
     after: int
     reason: str
+
+    def told(self, now: float) -> dict[str, Any]:
+        """What `/stats` says of it."""
+        return {"ago_s": now - self.at, "before": self.before, "after": self.after, "reason": self.reason}
 
 
 class Scaler:

@@ -139,7 +139,7 @@ class Fleet:
             "scaling": {
                 **asdict(limits),
                 "replicas": len(self._members.own),
-                "decisions": [asdict(decision) for decision in self.decisions],
+                "decisions": [decision.told(time.monotonic()) for decision in self.decisions],
             },
             **figures(snapshot, *self._counting.recent()),
         }

@@ -19,6 +19,7 @@ from standin_fleet import ADMIN_KEY
 from gpuinfer.http.client import Client, Response
 
 HERE = Path(__file__).parent
+START_S = 300.0  # real models compile kernels when they are first used
 ADMIN = [("Authorization", f"Bearer {ADMIN_KEY}")]
 
 
@@ -36,7 +37,8 @@ class Program:
 
     async def wait_until_ready(self) -> None:
         file = self.folder / "ready.json"
-        await standins.until(lambda: file.exists() or self.process.poll() is not None, "the fleet's start")
+        up = lambda: file.exists() or self.process.poll() is not None  # noqa: E731
+        await standins.until(up, "the fleet's start", START_S)
         assert file.exists(), self.log
         self.told = json.loads(file.read_text())
         self.url = f"http://{self.told['host']}:{self.told['port']}"
