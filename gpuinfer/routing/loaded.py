@@ -7,6 +7,21 @@ from collections.abc import Sequence
 
 from gpuinfer.routing.choosing import Asking, Choice, Load, Policy
 
+MOST_KEPT = 4096
+_kept: dict[tuple[str, float, float], str] = {}
+
+
+def because(policy: str, chosen: float, other: float) -> str:
+    """Such as `least-loaded 3<5`. Kept, since putting it together takes as long as the choice."""
+    key = (policy, chosen, other)
+    said = _kept.get(key)
+    if said is None:
+        if len(_kept) >= MOST_KEPT:
+            _kept.clear()
+        sign = "<" if chosen < other else ">" if chosen > other else "="
+        said = _kept[key] = f"{policy} {chosen:.4g}{sign}{other:.4g}"
+    return said
+
 
 class LeastLoaded(Policy):
     """The one with the least in flight for its speed; of equals any, so that routers do not all run to the same one."""
@@ -18,11 +33,11 @@ class LeastLoaded(Policy):
         if (equals := scores.count(least)) > 1:
             for _ in range(int(self._dice.random() * equals)):
                 at = scores.index(least, at + 1)
-            return Choice(loads[at], f"least-loaded {least:.4g}={least:.4g}")
+            return Choice(loads[at], because("least-loaded", least, least))
         scores[at] = math.inf
         next_least = min(scores)
-        why = f"least-loaded {least:.4g}<{next_least:.4g}" if next_least < math.inf else "least-loaded alone"
-        return Choice(loads[at], why)
+        alone = next_least == math.inf
+        return Choice(loads[at], "least-loaded alone" if alone else because("least-loaded", least, next_least))
 
 
 class PowerOfTwo(Policy):
@@ -39,4 +54,4 @@ class PowerOfTwo(Policy):
         ours, theirs = one.in_flight / one.speed, other.in_flight / other.speed
         if theirs < ours:
             one, ours, theirs = other, theirs, ours
-        return Choice(one, f"power-of-two {ours:.4g}{'<' if ours < theirs else '='}{theirs:.4g}")
+        return Choice(one, because("power-of-two", ours, theirs))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from gpuinfer.routing.choosing import Asking, Choice, Load, Policy, hashed
-from gpuinfer.routing.loaded import LeastLoaded
+from gpuinfer.routing.loaded import LeastLoaded, because
 
 BITS = (1 << 64) - 1
 
@@ -43,5 +43,5 @@ class Sticky(Policy):
             chosen = self._least.choose(loads, asking).load
             least = chosen.in_flight / chosen.speed
             if ahead - least > self._margin:
-                return Choice(chosen, f"sticky-broken {ahead:.4g}>{least:.4g}")
+                return Choice(chosen, because("sticky-broken", ahead, least))
         return Choice(favourite, "sticky")
