@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import programs
+import fleet_programs as programs
 import standin_replica
 import standins
-from programs import Program
+from fleet_programs import Program
 
 from gpuinfer.errors import GpuinferError
 

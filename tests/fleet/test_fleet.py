@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import standins
+from fleet_programs import ADMIN, Program, all_gone, fleet, kill, standin, started
 from killing import Load, drive, standin_answers
-from programs import ADMIN, Program, all_gone, fleet, kill, standin, started
 from standin_replica import text
 
 from gpuinfer.http.client import Client

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from servers import Server, serving
+from replica_servers import Server, serving
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import socket
 import threading
 
 import pytest
-from servers import SECONDS, Server, serving, until
+from replica_servers import SECONDS, Server, serving, until
 
 LONG = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True}
 SLOW = ("--model", "blobnet", "--features", 4, "--actions", 2, "--seats", 2, "--backend", "standin", "-B", "alpha=0")

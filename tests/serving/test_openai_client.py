@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from servers import SECONDS, Server, serving, until
+from replica_servers import SECONDS, Server, serving, until
 
 CHAT = [{"role": "user", "content": "Hi"}]
 

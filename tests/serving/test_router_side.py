@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from servers import Answer, Server, serving
+from replica_servers import Answer, Server, serving
 
 ASKED = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "ignore_eos": True, "stream": True}

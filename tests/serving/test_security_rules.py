@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import serving, until
+from replica_servers import serving, until
 
 from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
 

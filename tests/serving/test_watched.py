@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servers import SECONDS, serving
+from replica_servers import SECONDS, serving
 
 ROW = {"x": [0.5] * 16}
 
