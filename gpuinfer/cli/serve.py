@@ -16,6 +16,7 @@ from gpuinfer.cli import flags, serving_fleet
 from gpuinfer.cli.serving_fleet import FleetOptions
 from gpuinfer.host import leaving
 from gpuinfer.host.files import write_whole
+from gpuinfer.host.terminal import show_status
 from gpuinfer.serving.options import check_address, spec_of
 
 if TYPE_CHECKING:
@@ -81,13 +82,19 @@ def execute(values: Mapping[str, Any]) -> int:
     spans = open_spans(own.otlp_endpoint, described.name)
 
     def say(host: str, port: int) -> None:
+        show_status("")
         if not merged.common.quiet:
             print(_welcome(described, own, host, port), file=sys.stderr, flush=True)
 
     async def serve() -> int:
         return await Replica(described, backend, strategy, place, spans).run(say)
 
-    return loop.run(serve())
+    if not merged.common.quiet:
+        show_status(f"loading {described.name}")
+    try:
+        return loop.run(serve())
+    finally:
+        show_status("")
 
 
 def _fleet(own: FleetOptions, described: Described, place: Place, options: Mapping[str, Given], *, quiet: bool) -> int:

@@ -165,9 +165,11 @@ class Replica:
     def _asked(self, number: int) -> None:
         """The first signal, from another thread."""
         first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        log.warning(
-            "%s: finishing what is under way, for %g s at most. Once more ends at once.", first, self._place.drain_s
-        )
+        if self.health.phase == "starting":
+            log.warning("%s: stopping. The model was not loaded yet.", first)
+        else:
+            limit_s = self._place.drain_s
+            log.warning("%s: finishing what is under way, for %g s at most. Once more ends at once.", first, limit_s)
         self._loop.call_soon_threadsafe(self.stop.set)
 
     def _insist(self) -> None:
