@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,15 +39,14 @@ class Chats:
         """The work of the route `url`."""
 
         async def work(exchange: Exchange, asking: Asking) -> None:
-            begun, body = events.split_begun(exchange.body, asking.begun, MOST_PROMPTS)
+            begun, body = events.split_begun(exchange.body, asking.begun)
             asked = await self._service.decoded(lambda body: self._readers[url].read_all(body, url, MOST_PROMPTS), body)
             self._service.check_model(asked[0].model)
             for one in asked:
                 check_request(one.prompt, self._service.widest)
             prompts = _keyed(asked, asking.id)
             if begun is not None:
-                (prompt,) = prompts  # a router takes up requests with one prompt
-                prompts = [msgspec.structs.replace(prompt, begun=events.tokens_begun(begun, prompt.samples))]
+                prompts = _taken_up(prompts, begun)
             envelope = Envelope(asking.id, asked[0].chat, self._service.name, asking.created or int(time.time()))
             if asked[0].stream:
                 chunks = Chunks(envelope, asked[0].usage)
@@ -84,6 +83,16 @@ class Chats:
 
 def _reader(tokens: int) -> RequestReader:
     return RequestReader(PromptDefaults(Sampling(max_tokens=tokens)), streams=True)
+
+
+def _taken_up(prompts: Sequence[Prompt], begun: Mapping[int, events.Begun]) -> list[Prompt]:
+    """With the tokens that are known of each sample. Raises `BadPrompt`."""
+    samples = prompts[0].samples  # of each
+    known = events.tokens_begun(begun, samples * len(prompts))
+    return [
+        msgspec.structs.replace(prompt, begun=known[index * samples : (index + 1) * samples])
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def _keyed(asked: Sequence[AskedRequest], request_id: str) -> list[Prompt]:

@@ -80,7 +80,7 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n" + DONE
 
 
-def split_begun(body: bytes, length: int, samples_most: int) -> tuple[dict[int, Begun] | None, bytes]:
+def split_begun(body: bytes, length: int) -> tuple[dict[int, Begun] | None, bytes]:
     """What an earlier attempt has sent, and the request's own body. Raises `BadRequest`."""
     if not length:
         return None, body
@@ -88,7 +88,7 @@ def split_begun(body: bytes, length: int, samples_most: int) -> tuple[dict[int, 
         found = _begun.decode(body[:length]) if length <= len(body) else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = None
-    if found is None or len(found) > samples_most or not all(name.isdecimal() and len(name) < 10 for name in found):
+    if found is None or not all(name.isdecimal() and len(name) < 10 for name in found):
         raise BadRequest("what has been sent already is not understood. Leave X-Gpuinfer-Begun out.")
     return {int(name): one for name, one in found.items()}, body[length:]
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendDied, unwrap
-from gpuinfer.http.exchange import Exchange, Handler
+from gpuinfer.http.exchange import ClientGone, Exchange, Handler
+from gpuinfer.http.malformed import Malformed
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving.answers import DRAINING, STARTING, NoSuchModel, Refused, Unavailable, plain_headers
 from gpuinfer.serving.asking import Asking, asking_of, new_id
@@ -87,8 +88,11 @@ class Service:
             began = time.monotonic()
             try:
                 await work(exchange, asking)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, ClientGone):
                 asking.span.failed("cancelled")
+                raise
+            except Malformed:  # said by whoever reads the connection
+                asking.span.failed("malformed")
                 raise
             except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
                 asking.span.failed(type(error).__name__)

@@ -38,6 +38,20 @@ def test_a_client_that_goes_away_frees_its_slot(tiny):
     until(lambda: tiny.ask("/health").json["in_flight"] == 0)
 
 
+def test_one_that_reads_nothing_holds_up_nobody(tiny):
+    """Its parts are joined while it does not read, and its slot is free once its answer is drawn."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((tiny.host, tiny.port))
+        body = json.dumps({**LONG, "n": 8, "stream": True, "logprobs": 5}).encode()
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        until(lambda: tiny.ask("/health").json["in_flight"] == 1)
+        assert tiny.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 2}).status == 200
+    until(lambda: tiny.ask("/health").json["in_flight"] == 0)
+
+
 def test_one_that_goes_away_before_its_answer_begins_does_too(tiny):
     before = tiny.ask("/stats").json["errors"]["cancelled"]
     with socket.create_connection((tiny.host, tiny.port), SECONDS) as client:

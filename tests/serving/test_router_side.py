@@ -75,6 +75,17 @@ def test_a_stream_goes_on_where_another_replica_has_ended(behind, path, asked, c
     assert rest[-2][1]["usage"]["completion_tokens"] == 20
 
 
+def test_a_request_with_several_prompts_goes_on_too(behind):
+    asked, headers = {**ASKED, "prompt": ["Hello", "World"], "n": 2, "max_tokens": 6}, {"X-Request-Id": "several"}
+    whole = blocks(behind.ask("/v1/completions", asked, headers))
+    begun = {sample: {"tokens": tokens_of(whole, sample)[:sample], "ended": False} for sample in range(4)}
+    head = json.dumps(begun).encode()
+    body = head + json.dumps(asked).encode()
+    rest = blocks(behind.ask("/v1/completions", body, {**headers, "X-Gpuinfer-Begun": str(len(head))}))
+    for sample in range(4):
+        assert tokens_of(rest, sample) == tokens_of(whole, sample)[sample:]
+
+
 def test_a_sample_that_had_ended_says_nothing_more(behind):
     asked, headers = {**ASKED, "n": 2, "max_tokens": 6}, {"X-Request-Id": "ended"}
     whole = blocks(behind.ask("/v1/completions", asked, headers))
