@@ -1,0 +1,246 @@
+"""Replicas as actors of Ray: each runs one `gpuinfer serve`, on a cluster that runs or on a fresh one here.
+
+Ray places them by the GPUs and cores that each asks for. An actor that is gone with its node is a replica that is gone:
+the fleet starts another, and Ray finds it a place. Importing Ray takes a second, so it happens at the first launch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.launchers import readiness
+from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.fleet.launchers.ray_host import Host
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two questions how a replica is
+ANSWER_S = 10.0  # for an actor to answer one
+SILENT = 6  # questions without an answer, after which an actor counts as gone: Ray itself takes half a minute
+PLACED_S = 5.0  # after which it is said that one waits for its place
+END_S = 20.0
+ADDRESS = r"^(auto|[A-Za-z0-9.\-\[\]:]+:\d+)$"
+FRESH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Of a cluster for this run alone: it tells nobody of itself, and its node's address is that of loopback."""
+
+
+class Ray(Launcher):
+    """Starts an actor for each replica. `command` is for tests: what a plan's arguments follow on the node."""
+
+    class Options(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        address: str | None = Field(
+            None, pattern=ADDRESS, description="a cluster that runs: auto or HOST:PORT; default a fresh one here"
+        )
+        gpus: float | None = Field(None, ge=0, le=64, description="of one replica; default 1 where there are any")
+        cpus: float = Field(1.0, ge=0, le=4096, description="cores of one replica")
+        pending: float = Field(3600.0, gt=0, description="seconds that a replica may wait for its place")
+
+    name = "ray"
+    bind = "0.0.0.0"  # the actor names its node's own address in its place
+    options: Options
+    start_s = 600.0
+
+    def __init__(self, options: BaseModel | None = None, command: Sequence[str] = ()) -> None:
+        super().__init__(options)
+        self._command = tuple(command)
+        self._ray: Any = None
+        self._ours = False  # whether this launcher has connected, and lets go
+        self._opening = asyncio.Lock()
+        self._launched: set[Actor] = set()
+
+    def check(self) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError(
+                "Ray is not installed, which --launcher ray needs. Run: pip install 'gpuinfer[ray]', or leave it out."
+            )
+
+    async def launch(self, plan: ReplicaPlan) -> Actor:
+        async with self._opening:
+            if self._ray is None:
+                self._ray = await asyncio.to_thread(self._open)
+        files = {str(path): path.read_bytes() for path in (plan.setup_file, plan.key_file)}
+        actor = Actor(plan, self._ray, self._placed(plan), self.options.pending)
+        actor.begin(self._command, files)
+        self._launched.add(actor)
+        return actor
+
+    def _open(self) -> Any:
+        """Connect, in a thread: there Ray leaves the signals alone. Raises `WorkError` in Ray's own words."""
+        address = self.options.address
+        more: dict[str, Any] = {}
+        if address is None:
+            os.environ.update({name: os.environ.get(name, value) for name, value in FRESH.items()})
+            more = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        import ray
+
+        if ray.is_initialized():  # by a program that uses us
+            return ray
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            try:
+                ray.init(
+                    address=address or "local",
+                    namespace="gpuinfer",
+                    log_to_driver=False,
+                    configure_logging=False,
+                    **more,
+                )
+            except Exception as error:  # noqa: BLE001  (Ray raises what it likes)
+                where = f"a Ray cluster at {address}" if address else "a Ray cluster of its own"
+                raise WorkError(f"{where} cannot be had: {_short(error)}\nSee `ray status`, or -L address.") from None
+            stack.pop_all()
+        self._ours = True
+        return ray
+
+    def _placed(self, plan: ReplicaPlan) -> Any:
+        """An actor that Ray finds a place for."""
+        gpus = self.options.gpus
+        if gpus is None:
+            gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
+        wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
+        return self._ray.remote(Host).options(**wanted).remote()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(actor.kill() for actor in self._launched), return_exceptions=True)
+        self._launched.clear()
+        if self._ours:
+            self._ours = False
+            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(self._ray.shutdown))}, timeout=END_S)
+        self._ray = None
+
+
+class Actor(Launched):
+    """A replica in the care of an actor."""
+
+    def __init__(self, plan: ReplicaPlan, ray: Any, handle: Any, pending_s: float) -> None:
+        self.log: Path | None = plan.log
+        self._plan, self._ray, self._handle, self._pending_s = plan, ray, handle, pending_s
+        self._begins = plan.log.stat().st_size if plan.log.exists() else 0
+        self._over = ""  # why it is not alive any more
+        self._placed, self._news = asyncio.Event(), asyncio.Event()
+        self._address: tuple[str, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, command: Sequence[str], files: dict[str, bytes]) -> None:
+        plan = self._plan
+        order = (command, plan.arguments, files, str(plan.ready_file), plan.threads)
+        self._task = asyncio.create_task(self._follow(self._handle.start.remote(*order)))
+
+    async def _follow(self, starting: Any) -> None:
+        """Until it has ended: learn how it is, and bring its log here."""
+        try:
+            await asyncio.wrap_future(starting.future())
+            self._placed.set()
+            await self._listen()
+        except Exception as error:  # noqa: BLE001  (Ray raises what it likes; whatever it is, nobody may wait for ever)
+            self._over = self._over or f"is gone with its Ray actor ({_short(error)})"
+        finally:
+            self._over = self._over or "was given up"
+            self._placed.set()
+            self._news.set()
+
+    async def _listen(self) -> None:
+        heard, silent = 0, 0
+        while not self._over:
+            try:
+                told = await asyncio.wait_for(asyncio.wrap_future(self._handle.poll.remote(heard).future()), ANSWER_S)
+            except TimeoutError:
+                silent += 1
+                if silent >= SILENT:
+                    raise
+                continue
+            silent, heard = 0, heard + len(told["log"])
+            await asyncio.to_thread(self._keep, told["log"])
+            if told["address"] is not None and self._address is None:
+                self._address = (told["address"][0], told["address"][1])
+            if not told["alive"]:
+                self._over = f"ended with code {told['code']}"
+            self._news.set()
+            if not self._over:
+                await asyncio.sleep(LOOK_S)
+
+    def _keep(self, said: bytes) -> None:
+        if said:
+            with os.fdopen(os.open(self._plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+                file.write(said)
+
+    async def ready(self, within_s: float) -> tuple[str, int]:
+        """`within_s` counts from when the actor has its place."""
+        await self._until_placed()
+        until = time.monotonic() + within_s
+        while self._address is None or self._over:
+            if self._over:
+                raise self._failure(self._over + " before it served")
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
+            if time.monotonic() > until and self._address is None and not self._over:
+                raise self._failure(f"did not come up within {within_s:g} s")
+        return self._address
+
+    async def _until_placed(self) -> None:
+        for seconds in (min(PLACED_S, self._pending_s), self._pending_s - PLACED_S):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._placed.wait(), max(0.0, seconds))
+            if self._placed.is_set():
+                return
+            if seconds == PLACED_S:
+                log.warning("%s waits for its place: Ray has free %s", self._plan.name, await self._free())
+        raise self._failure(f"waited {self._pending_s:g} s for its place, which -L pending bounds")
+
+    async def _free(self) -> str:
+        free = await asyncio.to_thread(self._ray.available_resources)
+        return ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+
+    @property
+    def alive(self) -> bool:
+        return not self._over
+
+    def last_words(self) -> str:
+        return readiness.last_words(self.log, self._begins)
+
+    async def terminate(self, within_s: float) -> None:
+        if self.alive and self._placed.is_set():
+            self._handle.terminate.remote()
+            until = time.monotonic() + within_s
+            while self.alive and time.monotonic() < until:
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        self._over = self._over or "was ended"
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=END_S)
+        with contextlib.suppress(Exception):  # it, or its node, may be gone
+            if self._placed.is_set():
+                await asyncio.wait_for(asyncio.wrap_future(handle.end.remote().future()), ANSWER_S)
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self._ray.kill, handle)
+
+    def _failure(self, why: str) -> WorkError:
+        return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+
+
+def _short(error: BaseException) -> str:
+    """Ray's messages are pages long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,146 @@
+"""The launcher `ray` on a real Ray, a fresh one on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHAMS = str(Path(__file__).parents[1] / "launchers")
+sys.path.insert(0, SHAMS)
+
+from plans import COMMAND, SECONDS, plan  # noqa: E402
+
+from gpuinfer.errors import WorkError  # noqa: E402
+from gpuinfer.fleet.launchers import named  # noqa: E402
+from gpuinfer.fleet.launchers.ray import Ray  # noqa: E402
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.timeout(600),
+]
+LONG_S = 3 * SECONDS  # Ray takes its time where others compute
+
+
+def launcher(**options) -> Ray:
+    pytest.importorskip("ray")
+    made = Ray(Ray.Options(**options), COMMAND)
+    made.check()
+    return made
+
+
+def planned(folder, *words, **more):
+    for name in ("setup.json", "key"):
+        (folder / name).write_text("{}")
+    return plan(folder, *words, **more)
+
+
+def shams() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(word.endswith("sham.py") for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110  another program's doing
+            await asyncio.sleep(0.1)
+
+
+async def test_replicas_come_up_on_loopback_bring_their_logs_and_leave(tmp_path):
+    ray = launcher(cpus=0.5)
+    try:
+        first, second = [await ray.launch(planned(tmp_path, index=index)) for index in (0, 1)]
+        for replica in (first, second):
+            host, port = await replica.ready(LONG_S)
+            assert host == "127.0.0.1"
+            socket.create_connection((host, port), SECONDS).close()
+            await until(lambda replica=replica: "the sham replica is up" in replica.last_words())
+        await first.terminate(SECONDS)
+        assert (first.alive, second.alive) == (False, True)
+    finally:
+        await ray.close()
+    assert not second.alive
+    await until(lambda: not shams())
+
+
+async def test_an_actor_that_dies_is_noticed_takes_its_replica_along_and_is_replaced(tmp_path):
+    ray = launcher(cpus=0.5)
+    try:
+        replica = await ray.launch(planned(tmp_path))
+        await replica.ready(LONG_S)
+        (sham,) = shams()
+        sham.parent().kill()  # the actor's process, as when its node goes
+        await until(lambda: not replica.alive)
+        await until(lambda: not sham.is_running() or sham.status() == psutil.STATUS_ZOMBIE)
+        await replica.kill()
+        again = await ray.launch(planned(tmp_path, attempt=1))
+        await again.ready(LONG_S)
+        assert again.alive
+    finally:
+        await ray.close()
+    await until(lambda: not shams())
+
+
+async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_for_a_bounded_time(tmp_path, caplog):
+    ray = launcher(cpus=0.5, pending=6)
+    try:
+        replica = await ray.launch(planned(tmp_path, "--fail", "CUDA out of memory"))
+        with pytest.raises(WorkError, match="ended with code 1 before it served") as told:
+            await replica.ready(LONG_S)
+        assert "CUDA out of memory" in str(told.value)
+        ray.options = Ray.Options(cpus=4000, pending=6)
+        waiting = await ray.launch(planned(tmp_path, index=1))
+        waiting._pending_s = 6
+        with pytest.raises(WorkError, match="waited 6 s for its place"):
+            await waiting.ready(LONG_S)
+        assert "waits for its place: Ray has free" in caplog.text
+        await waiting.terminate(1)
+    finally:
+        await ray.close()
+
+
+async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):
+    pytest.importorskip("ray")
+    planned(tmp_path)
+    code = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from plans import COMMAND, plan\n"
+        "from gpuinfer.fleet.launchers.ray import Ray\n"
+        "async def main():\n"
+        "    replica = await Ray(None, COMMAND).launch(plan(Path(sys.argv[1])))\n"
+        "    await replica.ready(180)\n"
+        "    print('ready', flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    fleet = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path), SHAMS, stdout=PIPE)
+    async with asyncio.timeout(LONG_S):
+        while await fleet.stdout.readline() != b"ready\n":
+            assert not fleet.stdout.at_eof()
+    assert len(shams()) == 1
+    fleet.kill()
+    await fleet.communicate()
+    await until(lambda: not shams())
+
+
+async def test_a_cluster_that_is_not_there_is_told_in_rays_words(tmp_path):
+    pytest.importorskip("ray")
+    ray = Ray(Ray.Options(address="127.0.0.1:1"), COMMAND)
+    with pytest.raises(WorkError, match=r"a Ray cluster at 127\.0\.0\.1:1 cannot be had"):
+        await ray.launch(planned(tmp_path))
+    await ray.close()
+
+
+def test_the_launcher_is_found_by_its_name():
+    pytest.importorskip("ray")
+    assert isinstance(named.make("ray", {}), Ray)
