@@ -16,7 +16,7 @@ from gpuinfer.config.described import Described
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.fleet.calling import Caller, Served, Way
 from gpuinfer.generation import Part
-from gpuinfer.http.access import Keys
+from gpuinfer.http.access import first_key
 from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
 
@@ -177,7 +177,7 @@ class Connection:
     name: str | None
 
     def open(self) -> Backend:
-        return Remote(self.setup, way=Way(self.url, _key(self.key_file), self.retry_s), name=self.name)
+        return Remote(self.setup, way=Way(self.url, _key_of(self.key_file), self.retry_s), name=self.name)
 
 
 class FleetBackend(Remote):
@@ -231,7 +231,7 @@ class FleetBackend(Remote):
         if own.endpoint is None:
             await self._start_owned(context)
         else:
-            self._way = Way(own.endpoint, _key(own.key_file), own.retry)
+            self._way = Way(own.endpoint, _key_of(own.key_file), own.retry)
         try:
             await super().start(context)
         except BaseException:
@@ -283,10 +283,5 @@ class FleetBackend(Remote):
             await owned.close()
 
 
-def _key(path: Path | str | None) -> str | None:
-    """The first key of a file. Raises `UsageError`."""
-    if path is None:
-        return None
-    Keys.read(path)  # which says what is wrong with it
-    lines = (line.strip() for line in Path(path).read_text("ascii", "replace").splitlines())
-    return next(line for line in lines if line and not line.startswith("#"))
+def _key_of(path: Path | str | None) -> str | None:
+    return None if path is None else first_key(path)

@@ -32,6 +32,7 @@ BASES = {"backends": "Backend", "strategies": "Strategy", "workloads": "Workload
 COMMANDS = (
     "chat",
     "serve",
+    "fleet",
     "bench",
     "tune",
     "verify",

@@ -29,6 +29,7 @@ FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
 RESERVED = {"GPUINFER_CONFIG"}  # says where the file is, and is no setting itself
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
+COMMANDS = ("fleet", "serve")  # of ours, with a table of the same kind as a workload's
 
 Place = Callable[[tuple[str, ...]], str]  # where a path stands, for people
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -157,7 +158,7 @@ def _from_environment() -> dict[str, Given]:
     for variable, value in os.environ.items():
         if variable.upper().startswith(PREFIX) and value and variable.upper() not in taken:
             known = [_variable((key,)) for key in _common_keys()]
-            known += [_variable((name, "…")) for name in (*TABLES, *_names("workloads"))]
+            known += [_variable((name, "…")) for name in (*TABLES, *_tables())]
             raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
     texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
     return {".".join(path): Given(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()}
@@ -173,7 +174,7 @@ def _read_environment() -> dict[str, Any]:
 
     fields: dict[str, Any] = dict.fromkeys(_common_keys(), (str, ""))
     fields |= {name: (dict[str, dict[str, Any]], {}) for name in TABLES}
-    fields |= {_identifier(name): (dict[str, Any], {}) for name in _names("workloads")}
+    fields |= {_identifier(name): (dict[str, Any], {}) for name in _tables()}
     with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that nobody calls here
         reader = create_model("Environment", __base__=Reader, **fields)
     return EnvSettingsSource(reader)()
@@ -181,19 +182,19 @@ def _read_environment() -> dict[str, Any]:
 
 def _flatten(content: Mapping[str, Any], place: Place) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Paths and values of nested tables, every name checked. `place` tells people where a path stands."""
-    workloads = {_identifier(name): name for name in _names("workloads")}
+    tables = {_identifier(name): name for name in _tables()}
     for key, value in content.items():
         if key in TABLES:
             for plugin, table in _table(value, place((key,))).items():
                 name = _plugin_name(key, plugin, place)
                 yield from (((key, name, option), one) for option, one in _table(table, place((key, name))).items())
-        elif _identifier(key) in workloads and key not in _common_keys():
-            name = workloads[_identifier(key)]
+        elif _identifier(key) in tables and key not in _common_keys():
+            name = tables[_identifier(key)]
             yield from (((name, option), one) for option, one in _table(value, place((name,))).items())
         elif key in _common_keys():
             yield (key,), value
         else:
-            known = [*_common_keys(), *TABLES, *workloads.values()]
+            known = [*_common_keys(), *TABLES, *tables.values()]
             raise UsageError(_unknown("setting", place((key,)), known, f"take out '{key}'", key))
 
 
@@ -217,6 +218,11 @@ def _variable(path: tuple[str, ...]) -> str:
 
 def _identifier(name: str) -> str:
     return name.replace("-", "_").lower()
+
+
+def _tables() -> list[str]:
+    """Of workloads, and of those commands of ours that have settings of their own."""
+    return sorted({*_names("workloads"), *COMMANDS})
 
 
 def _names(kind: str) -> list[str]:

@@ -130,6 +130,19 @@ class Caller:
         except msgspec.MsgspecError:
             return 1
 
+    async def stats(self) -> dict[str, Any]:
+        """What `GET /stats` says. Raises `UsageError` for nobody, a wrong key, and a server that is none of ours."""
+        try:
+            response = await self._asked("GET", "/stats")
+        except Unreachable as error:
+            raise UsageError(f"{error}\nStart one with `gpuinfer serve --replicas N`, or give its URL.") from None
+        if response.status in (401, 403):
+            raise UsageError(f"{self._way.url} wants a key: {_words(response)}\nGive --api-key-file FILE.")
+        try:
+            return msgspec.json.decode(response.body, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise UsageError(f"{self._way.url} is no server of gpuinfer's. Give the URL of one.") from None
+
     async def counters(self) -> dict[str, Any] | None:
         """`Snapshot.to_wire()` of all there is; None where nobody tells."""
         response = await self._asked("GET", "/stats?form=wire")

@@ -116,6 +116,11 @@ class Control:
         exchange.respond(200 if ready else 503, encode(told), headers=() if ready else [("Retry-After", "1")])
 
     async def _stats(self, exchange: Exchange) -> None:
+        """With `?form=wire` the counters of all replicas as msgpack, as a replica tells its own."""
+        if exchange.query.get("form") == "wire":
+            counted = (await self._fleet.snapshot()).to_wire()
+            exchange.respond(200, msgspec.msgpack.encode(counted), "application/msgpack")
+            return
         exchange.respond(200, encode(await self._fleet.stats()))
 
     async def _metrics(self, exchange: Exchange) -> None:

@@ -1,6 +1,6 @@
 """A program that stands for a replica where launchers are tried: it listens, writes its ready file, leaves on SIGTERM.
 
-`sham.py [--fail WORDS | --after SECONDS | --stubborn] --ready-file FILE … --host HOST`; other flags mean nothing to it.
+`sham.py [--fail WORDS | --stubborn] --ready-file FILE … --host HOST`; other flags mean nothing to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def main() -> None:
         draft = ready.with_suffix(".draft")
         draft.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}))
         draft.rename(ready)
-        time.sleep(float(flag("--for") or 600))
+        if "--leave-with-parent" in sys.argv:
+            sys.stdin.buffer.read()  # until whoever started it is gone
+        else:
+            time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 from asyncio.subprocess import PIPE
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from gpuinfer.fleet.launchers.ray import Ray  # noqa: E402
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),  # which no test may import before the launcher
     pytest.mark.filterwarnings("ignore"),  # Ray's own
     pytest.mark.timeout(600),
 ]
@@ -29,7 +31,6 @@ LONG_S = 3 * SECONDS  # Ray takes its time where others compute
 
 
 def launcher(**options) -> Ray:
-    pytest.importorskip("ray")
     made = Ray(Ray.Options(**options), COMMAND)
     made.check()
     return made
@@ -109,7 +110,6 @@ async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_f
 
 
 async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):
-    pytest.importorskip("ray")
     planned(tmp_path)
     code = (
         "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
@@ -134,7 +134,6 @@ async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):
 
 
 async def test_a_cluster_that_is_not_there_is_told_in_rays_words(tmp_path):
-    pytest.importorskip("ray")
     ray = Ray(Ray.Options(address="127.0.0.1:1"), COMMAND)
     with pytest.raises(WorkError, match=r"a Ray cluster at 127\.0\.0\.1:1 cannot be had"):
         await ray.launch(planned(tmp_path))
@@ -142,5 +141,4 @@ async def test_a_cluster_that_is_not_there_is_told_in_rays_words(tmp_path):
 
 
 def test_the_launcher_is_found_by_its_name():
-    pytest.importorskip("ray")
     assert isinstance(named.make("ray", {}), Ray)

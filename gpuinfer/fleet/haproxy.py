@@ -1,0 +1,134 @@
+"""A fleet as a configuration of HAProxy, for those who have to put that in front.
+
+What it cannot say of a fleet is left out: it counts connections, not rows or tokens, beginnings of prompts stick to no
+replica, and a stream that has begun breaks off with its replica.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuinfer.errors import UsageError
+
+BALANCE = {"least-loaded": "leastconn", "round-robin": "roundrobin", "power-of-two": "random(2)", "random": "random(1)"}
+STICKY = "sticky"
+SESSION = "X-Gpuinfer-Session"
+HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.\-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+KEY = re.compile(r"[\x21\x23-\x5b\x5d-\x7e]{1,512}")  # what needs no escape between quotes
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One replica. `most`: requests that it gets at once, the others wait in HAProxy."""
+
+    host: str
+    port: int
+    most: int = 256
+
+    @classmethod
+    def of(cls, text: str, most: int = 256) -> Target:
+        """`HOST:PORT`, or a URL of http. Raises `UsageError`."""
+        host, _, port = text.removeprefix("http://").rstrip("/").rpartition(":")
+        if not HOST.fullmatch(host) or not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65_536):
+            raise UsageError(f"'{text}' is no address of a replica. Write HOST:PORT, such as 127.0.0.1:8001.")
+        return cls(host, int(port), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What stands before the replicas. Times in seconds, as the router's own have them."""
+
+    bind: str = "127.0.0.1:8000"
+    routing: str = "least-loaded"
+    key: str | None = None  # that replicas want; HAProxy then says it, and lets everybody in who reaches it
+    timeout_s: float = 300.0
+    connect_s: float = 2.0
+    slow_start_s: float = 10.0
+    connections: int = 8192
+    retries: int = 3
+
+
+def write(targets: Sequence[Target], front: Front) -> str:
+    """The configuration. Raises `UsageError` for what has no place in one."""
+    if not targets:
+        raise UsageError("there is no replica to write down. Give --worker HOST:PORT, or --url of a fleet that runs.")
+    if front.routing not in (*BALANCE, STICKY):
+        raise UsageError(f"HAProxy has no '{front.routing}'. Choose from {', '.join((*BALANCE, STICKY))}.")
+    if front.key is not None and not KEY.fullmatch(front.key):
+        raise UsageError("the replicas' key has characters that HAProxy's configuration cannot hold. Make another.")
+    parts = [_global(), _defaults(front), _frontend(front), _backend(targets, front)]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _global() -> list[str]:
+    return [
+        "# Written by `gpuinfer fleet haproxy-config`. Check it with: haproxy -c -f FILE",
+        "global",
+        "    log stderr format raw local0 notice",
+        "    tune.bufsize 65536  # a request that is asked elsewhere is kept whole: its head and its body",
+    ]
+
+
+def _defaults(front: Front) -> list[str]:
+    return [
+        "defaults",
+        "    mode http",
+        "    log global",
+        "    option http-keep-alive",
+        "    option http-buffer-request  # so that a request can go to another replica",
+        f"    timeout connect {_ms(front.connect_s)}",
+        "    timeout http-request 10s",
+        "    timeout http-keep-alive 75s",
+        f"    timeout client {_ms(front.timeout_s)}",
+        f"    timeout server {_ms(front.timeout_s)}  # without a byte: streams live as long as they speak",
+        "    timeout queue 30s",
+        f"    retries {front.retries}",
+        "    option redispatch 1",
+        "    retry-on conn-failure  # nothing has reached the replica then",
+    ]
+
+
+def _frontend(front: Front) -> list[str]:
+    found = re.fullmatch(r"(\S*):(\d{1,5})", front.bind)
+    if found is None or not (found[1] in ("", "*") or HOST.fullmatch(found[1])) or not 0 < int(found[2]) < 65_536:
+        raise UsageError(f"--bind {front.bind} is no address. Write HOST:PORT, such as 127.0.0.1:8000.")
+    return [
+        "frontend gpuinfer",
+        f"    bind {front.bind}",
+        f"    maxconn {front.connections}",
+        # what only our own router may say of a request
+        "    http-request del-header X-Gpuinfer-Begun",
+        "    http-request del-header X-Gpuinfer-Created",
+        "    default_backend replicas",
+    ]
+
+
+def _backend(targets: Sequence[Target], front: Front) -> list[str]:
+    sticky = front.routing == STICKY
+    lines = ["backend replicas", f"    balance {BALANCE['least-loaded'] if sticky else BALANCE[front.routing]}"]
+    if sticky:
+        lines += [
+            "    stick-table type string len 128 size 200k expire 30m",
+            f"    stick on req.hdr({SESSION}) if {{ req.hdr({SESSION}) -m found }}",
+        ]
+    if front.key is not None:
+        lines.append(f'    http-request set-header Authorization "Bearer {front.key}"')
+    lines += [
+        "    option httpchk",
+        "    http-check send meth GET uri /health hdr Host localhost",
+        "    http-check expect status 200",
+        # 3 s without an answer: as a fleet's own heartbeat
+        f"    default-server check inter 500ms fastinter 200ms fall 6 rise 1 slowstart {_ms(front.slow_start_s)}",
+    ]
+    lines += [
+        f"    server replica-{number} {target.host}:{target.port} maxconn {target.most}"
+        for number, target in enumerate(targets)
+    ]
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"

@@ -1,0 +1,95 @@
+"""Configurations that `gpuinfer fleet haproxy-config` writes, and a real HAProxy that runs with one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+
+from servers import SECONDS, Server
+
+from gpuinfer.fleet.haproxy import BALANCE, Front, Target, write
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(shutil.which("haproxy") is None, reason="needs haproxy"),
+]
+
+
+@pytest.mark.parametrize("routing", [*BALANCE, "sticky"])
+@pytest.mark.parametrize("key", [None, "some-key_of.ours="])
+def test_haproxy_takes_what_is_written(routing, key, tmp_path):
+    targets = [Target.of("127.0.0.1:8001"), Target.of("[::1]:8002"), Target.of("localhost:8003")]
+    (tmp_path / "h.cfg").write_text(write(targets, Front(routing=routing, key=key)))
+    done = subprocess.run(["haproxy", "-c", "-f", tmp_path / "h.cfg"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
+
+
+@pytest.fixture
+def behind(tmp_path):
+    """Two replicas with a key, and HAProxy in front: its port, and the replicas."""
+    (tmp_path / "key").write_text("a-key-of-the-replicas\n")
+    (tmp_path / "key").chmod(0o600)
+    replicas = []
+    proxy = None
+    try:
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            words = ["--model", "tiny", "-B", "slots=4", "-B", "threads=1", "--api-key-file", tmp_path / "key"]
+            replicas.append(Server(*words, folder=tmp_path / str(number)))
+        for replica in replicas:
+            replica.wait_until_ready()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        workers = [word for replica in replicas for word in ("--worker", f"127.0.0.1:{replica.port}")]
+        words = ["fleet", "haproxy-config", *workers, "--bind", f"127.0.0.1:{port}", "--routing", "round-robin"]
+        command = [sys.executable, "-m", "gpuinfer", *words, "--key-file", str(tmp_path / "key")]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=True)
+        (tmp_path / "h.cfg").write_text(said.stdout)
+        proxy = subprocess.Popen(["haproxy", "-db", "-f", tmp_path / "h.cfg"], stderr=subprocess.DEVNULL)
+        yield port, replicas
+    finally:
+        if proxy is not None:
+            proxy.kill()
+            proxy.wait(SECONDS)
+        for replica in replicas:
+            replica.kill()
+
+
+def asked(port: int, **more) -> tuple[dict, str]:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 1, **more}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        return dict(response.headers), response.read().decode()
+
+
+def test_a_chat_goes_through_it_whole_and_as_a_stream_and_past_a_replica_that_died(behind):
+    port, replicas = behind
+    until = time.monotonic() + SECONDS
+    while True:  # until its checks have found a replica
+        try:
+            _, whole = asked(port)
+            break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+    text = json.loads(whole)["choices"][0]["message"]["content"]
+    _, stream = asked(port, stream=True)
+    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"]) == text
+    replicas[0].kill()
+    for _ in range(6):  # round robin: half of them meet the dead one first
+        _, whole = asked(port)
+        assert json.loads(whole)["choices"][0]["message"]["content"] == text
