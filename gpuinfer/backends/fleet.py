@@ -16,7 +16,7 @@ from gpuinfer.config.described import Described
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.fleet.calling import Caller, Served, Way
 from gpuinfer.generation import Part
-from gpuinfer.http.access import first_key
+from gpuinfer.http.access import read_keys
 from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
 
@@ -284,4 +284,4 @@ class FleetBackend(Remote):
 
 
 def _key_of(path: Path | str | None) -> str | None:
-    return None if path is None else first_key(path)
+    return None if path is None else read_keys(path)[0]

@@ -149,9 +149,9 @@ def _workers_of(url: str, api_key_file: Path | None) -> list[str]:
 
 
 def _key(path: Path | None) -> str | None:
-    from gpuinfer.http.access import first_key
+    from gpuinfer.http.access import read_keys
 
-    return None if path is None else first_key(path)
+    return None if path is None else read_keys(path)[0]
 
 
 def _stats(url: str, api_key_file: Path | None) -> dict[str, Any]:

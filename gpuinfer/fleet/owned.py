@@ -19,12 +19,15 @@ from gpuinfer.config.described import Described
 from gpuinfer.config.options import Given
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.calling import ANSWER_S
+from gpuinfer.host import machine
 from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.stats import Snapshot
 
 if TYPE_CHECKING:
+    from gpuinfer.fleet.launchers.launcher import Launcher
     from gpuinfer.fleet.supervisor import Fleet
 
+MOST_BYTES = 1 << 30  # of one block of rows
 DRAIN_S = 2.0  # nothing is under way any more when a run ends
 
 
@@ -48,7 +51,7 @@ class Owned:
     def __init__(self, wanted: Wanted, setup: Setup, strategy: Strategy) -> None:
         # a replica is told what its plugins are by name, and reads that from a file
         described = Described(
-            setup=replace(setup, processes=1),
+            setup=setup,
             backend=wanted.backend,
             backend_options=wanted.backend_options,
             strategy=_name_of(strategy),
@@ -62,21 +65,18 @@ class Owned:
     async def start(self) -> str:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
         from gpuinfer.fleet.launchers import named
-        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
+        from gpuinfer.fleet.plan import FleetPlan, gpus_of
         from gpuinfer.fleet.supervisor import Fleet
 
         wanted = self._wanted
         given = {name: Given(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()}
         launcher = named.make(wanted.launcher, given)
         self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-run-"))
+        setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
         plan = FleetPlan(
-            setup=msgspec.json.encode(self._described),
+            setup=msgspec.json.encode(msgspec.structs.replace(self._described, setup=setup)),
             replicas=wanted.replicas,
-            devices=gpus_of(wanted.gpus)
-            if wanted.gpus
-            else gpus_here()
-            if _wants_devices(self._described.setup)
-            else (),
+            devices=gpus_of(wanted.gpus) if wanted.gpus else _devices_here(launcher, setup),
             devices_named=wanted.gpus is not None,
             routing=wanted.routing,
             router_processes=wanted.router_processes,
@@ -84,6 +84,8 @@ class Owned:
             access=Access(Keys.read(self.key_file), None, LOOPBACK),
             request_timeout_s=ANSWER_S,
             drain_s=DRAIN_S,
+            body_bytes=MOST_BYTES,
+            arguments=("--quiet", "--drain-timeout", f"{DRAIN_S:g}", "--max-body", str(MOST_BYTES)),
         )
         self._fleet = Fleet(plan, launcher)
         url: str = await self._fleet.start()
@@ -116,8 +118,11 @@ class Owned:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _wants_devices(setup: Setup) -> bool:
-    return tuple(setup.devices) != ("cpu",)
+def _devices_here(launcher: Launcher, setup: Setup) -> tuple[str, ...]:
+    """Those that the replicas take in turn."""
+    from gpuinfer.fleet.plan import gpus_here
+
+    return gpus_here() if launcher.here and machine.wants_cuda(setup.devices) else ()
 
 
 def _name_of(strategy: Strategy) -> str:

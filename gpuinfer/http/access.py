@@ -52,12 +52,6 @@ def read_keys(path: str | Path) -> list[str]:
     return _keys(path, text)
 
 
-def first_key(path: str | Path) -> str:
-    """The first key of a file, for a client to say. Raises UsageError as `Keys.read` does."""
-    Keys.read(path)
-    return _keys(Path(path), Path(path).read_bytes())[0]
-
-
 def _keys(path: Path, text: bytes) -> list[str]:
     found = []
     for number, line in enumerate(text.split(b"\n"), 1):

@@ -95,7 +95,7 @@ def test_the_command_writes_what_flags_and_settings_say(gpuinfer, tmp_path, monk
     assert 'Authorization "Bearer the-key"' in out
     assert "chmod 600" in err
     code, out, _ = gpuinfer("fleet", "haproxy-config", "--worker", "127.0.0.1:1")
-    assert (code, re.findall(r"server \S+ (\S+)", out)) == (0, ["127.0.0.1:1"])
+    assert (code, re.findall(r"server replica-\d+ (\S+)", out)) == (0, ["127.0.0.1:1"])
 
 
 def test_bad_words_are_told_with_the_cure(gpuinfer, tmp_path, monkeypatch):

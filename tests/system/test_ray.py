@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import sys
 from asyncio.subprocess import PIPE
@@ -39,15 +40,20 @@ def launcher(**options) -> Ray:
 def planned(folder, *words, **more):
     for name in ("setup.json", "key"):
         (folder / name).write_text("{}")
-    return plan(folder, *words, **more)
+    return plan(folder, MARK, *words, **more)
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """By which the shams of one test are known from those of others on this machine."""
+    monkeypatch.setattr(sys.modules[__name__], "MARK", f"--mark-{secrets.token_hex(8)}")
+
+
+MARK = ""
 
 
 def shams() -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(word.endswith("sham.py") for word in process.info["cmdline"] or []):
-            found.append(process)
-    return found
+    return [one for one in psutil.process_iter(["cmdline"]) if MARK in (one.info["cmdline"] or [])]
 
 
 async def until(condition) -> None:
@@ -92,7 +98,7 @@ async def test_an_actor_that_dies_is_noticed_takes_its_replica_along_and_is_repl
 
 
 async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_for_a_bounded_time(tmp_path, caplog):
-    ray = launcher(cpus=0.5, pending=6)
+    ray = launcher(cpus=0.5)
     try:
         replica = await ray.launch(planned(tmp_path, "--fail", "CUDA out of memory"))
         with pytest.raises(WorkError, match="ended with code 1 before it served") as told:
@@ -100,7 +106,6 @@ async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_f
         assert "CUDA out of memory" in str(told.value)
         ray.options = Ray.Options(cpus=4000, pending=6)
         waiting = await ray.launch(planned(tmp_path, index=1))
-        waiting._pending_s = 6
         with pytest.raises(WorkError, match="waited 6 s for its place"):
             await waiting.ready(LONG_S)
         assert "waits for its place: Ray has free" in caplog.text
@@ -117,13 +122,14 @@ async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):
         "from plans import COMMAND, plan\n"
         "from gpuinfer.fleet.launchers.ray import Ray\n"
         "async def main():\n"
-        "    replica = await Ray(None, COMMAND).launch(plan(Path(sys.argv[1])))\n"
+        "    replica = await Ray(None, COMMAND).launch(plan(Path(sys.argv[1]), sys.argv[3]))\n"
         "    await replica.ready(180)\n"
         "    print('ready', flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    fleet = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path), SHAMS, stdout=PIPE)
+    words = ["-c", code, str(tmp_path), SHAMS, MARK]
+    fleet = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE)
     async with asyncio.timeout(LONG_S):
         while await fleet.stdout.readline() != b"ready\n":
             assert not fleet.stdout.at_eof()

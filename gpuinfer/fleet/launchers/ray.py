@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ class Ray(Launcher):
             )
 
     async def launch(self, plan: ReplicaPlan) -> Actor:
+        if plan.devices is not None:
+            raise UsageError("--gpus names devices of this machine, and Ray chooses them. Say -L gpus=1 instead.")
         async with self._opening:
             if self._ray is None:
                 self._ray = await asyncio.to_thread(self._open)
@@ -80,6 +83,8 @@ class Ray(Launcher):
     def _open(self) -> Any:
         """Connect, in a thread: there Ray leaves the signals alone. Raises `WorkError` in Ray's own words."""
         address = self.options.address
+        if address is not None and address != "auto":
+            _try(address)
         more: dict[str, Any] = {}
         if address is None:
             os.environ.update({name: os.environ.get(name, value) for name, value in FRESH.items()})
@@ -238,6 +243,17 @@ class Actor(Launched):
 
     def _failure(self, why: str) -> WorkError:
         return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+
+
+def _try(address: str) -> None:
+    """Whether anybody listens there, which Ray itself would try for minutes. Raises `WorkError`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise WorkError(
+            f"a Ray cluster at {address} cannot be had: {error}.\nSee `ray status`, or -L address."
+        ) from None
 
 
 def _short(error: BaseException) -> str:

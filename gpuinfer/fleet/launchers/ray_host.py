@@ -91,7 +91,8 @@ def _address() -> str:
     """Of this node, as the others know it."""
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    util: Any = ray.util
+    return str(util.get_node_ip_address())
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -96,6 +96,8 @@ class Slurm(Launcher):
         return (f"from your own machine: ssh -N -L {{port}}:127.0.0.1:{{port}} {where}",)
 
     async def launch(self, plan: ReplicaPlan) -> SlurmJob:
+        if plan.devices is not None:
+            raise UsageError("--gpus names devices of this machine, and SLURM chooses them. Say -L gpus=1 instead.")
         pulse = plan.folder / PULSE
         self._begin(pulse)
         script = slurm_script.write(plan, pulse, self._command, self._step())
