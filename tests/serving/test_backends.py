@@ -1,0 +1,67 @@
+"""Servers on other backends, with a network of one's own, and as a file describes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from replica_servers import serving
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.config.described import Described
+
+MODULE = """
+import torch
+
+
+class Double(torch.nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
+
+    def forward(self, rows):
+        return {"doubled": rows * self.weight}
+"""
+
+
+def test_a_network_of_ones_own_answers_by_its_own_names(tmp_path):
+    (tmp_path / "doubling.py").write_text(MODULE)
+    words = ("--model", "doubling:Double", "--features", 3, "--strategy", "adaptive", "-B", "compute=float32")
+    with serving(*words, folder=tmp_path) as server:
+        assert server.ask("/v1/evaluate", {"x": [1, 2, 3]}).json == {"y": {"doubled": [2, 4, 6]}}
+        assert server.ask("/v1/models").json["data"][0]["id"] == "doubling:Double"
+
+
+def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
+    setup = Setup(model=ModelSpec("tiny", kind="text"), devices=("cpu",), seed=3)
+    Described(setup=setup, backend_options={"slots": 2, "threads": 1}, served_model_name="mine").write(
+        tmp_path / "setup"
+    )
+    with serving("--setup-file", "setup", folder=tmp_path) as server:
+        (model,) = server.ask("/v1/models").json["data"]
+        assert (model["id"], model["slots"]) == ("mine", 2)
+
+
+def test_a_file_is_for_its_owner_alone(tmp_path):
+    Described(setup=Setup()).write(tmp_path / "setup")
+    assert (tmp_path / "setup").stat().st_mode & 0o077 == 0
+
+
+def test_clients_never_learn_where_a_checkpoint_lies(tmp_path: Path):
+    spec = ModelSpec(str(tmp_path / "secret" / "my-model"), kind="text")
+    assert Described(setup=Setup(model=spec)).name == "my-model"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["tiny", "blobnet-small"])
+def test_a_model_in_a_process_of_its_own_is_served_too(model, tmp_path):
+    with serving("--model", model, "--backend", "central", "-B", "threads=1", folder=tmp_path) as server:
+        if model == "tiny":
+            answer = server.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 5, "stream": True})
+            assert answer.events[-1] is None
+        else:
+            answer = server.ask("/v1/evaluate", {"x": [1] * 256})
+        assert answer.status == 200
+        assert server.ask("/stats").json["requests"] == 1
+        assert server.ask("/metrics").status == 200
+        assert server.end() == 0
