@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving.servers import Server
+from serving.replica_servers import Server
 
 from gpuinfer.fleet.control import Control
 from gpuinfer.http.access import Access

@@ -33,7 +33,8 @@ def test_a_load_of_its_own(gpuinfer):
 
 
 def test_more_than_a_queue_can_take_is_turned_away_and_said(gpuinfer):
-    words = ["-B", "max_rows=64", "-B", "beta=30ms", "-B", "alpha=0", "--rate", "100k", "--requests", "9000"]
+    words = ["-B", "max_rows=64", "-B", "beta=100ms", "-B", "alpha=0", "--max-queue-rows", "512"]
+    words += ["--rate", "100k", "--requests", "9000"]  # of which even a machine that is busy sends more than are served
     code, out, _ = gpuinfer("load", "--backend", "standin", *words, "--json", "-")
     report = json.loads(out)
     assert code == 0
