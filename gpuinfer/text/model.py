@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
-from gpuinfer.errors import BackendError
+from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from gpuinfer.text.generator.setup import Options
 
 Outcome = Generation | Exception
-FEW = 8  # prompts that are understood where they arrive: another thread costs more
-SHORT = 4096  # characters or tokens of such a one
-CONSTRAINING = 2  # threads that compile what answers must match: one that takes long holds up few others
+FEW = 8  # prompts that are understood where they arrive, if they are short: another thread costs more
+SHORT = 4096  # characters of such a one: about a millisecond
+LONG = 100_000  # characters of one that others do not wait for
+COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
 OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
@@ -42,7 +43,7 @@ class TextModel:
         self._driver, self._stepped, self._gauge = driver, stepped, gauge
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
-        self._constraining = ThreadPoolExecutor(CONSTRAINING, thread_name_prefix="gpuinfer-constraints")
+        self._slowly = ThreadPoolExecutor(COMPILERS, thread_name_prefix="gpuinfer-constraints")
         self._early: set[Request] = set()  # whose prompts are being understood
         self._understood = 0  # batches of them
         self._updating = asyncio.Lock()
@@ -88,17 +89,21 @@ class TextModel:
         return {**self._gauge(), **told}
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Each answer as it comes, in parts where they are wanted. A prompt that cannot be served gets an error."""
+        """Each answer as it comes, in parts where they are wanted. A prompt that cannot be served gets an error; one
+        that takes long to understand keeps no other waiting.
+        """
         if self._driver.lane is None:
             self._driver.lane = forward_lane.get()
         answers = _Answers(self._loop)
         self._early.update(batch)
-        plain = [request for request in batch if not _is_constrained(request.payload)]
-        slow = [request for request in batch if _is_constrained(request.payload)]
-        aside = self._loop.create_task(self._take_in_aside(slow, answers)) if slow else None
+        beside: list[asyncio.Task[None]] = []
         try:
-            if plain:
-                self._submit(plain, await self._prepare([request.payload for request in plain]), answers)
+            here, *groups = _sorted(batch)
+            with self._understanding():
+                self._submit(here, self._understood_all(here), answers)
+            for group in filter(None, groups):
+                pool = self._preparing if group is groups[0] else self._slowly
+                beside.append(self._loop.create_task(self._prepare(group, pool, answers)))
             left = len(batch)
             while left:
                 for request, news in await answers.take():
@@ -108,8 +113,8 @@ class TextModel:
                     left -= 1
                     yield Event(request, error=news) if isinstance(news, Exception) else Event(request, news)
         finally:
-            if aside is not None:
-                aside.cancel()
+            for task in beside:
+                task.cancel()
             self._early.difference_update(batch)
             for request in batch:
                 if request in self._tickets:  # nobody follows this stream to its end
@@ -132,18 +137,8 @@ class TextModel:
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
         await asyncio.to_thread(self._driver.close)
-        for threads in (self._preparing, self._constraining):
-            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-
-    async def _take_in_aside(self, batch: Sequence[Request], answers: _Answers) -> None:
-        """Those whose answers must match something: the others do not wait until that is compiled."""
-        try:
-            found = [self._prepare([request.payload]) for request in batch]
-            self._submit(batch, [one for each in await asyncio.gather(*found) for one in each], answers)
-        except Exception as error:  # noqa: BLE001 (the generator is gone: each of them is told)
-            for request in batch:
-                if request not in self._tickets:
-                    answers.put(request, error)
+        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+        self._slowly.shutdown(wait=False, cancel_futures=True)  # a constraint has its own end
 
     def _submit(self, batch: Sequence[Request], prepared: Sequence[Prepared | Exception], answers: _Answers) -> None:
         good: list[tuple[Request, Prepared]] = []
@@ -154,21 +149,34 @@ class TextModel:
                 answers.put(request, _cancelled())
             else:
                 good.append((request, replace(one, parts=True) if request.parts else one))
-        tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
+        try:
+            tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
+        except GpuinferError as error:  # it is gone
+            for request, _ in good:
+                answers.put(request, error)
+            return
         for ticket, (request, _) in zip(tickets, good, strict=True):
             self._tickets[request] = ticket
             self._asked[ticket] = request, answers
 
-    async def _prepare(self, payloads: Sequence[Any]) -> list[Prepared | Exception]:
-        """The prompts' tokens: beside the loop when there are many, or when one takes long."""
+    async def _prepare(self, group: Sequence[Request], pool: ThreadPoolExecutor, answers: _Answers) -> None:
+        """Understand these beside the loop, and submit them. Whatever becomes of it, each is told."""
+        prepared: list[Prepared | Exception]
+        try:
+            with self._understanding() as enter:
+                prepared = await self._loop.run_in_executor(pool, self._understood_all, group, enter)
+        except asyncio.CancelledError:  # nobody follows the stream any more, or the model is being closed
+            prepared = [_cancelled()] * len(group)
+        except Exception as error:  # noqa: BLE001  whatever it is, whoever asked must hear of it
+            prepared = [error if isinstance(error, GpuinferError) else _broken(error)] * len(group)
+        self._submit(group, prepared, answers)
+
+    def _understood_all(
+        self, group: Sequence[Request], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Prepared | Exception]:
+        payloads = [request.payload for request in group]
         prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
-        slow = any(prompt.sampling.constraint or prompt.begun for prompt in prompts)
-        with self._understanding() as enter:
-            prepare = self._driver.generator.prepare
-            if len(prompts) <= FEW and not slow:
-                found = iter(prepare(prompts))
-            else:
-                found = iter(await self._loop.run_in_executor(self._preparing, prepare, prompts, enter))
+        found = iter(self._driver.generator.prepare(prompts, enter) if prompts else ())
         return [next(found) if isinstance(payload, Prompt) else _stranger(payload) for payload in payloads]
 
     @contextlib.contextmanager
@@ -224,6 +232,33 @@ class TextModel:
             answers.put(request, outcome)
 
 
+def _sorted(batch: Sequence[Request]) -> list[list[Request]]:
+    """Those that are understood at once, where they arrive; those that are understood together, beside the loop; and
+    each that may take long by itself.
+    """
+    here, together, alone = list[Request](), list[Request](), list[list[Request]]()
+    for request in batch:
+        length = _length(request.payload)
+        if length > LONG:
+            alone.append([request])
+        else:
+            (here if length <= SHORT else together).append(request)
+    return [here, together, *alone] if len(here) <= FEW else [[], here + together, *alone]
+
+
+def _length(payload: Any) -> int:
+    """In characters, as far as it takes time; over `LONG` for what may take seconds, over `SHORT` for some time."""
+    if not isinstance(payload, Prompt):
+        return 0
+    if payload.sampling.constraint is not None:
+        return LONG + 1
+    if payload.messages is not None:
+        contents = [message.get("content") for message in payload.messages if isinstance(message, Mapping)]
+        return SHORT + 1 + sum(len(one) for one in contents if isinstance(one, str | list))
+    length = max(len(one) for one in (payload.text, payload.tokens, "") if isinstance(one, str | tuple))
+    return max(length, SHORT + 1) if payload.begun else length
+
+
 class _Answers:
     """What has come for one stream and has not been taken."""
 
@@ -258,13 +293,8 @@ def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Cal
     return driver, Gauge(driver.generator.device).read
 
 
-def _is_constrained(payload: object) -> bool:
-    return isinstance(payload, Prompt) and payload.sampling.constraint is not None
-
-
-def _is_quick(prompt: Prompt) -> bool:
-    """Whether understanding it takes microseconds: a chat is written out by a template, a long text is many tokens."""
-    return prompt.messages is None and not _is_constrained(prompt) and len(prompt.text or prompt.tokens or ()) <= SHORT
+def _broken(error: Exception) -> BackendError:
+    return BackendError(f"this prompt could not be understood ({type(error).__name__}: {error}). Report this.")
 
 
 def _cancelled() -> BackendError:

@@ -214,6 +214,7 @@ UNFIT = {
         Prompt(text="a", begun=(letters("stop it"),), sampling=Sampling(stop=("op",))),
         "after token 4",
     ),
+    "a sample beyond all": (Prompt(text="a", first_sample=1 << 32), "first_sample"),
     "a broken constraint": (
         Prompt(text="a", begun=(letters("no"),), sampling=Sampling(constraint=Constraint(regex="nn+"))),
         "constraint with token 2",

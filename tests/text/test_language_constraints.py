@@ -1,5 +1,6 @@
 """Whatever is drawn within the masks matches the constraint, and bad constraints are refused with a reason."""
 
+import contextlib
 import io
 import json
 import random
@@ -304,3 +305,43 @@ def test_an_examiner_says_what_the_library_says():
     assert said[0] == ""
     assert "unknown name" in said[1]
     assert "NoExtensionBias" in said[2]
+
+
+AMBIGUOUS = Constraint(grammar='start: e\ne: e e e e | e e e | e e | "a"')  # more ways to read it with each letter
+
+
+def test_a_grammar_that_takes_ever_longer_is_given_up_and_others_go_on(languages, monkeypatch):
+    monkeypatch.setattr("gpuinfer.text.language.matcher.PATIENCE_S", 0.05)
+    monkeypatch.setattr("gpuinfer.text.language.matcher.TOKEN_S", 0.0)
+    language = languages["bytes"]
+    slow, quick = language.matcher(AMBIGUOUS), language.matcher(Constraint(regex="a*"))
+    words = np.zeros(matcher.words_of(language.vocabulary), np.int32)
+
+    def go_on(one, tokens):
+        for _ in range(tokens):
+            one.mask(words)
+            one.advance(ord("a"))
+
+    with pytest.raises(BadPrompt, match="takes too long"):
+        go_on(slow, 2000)
+    go_on(quick, 2)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param(Constraint(regex="(a{1,1000}){1,1000}"), id="repetitions of repetitions"),
+        pytest.param(Constraint(regex="((a{1,100}){1,100}){1,100}"), id="and of those"),
+        pytest.param(Constraint(regex="(a|b)*a(a|b){400}"), id="a state for every history"),
+        pytest.param(
+            Constraint(json_schema={"type": "array", "items": {"type": "null"}, "minItems": 10**6}), id="long"
+        ),
+        pytest.param(Constraint(json_schema={"allOf": [{"anyOf": [{"type": "object"}] * 9}] * 9}), id="all of any"),
+        pytest.param(AMBIGUOUS, id="ambiguous"),
+    ],
+)
+def test_whatever_a_constraint_is_made_of_it_is_compiled_or_refused(languages, constraint):
+    """In bounded time and memory: the examiner sees to that, whose own end is tested above."""
+    words = np.zeros(matcher.words_of(languages["bytes"].vocabulary), np.int32)
+    with contextlib.suppress(BadPrompt):
+        languages["bytes"].matcher(constraint).mask(words)

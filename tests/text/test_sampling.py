@@ -231,6 +231,8 @@ def test_tokens_without_probability_are_not_among_the_likeliest():
         pytest.param({"logit_bias": {50: 1.0}}, "logit_bias names token 50", id="a bias beyond the vocabulary"),
         pytest.param({"logit_bias": {3: float("-inf")}}, "logit_bias of token 3", id="a bias without end"),
         pytest.param({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "1025 entries", id="too many biases"),
+        pytest.param({"stop": ("a",) * 65}, "stop has 65 entries", id="too many stop strings"),
+        pytest.param({"stop": ("a" * 2049,) * 2}, "4098 characters in all", id="long stop strings"),
         pytest.param({"stop_token_ids": (-1,)}, "stop_token_ids names token -1", id="a stop token below 0"),
         pytest.param({"stop_token_ids": (1,) * 1025}, "1025 entries", id="too many stop tokens"),
     ],

@@ -44,6 +44,7 @@ class Prepared:
 
 
 Enter = Callable[[str], None]
+MOST_SAMPLES = 1 << 32  # of one prompt, in all its parts: random numbers tell no more apart
 
 
 def prepare(
@@ -92,6 +93,8 @@ def _check(prompt: Prompt, decoder: Decoder) -> None:
         check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
         raise BadPrompt(f"{prompt.samples} samples of one prompt, and there are {slots} slots. Ask for 1 to {slots}.")
+    if not 0 <= prompt.first_sample < MOST_SAMPLES:
+        raise BadPrompt(f"first_sample is {prompt.first_sample}. Use a number from 0 to {MOST_SAMPLES - 1}.")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise BadPrompt(
             f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}. "

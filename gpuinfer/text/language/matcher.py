@@ -8,8 +8,10 @@ matches, and not only the tokens.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from gpuinfer.text.language.spelling import Codec, Piece, Spelling
 
 EXAMINER = Examiner()
 MOST_COMPILED = 256  # grammars in the cache
+PATIENCE_S, TOKEN_S = 2.0, 0.005  # of the processor that one answer's grammar may take, and again with each token
 END = b"<|the end|>"
 Words = NDArray[np.int32]
 
@@ -164,6 +167,7 @@ class Matcher:
         self._address, self._bytes = self._mask.ctypes.data, self._mask.nbytes
         self._fresh = False  # whether the mask is that of the present place
         self._free_space = False  # whether the next token is a space that the text will lose
+        self._left_s = PATIENCE_S  # of this answer; all others wait while it is used
 
     def mask(self, into: Words) -> None:
         """Set the bits of the tokens that may come next: int32 [words_of(vocabulary)], all of it is written.
@@ -179,7 +183,10 @@ class Matcher:
         if self._free_at_first(token):
             self._first = self._fresh = False
             return
-        if not self._inner.consume_token(int(token)):
+        self._left_s = min(PATIENCE_S, self._left_s + TOKEN_S)
+        with self._measured():
+            allowed = self._inner.consume_token(int(token))
+        if not allowed:
             raise self._refused(f"token {token} is not allowed here")
         self._first = self._fresh = False
 
@@ -210,7 +217,8 @@ class Matcher:
     def _compute(self) -> None:
         if self._fresh:
             return
-        self._inner.unsafe_compute_mask_ptr(self._address, self._bytes)
+        with self._measured():
+            self._inner.unsafe_compute_mask_ptr(self._address, self._bytes)
         self._check_error()
         self._free_space = False
         if self._first and self._table.lost_first is not None:
@@ -220,6 +228,15 @@ class Matcher:
         if not self._mask.any() and not self._inner.is_accepting():
             raise self._refused(STUCK)
         self._fresh = True
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Counts the processor's time. Raises `BadPrompt` when there is none left: nobody else is served meanwhile."""
+        started = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - started
+        if self._left_s < 0:
+            raise self._refused("it takes too long to see which tokens may come next")
 
     def _begin(self, lost: Words) -> None:
         kept = self._mask & ~lost

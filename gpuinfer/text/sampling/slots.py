@@ -20,6 +20,7 @@ from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MO
 
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 1024
+MAX_STOPS, LONGEST_STOPS = 64, 4096  # stop strings, and their characters: all are looked for at each token
 SEEDS = range(-(1 << 63), 1 << 64)
 GREEDY_BELOW = 1e-5  # temperatures under it count as 0: the division would leave the range of float32
 
@@ -40,6 +41,10 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     _whole("seed", sampling.seed, SEEDS.start, SEEDS.stop - 1)
     if sampling.logit_bias:
         _check_biases(sampling, vocabulary)
+    if sampling.stop:
+        _at_most("stop", len(sampling.stop), MAX_STOPS)
+        if (length := sum(map(len, sampling.stop))) > LONGEST_STOPS:
+            raise BadPrompt(f"the stop strings have {length} characters in all. Give at most {LONGEST_STOPS}.")
     if sampling.stop_token_ids:
         _at_most("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
         _in_vocabulary("stop_token_ids", sampling.stop_token_ids, vocabulary)
