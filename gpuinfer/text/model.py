@@ -255,7 +255,7 @@ def _length(payload: Any) -> int:
     if payload.messages is not None:
         contents = [message.get("content") for message in payload.messages if isinstance(message, Mapping)]
         return SHORT + 1 + sum(len(one) for one in contents if isinstance(one, str | list))
-    length = max(len(one) for one in (payload.text, payload.tokens, "") if isinstance(one, str | tuple))
+    length = max(len(one) for one in (payload.text, payload.tokens, "") if isinstance(one, str | tuple | list))
     return max(length, SHORT + 1) if payload.begun else length
 
 
