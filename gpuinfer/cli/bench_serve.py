@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "serve"
 COMMON = ("seed", "json", "quiet", "verbose", "config")
-SHARED = ("model", "features", "api_key_file")  # said to a server that is started here, and known of one at a URL
+MODELS = ("model", "checkpoint", "dcp_path")  # what a server of ours may serve
 NOT_THEIRS = ("leave_with_parent", "host", "port", "ready_file", "behind_router", "setup_file", "help")
 PANEL = "The server, where no URL is given"
 REPEATS, LOOK_S = 1, 0.5
@@ -106,11 +106,17 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
 
-    common = merge(NAME, {name: values[name] for name in COMMON}).common
+    merged = merge(NAME, {name: values[name] for name in COMMON})
+    common = merged.common
     if (least := values["fail_under"]) is not None and not 0 < least < float("inf"):
         raise UsageError(f"--fail-under {least}: nothing could fail that. Give a ratio such as 0.95.")
     own = _options(values)
     plan = _plan(own, values, theirs)
+    if (
+        all(way.url is None and not _has_model(way.words) for way in plan.ways)
+        and not merged.table(NAME).keys() & MODELS
+    ):
+        raise UsageError("which server? Give the URL of one, or --model (blobnet, tiny, a folder) for one of our own.")
     destination, folder = output.Destination(common.report), report_folder(values["report"])
     log_to_people(common.verbose)
     longest = max((way.load.seconds for way in plan.ways if way.load.seconds is not None), default=None)
@@ -124,6 +130,10 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     destination.write(document)
     write_report(folder, document)
     return exit_code(document, least)
+
+
+def _has_model(words: Sequence[str]) -> bool:
+    return any(flags.flag(name) in words for name in MODELS)
 
 
 def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> Options:

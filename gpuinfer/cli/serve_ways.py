@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 URL = "url"
 PLUGINS = {"S": ("-S", "strategy"), "B": ("-B", "backend")}  # `S.max_wait=0,5ms`: -S max_wait=0, -S max_wait=5ms
+OF_ANY = ("model", "features", "api_key_file")  # of a server at a URL too: what it is asked for, and with which key
 LOADS = ("concurrency", "rate", "input_tokens", "output_tokens")
 EXAMPLES = "replicas=1,2,4, routing=least-loaded,sticky, strategy=dynamic,adaptive, S.max_wait=0,5ms, or URLs"
 
@@ -61,8 +62,9 @@ def expand(
     if url is not None and URL in axes:
         raise UsageError("the URL and --compare both say who is asked. Leave one of them out.")
     ours = [name for name in axes if name != URL and name not in LOADS]
-    if (url is not None or URL in axes) and (ours or server.given):
-        flag = flags.flag(ours[0]) if ours else next(iter(server.given.values()))[0]
+    ours_alone = [words[0] for name, words in server.given.items() if name not in OF_ANY]
+    if (url is not None or URL in axes) and (ours or ours_alone):
+        flag = flags.flag(ours[0]) if ours else ours_alone[0]
         raise UsageError(f"{flag} is said of a server that is started here, and a URL has one already. Leave one out.")
     found = []
     for values in itertools.product(*axes.values()):

@@ -188,6 +188,7 @@ def test_a_run_that_is_stopped_counts_as_far_as_it_came(tmp_path, number):
         pytest.param(
             ["http://127.0.0.1:9", "--replicas", "2"], "--replicas is said of a server", id="replicas of a URL"
         ),
+        pytest.param([], "which server? Give the URL of one, or --model", id="no server"),
         pytest.param(["http://127.0.0.1:9", "--compare", "replicas=1,2"], "--replicas is said of", id="compared ones"),
         pytest.param(["--compare", "replicass=1,2"], "Did you mean 'replicas'", id="a setting"),
         pytest.param(["--compare", "fast,slow"], "what is that?", id="no setting"),
@@ -271,6 +272,13 @@ def test_a_plugins_options_are_compared():
 
 def test_what_is_compared_takes_the_place_of_what_was_given():
     assert ways("replicas=4", given={"replicas": ["--replicas", "2"]})[0].words == ["--replicas", "4"]
+
+
+def test_a_url_may_have_a_model_and_a_key():
+    given = {"model": ["--model", "tiny"], "api_key_file": ["--api-key-file", "key"]}
+    assert ways(url="http://a:1", given=given)[0].words == ()
+    with pytest.raises(UsageError, match="--routing is said of a server that is started here"):
+        ways(url="http://a:1", given={**given, "routing": ["--routing", "random"]})
 
 
 def test_urls_lose_the_path_of_openais_clients():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from gpuinfer.errors import WorkError
 from gpuinfer.fleet.launchers.launcher import ReplicaPlan
 from gpuinfer.fleet.launchers.local import COMMAND, Local
 
@@ -34,7 +36,11 @@ async def serving(
         left.unlink(missing_ok=True)
     server = await Local(command=(*command, "serve", *words, *ready)).launch(plan)
     try:
-        host, port = await server.ready(START_S)
+        try:
+            host, port = await server.ready(START_S)
+        except WorkError as error:
+            why = str(error).partition("\n")[0].replace(plan.name, "the server", 1)  # its log may be gone by then
+            raise WorkError(f"{why}\nTry it by itself: {shlex.join(['gpuinfer', 'serve', *words])}") from None
         yield f"http://{host}:{port}"
     finally:
         await server.terminate(END_S)

@@ -95,7 +95,8 @@ class Turns:
         except GpuinferError as error:
             began = any(one.variant == way.name for one in self.outcome.runs)
             (self.outcome.failed if began else self.outcome.skipped)[way.name] = reason(error)
-            self._say(f"{way.name} · {doing}: {reason(error)}")
+            if len(self._plan.ways) > 1:  # of one alone it is the command's own error
+                self._say(f"{way.name} · {doing}: {reason(error)}")
             return
         self.outcome.runs.append(measured)
         self._say(f"{way.name} · {doing}: {said(self.summaries[-1])}")
