@@ -136,9 +136,14 @@ class Chunks:
             yield {**self.envelope.around([], chunk=True), "usage": usage(generation, cached=self.envelope.cached)}
 
     def _of_chat(self, part: Part) -> Iterator[dict[str, Any]]:
-        """What the model said and why it ended are chunks of their own."""
+        """What the model said and why it ended are chunks of their own, but where a stop string ended it: what it had
+        held back until then must not be heard without the end, as its tokens alone do not tell it (`Part`).
+        """
         details = _details(self.envelope, part)
         ending = {"stop_reason": details.pop("stop_reason")} if "stop_reason" in details else {}
+        if isinstance(part.stop_reason, str):
+            yield self._chunk(part.sample, {"content": part.text}, part.finish_reason, {**details, **ending})
+            return
         if part.text or part.tokens:
             yield self._chunk(part.sample, {"content": part.text}, None, details)
         if part.finish_reason is not None:

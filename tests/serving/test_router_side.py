@@ -75,6 +75,23 @@ def test_a_stream_goes_on_where_another_replica_has_ended(behind, path, asked, c
     assert rest[-2][1]["usage"]["completion_tokens"] == 20
 
 
+@pytest.mark.parametrize(("path", "asked"), [("/v1/completions", ASKED), ("/v1/chat/completions", CHAT)])
+def test_a_stream_that_a_stop_string_ends_goes_on_after_each_of_its_events(behind, path, asked):
+    """What a stop string holds back has not been sent, and its rest and the end of the answer are one event."""
+    said = text_of(blocks(behind.ask(path, {**asked, "seed": 4})))
+    stop = [said[len(said) // 2 :][:4] + "never", said[len(said) // 2 :][:5]]
+    asked, headers = {**asked, "seed": 4, "stop": stop}, {"X-Request-Id": "stopped"}
+    whole = blocks(behind.ask(path, asked, headers))
+    told = [event for event in whole if event[0] is not None and not event[0].endswith(".")]
+    assert told[-1][1]["choices"][0]["finish_reason"] == "stop"
+    for cut in range(len(told)):
+        begun = json.dumps({"0": {"tokens": tokens_of(told[:cut]), "ended": False}}).encode()
+        body = begun + json.dumps(asked).encode()
+        rest = blocks(behind.ask(path, body, {**headers, "X-Gpuinfer-Begun": str(len(begun))}))
+        assert text_of(told[:cut]) + text_of(rest) == text_of(whole)
+        assert tokens_of(told[:cut]) + tokens_of(rest) == tokens_of(whole)
+
+
 def test_a_request_with_several_prompts_goes_on_too(behind):
     asked, headers = {**ASKED, "prompt": ["Hello", "World"], "n": 2, "max_tokens": 6}, {"X-Request-Id": "several"}
     whole = blocks(behind.ask("/v1/completions", asked, headers))
