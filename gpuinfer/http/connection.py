@@ -317,6 +317,11 @@ class Connection(asyncio.Protocol):
         if self.stage != ANSWERING and now >= self.deadline:
             self._time_out()
 
+    def spare(self, seconds: float) -> None:
+        """The server was not there for so long: nobody is blamed for it."""
+        self.deadline += seconds
+        self._unread_since += seconds
+
     def _time_out(self) -> None:
         if self.stage in (HEAD, BODY):
             self._host.count("slow")

@@ -44,7 +44,7 @@ class HttpServer:
         self._emptied = asyncio.Event()
         times = (self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s)
         self._every = max(0.01, min(LOOK_S, min(times) / 4))
-        self._look_at = self.loop.call_later(self._every, self._look)
+        self._look_again()
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours."""
@@ -157,6 +157,13 @@ class HttpServer:
 
     def _look(self) -> None:
         now = self.loop.time()
+        late = now - self._look_due
         for connection in [*self._connections, *self._lingering]:
+            if late > self._every:  # this process was suspended, or busy: what came meanwhile is yet to be read
+                connection.spare(late)
             connection.overdue(now)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._look_due = self.loop.time() + self._every
         self._look_at = self.loop.call_later(self._every, self._look)

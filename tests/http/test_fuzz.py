@@ -24,15 +24,14 @@ STATUS = re.compile(rb"HTTP/1\.1 ([0-9]{3}) ")
 FINE = {100, 200, 400, 401, 403, 404, 405, 408, 413, 414, 417, 431, 501, 505}  # 501 and 505 name the request's fault
 
 
-async def said_to(port: int, raw: bytes, dice: random.Random) -> bytes:
-    """All that is said to these bytes, whole or in two pieces, and to their end."""
+async def said_to(port: int, raw: bytes, at: int) -> bytes:
+    """All that is said to these bytes, cut at a place, and to their end."""
     loop = asyncio.get_running_loop()
     said = b""
     with socket.socket() as made:
         made.setblocking(False)
         await loop.sock_connect(made, ("127.0.0.1", port))
         with contextlib.suppress(ConnectionError):
-            at = dice.randrange(len(raw) + 1) if dice.random() < 0.3 else 0
             if at:
                 await loop.sock_sendall(made, raw[:at])
                 await asyncio.sleep(0)
@@ -44,18 +43,20 @@ async def said_to(port: int, raw: bytes, dice: random.Random) -> bytes:
 
 
 async def batch(served: Served, dice: random.Random, statuses: Counter[int]) -> None:
-    async def some(number: int) -> None:
-        for _ in range(number):
-            raw = damaged(dice)
-            said = await said_to(served.port, raw, dice)
+    requests = [damaged(dice) for _ in range(BATCH)]
+    cuts = [dice.randrange(len(raw) + 1) if dice.random() < 0.3 else 0 for raw in requests]
+
+    async def some(start: int) -> None:
+        for raw, at in zip(requests[start::AT_ONCE], cuts[start::AT_ONCE], strict=True):
+            said = await said_to(served.port, raw, at)
             found = [int(status) for status in STATUS.findall(said)]
             assert FINE.issuperset(found), (raw, said)
             assert not said or said.startswith(b"HTTP/1.1 "), (raw, said)
             statuses.update(found)
 
     async with asyncio.timeout(240), asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
-            group.create_task(some(BATCH // AT_ONCE))
+        for start in range(AT_ONCE):
+            group.create_task(some(start))
 
 
 @pytest.mark.parametrize("number", counts(1_500, 100_000))

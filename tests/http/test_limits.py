@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,25 @@ def test_a_byte_now_and_then_does_not_help(piece):
                 await raw.send(b"A")
                 await asyncio.sleep(0.01)
             assert [one.status for one in answers(await rest)] in ([408], [])
+
+    run(main())
+
+
+def test_a_server_that_was_suspended_blames_nobody():
+    async def main() -> None:
+        async with serving(replace(LIMITS, head_s=SHORT, body_s=SHORT, idle_s=SHORT)) as served:
+            started, idle = await Raw.connect(served.port), await Raw.connect(served.port)
+            await started.send(get()[:20])
+            for _ in range(3):
+                started.socket.send(get()[20:])
+                idle.socket.send(get())
+                time.sleep(3 * SHORT)  # noqa: ASYNC251 (nothing runs meanwhile)
+                await started.receive_until(b"nothing")
+                await idle.receive_until(b"nothing")
+                await started.send(get()[:20])
+            assert served.server.counts["accepted"] == 2
+            started.socket.close()
+            idle.socket.close()
 
     run(main())
 
