@@ -25,7 +25,7 @@ START_S = 250.0
 @contextlib.asynccontextmanager
 async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subprocess.Popen[bytes], Member]]]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    (folder / "key").write_text("the replicas' key\n")
+    (folder / "key").write_text("the-key-of-the-replicas\n")
     (folder / "key").chmod(0o600)
     words = ["serve", "--model", "tiny", "-B", "threads=1", "--port", "0", "--behind-router", "--api-key-file", "key"]
     processes = []
@@ -35,7 +35,10 @@ async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subproc
                 command = [sys.executable, "-m", "gpuinfer", *words, "--ready-file", f"ready-{number}"]
                 started = subprocess.Popen(command, cwd=folder, env=inherited, stdout=log, stderr=log)  # noqa: ASYNC220
                 processes.append(started)
-        members = [await asyncio.to_thread(ready, folder / f"ready-{number}", number) for number in range(count)]
+        members = [
+            await asyncio.to_thread(ready, folder / f"ready-{number}", number, process)
+            for number, process in enumerate(processes)
+        ]
         yield list(zip(processes, members, strict=True))
     finally:
         for process in processes:
@@ -43,13 +46,14 @@ async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subproc
             process.wait()
 
 
-def ready(file: Path, number: int) -> Member:
+def ready(file: Path, number: int, process: subprocess.Popen[bytes]) -> Member:
     end = time.monotonic() + START_S
     while not file.exists():
-        assert time.monotonic() < end, (file.parent / f"log-{number}").read_text()
+        over = time.monotonic() > end or process.poll() is not None
+        assert not over, (file.parent / f"log-{number}").read_text()
         time.sleep(0.1)
     told = json.loads(file.read_text())
-    return Member(number, told["host"], told["port"], "up", key="the replicas' key")
+    return Member(number, told["host"], told["port"], "up", key="the-key-of-the-replicas")
 
 
 def ask(samples: int) -> bytes:
