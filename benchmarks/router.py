@@ -75,6 +75,7 @@ class Seen:
     rate: float
     p99_ms: float
     errors: int
+    cpu_us: float  # of the proxy, a request: what a busy machine changes least
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Bench:
     tmp: Path
     wrk: str
     seconds: float
+    pids: dict[int, int]  # port → the process that serves it
 
     def load(self, port: int, connections: int, script: str = "post") -> Seen:
         words = [
@@ -93,16 +95,19 @@ class Bench:
             f"{self.tmp}/{script}.lua",
             "--latency",
         ]
+        before = cpu_s(self.pids.get(port))
         told = subprocess.run(
             [*words, "--timeout", "10s", f"http://127.0.0.1:{port}/v1/chat/completions"],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
+        took = cpu_s(self.pids.get(port)) - before
+        requests = int(_found(r"(\d+) requests in", told))
         rate = float(_found(r"Requests/sec:\s+([\d.]+)", told))
         number, unit = re.search(r"99%\s+([\d.]+)(us|ms|s)", told).groups()  # type: ignore[union-attr]
         errors = sum(map(int, re.findall(r"(?:connect|read|write|timeout|responses:) (\d+)", told)))
-        return Seen(rate, float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit], errors)
+        return Seen(rate, float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit], errors, 1e6 * took / requests)
 
     def alternating(self, ports: dict[str, int], rounds: int, connections: int, script: str) -> dict[str, list[Seen]]:
         seen: dict[str, list[Seen]] = {name: [] for name in ports}
@@ -117,6 +122,14 @@ def _found(pattern: str, text: str) -> str:
     if found is None:
         raise SystemExit(f"wrk said:\n{text}")
     return found[1]
+
+
+def cpu_s(pid: int | None) -> float:
+    """What a process and its children have used."""
+    if pid is None:
+        return 0.0
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(one.cpu_times()[:2]) for one in family)
 
 
 @contextlib.contextmanager
@@ -151,7 +164,11 @@ def rates(bench: Bench, ports: dict[str, int], rounds: int) -> None:
             rate = statistics.median(one.rate for one in all_of_it)
             p99 = statistics.median(one.p99_ms for one in all_of_it)
             errors = sum(one.errors for one in all_of_it)
-            print(f"  {name:12} {rate:9,.0f} req/s  p99 {p99:6.2f} ms  errors {errors}  ours/this {ours / rate:5.2f}")
+            cpu = statistics.median(one.cpu_us for one in all_of_it)
+            print(
+                f"  {name:12} {rate:9,.0f} req/s  p99 {p99:6.2f} ms  errors {errors}  CPU {cpu:5.1f} µs/req"
+                f"  ours/this {ours / rate:5.2f}"
+            )
 
 
 def crowds(bench: Bench, port: int, rounds: int) -> None:
@@ -221,6 +238,7 @@ async def all_of_it(given: argparse.Namespace, bench: Bench) -> None:
     port = await routers.start()
     members = tuple(Member(number, "127.0.0.1", upstream, "up") for number, upstream in enumerate(UPSTREAMS))
     routers.update(Roster(next(versions), members))
+    bench.pids[port] = routers.pids()[0]
     ports = {name: PEERS[name] for name in PEERS if name == "nginx" or given.vllm_router} | {"ours": port}
     try:
         await asyncio.to_thread(rates, bench, ports, given.rounds)
@@ -254,10 +272,11 @@ def main() -> None:
         urls = [f"http://127.0.0.1:{port}" for port in UPSTREAMS]
         commands.append([given.vllm_router, "--worker-urls", *urls, "--host", "127.0.0.1", "--port", "9504"])
         commands[-1] += ["--policy", "round_robin", "--prometheus-port", "9505"]
-    with running(*commands):
+    with running(*commands) as processes:
         for port in (*UPSTREAMS, *(PEERS.values() if given.vllm_router else [PEERS["nginx"]])):
             until_there(port)
-        run(all_of_it(given, Bench(tmp, given.wrk, given.seconds)))
+        pids = dict(zip(PEERS.values(), (process.pid for process in processes[1:]), strict=False))
+        run(all_of_it(given, Bench(tmp, given.wrk, given.seconds, pids)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from run_router import Upstream, member, routing, until
+from run_router import EVENTS, Upstream, chunk, member, post, routing, until
 
 from gpuinfer.fleet.router.affinity import affinity
 from gpuinfer.fleet.router.board import Cell
@@ -90,3 +90,36 @@ async def test_a_replica_with_the_same_id_at_another_place_is_another(count):
         assert (len(old.asked), len(new.asked)) == (count, 1)
         await until(lambda: old.open == 0)
         assert router.cell(0, Cell.REQUESTS) == count + 1
+
+
+async def test_replicas_that_answer_at_once_are_asked_over_few_connections():
+    upstreams = Upstream(), Upstream()
+    async with routing(*upstreams) as router:
+        connections = [await router.connect() for _ in range(700)]
+        for _ in range(3):
+            for connection in connections:
+                connection.writer.write(post())
+            for connection in connections:
+                assert (await connection.answer()).status == 200
+        for connection in connections:
+            connection.close()
+    assert sum(one.connections for one in upstreams) <= 700
+
+
+async def test_streams_that_stay_open_get_a_connection_each():
+    async def hang(request, writer):
+        writer.write(EVENTS + chunk(b"data: 1\n\n"))
+        await asyncio.Event().wait()
+
+    upstream = Upstream(hang)
+    async with routing(upstream) as router:
+        connections = [await router.connect() for _ in range(400)]
+        for connection in connections:
+            await connection.send(post())
+        for connection in connections:
+            await connection.head()
+            assert await connection.chunk() == b"data: 1\n\n"
+        for connection in connections:
+            connection.close()
+        await until(lambda: router.relay.trips == 0)
+    assert upstream.connections == 400

@@ -80,7 +80,7 @@ async def test_a_killed_process_is_replaced_knows_the_fleet_and_nobody_is_refuse
         assert (await ask(port)).status == 200
         assert routers.totals().restarts == 1
         assert routers.counters()[0].requests >= 2
-        assert routers.counters()[0].in_flight == 0
+        await until(lambda: routers.counters()[0].in_flight == 0)
 
 
 async def test_draining_answers_all_that_is_under_way_and_takes_in_who_is_at_the_door():

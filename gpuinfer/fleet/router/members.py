@@ -162,6 +162,8 @@ class Members:
         """`now` is on the loop's clock."""
         wall = time.time()
         ready = False
+        for replica in self._all.values():
+            replica.pool.tick()
         for replica in list(self._dull.values()):
             replica.warm(wall, self._config.slow_start_s)
             ready |= replica.breaker.ready(now)

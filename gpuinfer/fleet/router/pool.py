@@ -11,6 +11,8 @@ from typing import Protocol
 from gpuinfer.fleet.router.link import Link, Traveller
 
 CONNECTING = 32  # at once: a burst of requests takes links that come free instead of opening one each
+FREELY = 256  # links that are made whenever one is wanted; more only if those in use do not come free soon
+SOON = 4  # times the span between two ticks
 IDLE_S = 30.0  # then a link that nobody needs is closed
 AT_ONCE = 2**16  # bytes of a body that are cheaper to copy than to send by themselves
 
@@ -38,6 +40,8 @@ class Pool:
         self._wanted: deque[Passenger] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._open = 0  # links
+        self._returned = self._returns = 0  # links that came free since the last tick, and between the two before it
 
     def take(self, passenger: Passenger) -> None:
         """Give it a link, now or when there is one. `lost` tells it that there is none."""
@@ -49,6 +53,7 @@ class Pool:
         self._connect()
 
     def take_back(self, link: Link) -> None:
+        self._returned += 1
         while self._wanted:
             passenger = self._wanted.popleft()
             if passenger.waits:
@@ -61,10 +66,13 @@ class Pool:
             self._idle.append(link)
 
     def gone(self, link: Link) -> None:
+        self._open -= 1
         if link.traveller is None and link in self._idle:
             self._idle.remove(link)
 
     def _connect(self) -> None:
+        if self._open >= FREELY and self._returns * SOON >= len(self._wanted):
+            return  # a replica that answers faster than we can ask gains nothing by more links
         if len(self._tasks) < min(CONNECTING, len(self._wanted)):
             task = self._loop.create_task(self._connect_one())
             self._tasks.add(task)
@@ -85,6 +93,7 @@ class Pool:
         except OSError:
             self._fail("refused")
         else:
+            self._open += 1  # before what `gone` may have taken off already
             if link.is_open:
                 self.take_back(link)
 
@@ -93,6 +102,11 @@ class Pool:
         for passenger in waiting:
             if passenger.waits:
                 passenger.lost(kind)
+
+    def tick(self) -> None:
+        self._returns, self._returned = self._returned, 0
+        if self._wanted:
+            self._connect()
 
     def tidy(self, now: float) -> None:
         """Close what has been idle for long; the longest idle stand first."""
