@@ -17,7 +17,7 @@ from gpuinfer.errors import UsageError
 
 NAME = "fleet"
 URL = "http://127.0.0.1:8000"
-COLUMNS = ("worker", "address", "state", "in flight", "waiting", "served", "errors", "restarts", "breaker")
+COLUMNS = ("worker", "state", "in flight", "waiting", "served", "errors", "restarts")
 KEYS = "A file with the key that the server asks for."
 
 app = typer.Typer(
@@ -73,15 +73,9 @@ def _show(url: str, told: Mapping[str, Any], workers: Sequence[Mapping[str, Any]
 
 def _row(worker: Mapping[str, Any]) -> list[str]:
     counts = ("in_flight", "waiting_rows", "requests_served", "errors", "restarts")
-    numbers = [f"{worker.get(name) or 0:,}" for name in counts]
-    where = str(worker.get("url") or "-").removeprefix("http://")
-    return [
-        str(worker.get("index", 0)),
-        where,
-        str(worker.get("state", "-")),
-        *numbers,
-        str(worker.get("breaker", "-")),
-    ]
+    where = str(worker.get("url") or "no address yet").removeprefix("http://")
+    state = worker.get("state", "-") if worker.get("breaker") != "open" else "breaker open"
+    return [f"{worker.get('index', 0)}  {where}", str(state), *(f"{worker.get(name) or 0:,}" for name in counts)]
 
 
 def _alone(url: str, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,17 +31,23 @@ class Counting:
         self._lives = Lives()
         self._clients: dict[Life, Client] = {}
         self._looks: deque[tuple[float, Snapshot]] = deque(maxlen=KEPT)
+        self._fetched_at, self._total = -FRESH_S, Snapshot()
 
-    async def fetch(self, workers: Iterable[Worker]) -> Snapshot:
-        """Ask those that are up, each on a connection of its own. One that gives no answer keeps its last."""
+    async def fetch(self, workers: Iterable[Worker], fresh_s: float = FRESH_S) -> Snapshot:
+        """Ask those that are up, each on a connection of its own. One that gives no answer keeps its last.
+
+        What is no older than `fresh_s` is not asked for again.
+        """
         now = time.monotonic()
-        if self._looks and now - self._looks[-1][0] < FRESH_S:
-            return self._looks[-1][1]
+        if now - self._fetched_at < fresh_s:
+            return self._total
         there = {(one.id, one.attempts): one for one in workers if one.ours}
         await self._only(set(there))
         await asyncio.gather(*(self._ask(life, one) for life, one in there.items() if one.healthy or one.leaving))
         total = self._lives.total()
-        self._looks.append((now, total))
+        self._fetched_at, self._total = now, total
+        if not self._looks or now - self._looks[-1][0] >= FRESH_S:
+            self._looks.append((now, total))
         return total
 
     def recent(self) -> tuple[float, Snapshot]:

@@ -108,7 +108,7 @@ class Owned:
 
     async def snapshot(self) -> Snapshot:
         """What all replicas have counted."""
-        return Snapshot() if self._fleet is None else await self._fleet.snapshot()
+        return Snapshot() if self._fleet is None else await self._fleet.snapshot(0.0)
 
     async def close(self) -> None:
         if self._fleet is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.control import Control
-from gpuinfer.fleet.counting import EVERY_S, Counting
+from gpuinfer.fleet.counting import EVERY_S, FRESH_S, Counting
 from gpuinfer.fleet.figures import figures
 from gpuinfer.fleet.folder import Folder
 from gpuinfer.fleet.launchers.launcher import Launcher
@@ -118,9 +118,9 @@ class Fleet:
         """What the router has counted."""
         return asdict(self._routers.totals())
 
-    async def snapshot(self) -> Snapshot:
-        """What our own replicas have counted, those included that are gone."""
-        return await self._counting.fetch(self._members.all.values())
+    async def snapshot(self, fresh_s: float = FRESH_S) -> Snapshot:
+        """What our own replicas have counted, those included that are gone; no older than `fresh_s`."""
+        return await self._counting.fetch(self._members.all.values(), fresh_s)
 
     async def stats(self) -> dict[str, Any]:
         """What `/stats` answers."""

@@ -11,7 +11,9 @@ import contextlib
 import importlib.util
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +76,7 @@ class Ray(Launcher):
         async with self._opening:
             if self._ray is None:
                 self._ray = await asyncio.to_thread(self._open)
+                _take_signals_back()
         files = {str(path): path.read_bytes() for path in (plan.setup_file, plan.key_file)}
         actor = Actor(plan, self._ray, self._placed(plan), self.options.pending)
         actor.begin(self._command, files)
@@ -243,6 +246,14 @@ class Actor(Launched):
 
     def _failure(self, why: str) -> WorkError:
         return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+
+
+def _take_signals_back() -> None:
+    """Ray's own code has put a handler before Python's, which aborts the process at a SIGTERM."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
 
 
 def _try(address: str) -> None:

@@ -92,7 +92,8 @@ class Slurm(Launcher):
 
     @property
     def notices(self) -> Sequence[str]:
-        where = f"{getpass.getuser()}@{socket.getfqdn()}"
+        full, short = socket.getfqdn(), socket.gethostname()
+        where = f"{getpass.getuser()}@{short if full.startswith('localhost') else full}"
         return (f"from your own machine: ssh -N -L {{port}}:127.0.0.1:{{port}} {where}",)
 
     async def launch(self, plan: ReplicaPlan) -> SlurmJob:
