@@ -4,7 +4,8 @@
 
 needs wrk, and a Python with mosec and torch for the peer. Both servers take batches of up to 64 rows, wait 5 ms for
 company and compute in one thread of torch with the same module. `blobnet` is ours with the built-in network of the same
-size. They are asked in turns; of each the median over the rounds is shown, and the ratio to mosec.
+size, `blobnet 2` the same with two forwards at once, each in a thread. They are asked in turns; of each the median over
+the rounds is shown, and the ratio to mosec.
 """
 
 from __future__ import annotations
@@ -89,7 +90,18 @@ class Case:
         self.p99: dict[int, list[float]] = {}
 
     def run(self, connections: int, seconds: int) -> None:
-        words = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}", "-s", str(self.script), "--latency", self.url]
+        words = [
+            "wrk",
+            "-t1",
+            f"-c{connections}",
+            f"-d{seconds}",
+            "-s",
+            str(self.script),
+            "--timeout",
+            "30s",
+            "--latency",
+            self.url,
+        ]
         said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         if "Non-2xx" in said or "Socket errors" in said:
             raise SystemExit(f"{self.name}: not all were answered:\n{said}")
@@ -146,7 +158,7 @@ def answers(url: str) -> None:
     raise SystemExit(f"nothing answers at {url}")
 
 
-def ours(model: str, port: int) -> list[str]:
+def ours(model: str, port: int, forwards: int = 1) -> list[str]:
     return [
         *(
             sys.executable,
@@ -160,7 +172,17 @@ def ours(model: str, port: int) -> list[str]:
             "--port",
             str(port),
         ),
-        *("-B", f"max_rows={ROWS}", "-B", "threads=1", "-S", f"max_wait={WAIT_MS}ms", "--quiet"),
+        *(
+            "-B",
+            f"max_rows={ROWS}",
+            "-B",
+            "threads=1",
+            "-B",
+            f"in_flight={forwards}",
+            "-S",
+            f"max_wait={WAIT_MS}ms",
+            "--quiet",
+        ),
     ]
 
 
@@ -177,7 +199,7 @@ def main() -> None:
         (folder / "network.py").write_text(NETWORK)
         (folder / "peer.py").write_text(PEER.replace("ROWS", str(ROWS)).replace("WAIT", str(WAIT_MS)))
         plain, binary = scripts(folder)
-        ports = [free_port() for _ in range(3)]
+        ports = [free_port() for _ in range(4)]
         inherited = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])}
         peer = [own.peer, "peer.py", "--port", str(ports[0]), "--address", "127.0.0.1"]
         urls = [f"http://127.0.0.1:{ports[0]}/inference"]
@@ -185,6 +207,7 @@ def main() -> None:
         stack.enter_context(running(peer, folder, "mosec", {**inherited, "PYTHONPATH": str(folder)}))
         stack.enter_context(running(ours("network:network", ports[1]), folder, "ours", inherited))
         stack.enter_context(running(ours("blobnet", ports[2]), folder, "blobnet", inherited))
+        stack.enter_context(running(ours("blobnet", ports[3], 2), folder, "blobnet-2", inherited))
         for url in urls:
             answers(url)
         cases = [
@@ -193,6 +216,8 @@ def main() -> None:
             Case("binary", urls[1], binary),
             Case("blobnet", urls[2], plain),
             Case("blobnet binary", urls[2], binary),
+            Case("blobnet 2", urls[3], plain),
+            Case("blobnet 2 binary", urls[3], binary),
         ]
         cases = [case for case in cases if not own.only or case.name in own.only.split(",")]
         several = [int(one) for one in own.connections.split(",")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol
 LOOK_S = 0.25
 STUCK_S = 3.0
 LONGEST = 4.0  # times the longest batch or step so far: one that is slow is not one that hangs
+COMPUTING = 10.0  # times as long for a process that has kept half a core busy meanwhile: a large step, not a deadlock
 FIRST_S = 60.0  # until anything has been answered: kernels are compiled, memory is touched for the first time
 
 Status = Literal["ready", "starting", "draining", "stuck"]
@@ -43,8 +45,10 @@ class Health:
     phase: Literal["starting", "ready", "draining"] = "starting"
     in_flight: int = 0  # requests that wait for their answers
     dead: bool = False  # the backend is gone: nothing will be answered any more
+    cpu_s: Callable[[], float] = time.process_time
     _still: int = 0  # looks since something moved, with work there
     _moved: int = -1
+    _spent_s: float = 0.0  # of processor time, when it moved
 
     async def look(self, on_look: Callable[[], None] = lambda: None) -> None:
         """Look again and again, until it is cancelled. `on_look` is called each time."""
@@ -58,6 +62,8 @@ class Health:
         moved = self.pulse.moved
         still = moved == self._moved and self.pulse.serving and self.phase != "starting"
         self._moved, self._still = moved, self._still + 1 if still else 0
+        if not still:
+            self._spent_s = self.cpu_s()
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -71,7 +77,9 @@ class Health:
     @property
     def _limit_s(self) -> float:
         longest_s = self.pulse.longest_s
-        return max(STUCK_S, LONGEST * longest_s) if longest_s else FIRST_S
+        limit_s = max(STUCK_S, LONGEST * longest_s) if longest_s else FIRST_S
+        computing = self.cpu_s() - self._spent_s > 0.5 * self.heartbeat_age_s
+        return COMPUTING * limit_s if computing else limit_s
 
     @property
     def status(self) -> Status:
