@@ -189,7 +189,10 @@ class Connection(asyncio.Protocol):
 
     def _quick(self, quick: Quick, exchange: Exchange) -> bool:
         try:
-            return quick(exchange)
+            if not quick(exchange):
+                return False
+            if not exchange.ended:
+                raise RuntimeError("what is answered on the spot is answered by respond()")
         except Malformed as error:
             self._fail(exchange, error.status, error.message)
         except Exception:

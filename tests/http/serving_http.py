@@ -85,6 +85,9 @@ class Seen:
     def health(self, exchange: Exchange) -> None:
         exchange.respond(200, b"{}")
 
+    def neglect(self, exchange: Exchange) -> None:
+        pass
+
     async def ask(self, exchange: Exchange) -> None:
         exchange.respond(200, json.dumps({**exchange.query, **exchange.parameters}).encode())
 
@@ -101,6 +104,7 @@ class Seen:
             Route("GET", "/fail", self.fail, "api", "Fail"),
             Route("GET", "/fail-late", self.fail_late, "api", "Fail late"),
             Route("GET", "/forget", self.forget, "api", "Forget"),
+            Route("GET", "/neglect", self.forget, "api", "Neglect", immediate=self.neglect),
             Route("GET", "/ask", self.ask, "api", "Ask"),
             Route("GET", "/workers/{id}", self.ask, "admin", "A worker"),
             Route("DELETE", "/workers/{id}", self.ask, "admin", "A worker"),

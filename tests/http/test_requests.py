@@ -189,7 +189,11 @@ def test_queries_and_parameters_reach_the_handler():
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("/fail", "the server failed at this request; its log says how. Try another."), ("/forget", "no answer")],
+    [
+        ("/fail", "the server failed at this request; its log says how. Try another."),
+        ("/forget", "no answer"),
+        ("/neglect", "failed"),
+    ],
 )
 def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(path, message, caplog):
     async def main() -> None:
