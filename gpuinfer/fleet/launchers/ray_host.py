@@ -78,6 +78,8 @@ class Host:
         """Now, with all that it has started."""
         if self._process is not None:
             commands.kill(self._process)
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, number: int, contents: bytes) -> Path:
