@@ -6,6 +6,7 @@ said by the setup file, a JSON object:
     answer_s     how long an answer, or each event of a stream, takes
     limit        requests at once; more are refused with 429
     dies         says these words and ends before it serves
+    starts_s     how long it takes to come up
     mute         never writes its ready file
     stuck        /health says so from the first request on
 """
@@ -122,6 +123,7 @@ async def serve(given: argparse.Namespace, setup: dict[str, object]) -> None:
         Route("POST", "/v1/completions", replica.complete, "api", ""),
     ]
     paths = Paths(routes, Access(api=Keys.read(given.api_key_file)))
+    await asyncio.sleep(float(setup.get("starts_s", 0.0)))
     server = HttpServer(paths, quick=paths.quick)
     port = await server.listen(given.host, given.port)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, replica.draining.set)

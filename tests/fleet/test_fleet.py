@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,7 +16,7 @@ from fleet_programs import ADMIN, Program, all_gone, fleet, kill, standin, start
 from killing import Load, drive, standin_answers
 from standin_replica import text
 
-from gpuinfer.http.client import Client
+from gpuinfer.http.client import Client, Unreachable
 
 ASKED = {"prompt": "abc", "seed": 3}
 SAID = text("abc", 3, 12)
@@ -180,6 +181,22 @@ async def test_ten_times_too_much_load_is_refused_in_time_and_forgotten(tmp_path
         answers = await asyncio.gather(*(it.ask("POST", "/v1/completions", ASKED) for _ in range(fits // 2)))
         assert {answer.status for answer in answers} == {200}
         assert (await it.json("GET", "/health", headers=()))["healthy_workers"] == 2
+
+
+@pytest.mark.thorough
+async def test_requests_wait_for_the_first_replica(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with fleet(tmp_path, ready=False, port=port, standin={"starts_s": 3.0}):
+        client = Client(f"http://127.0.0.1:{port}")
+
+        async def asked():
+            with contextlib.suppress(Unreachable):  # the router itself is not there yet
+                return await client.request("POST", "/v1/completions", json.dumps(ASKED).encode())
+
+        answer = await standins.until(asked, "an answer")
+        await client.close()
+        assert (answer.status, choice(answer.body)) == (200, SAID)
 
 
 async def test_a_fleet_of_which_no_replica_comes_up_ends_with_its_last_words(tmp_path):
