@@ -359,7 +359,7 @@ class Trip:
             self._pass(error_event(status, message), False)
             if not self.asked.old:
                 self._write(LAST)
-            self.asker.finish(close=True)
+            self.asker.finish(self._close)  # its client has been told of the end, and may go on
         else:
             self.asker.break_off()
 
