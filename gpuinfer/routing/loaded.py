@@ -27,17 +27,20 @@ class LeastLoaded(Policy):
     """The one with the least in flight for its speed; of equals any, so that routers do not all run to the same one."""
 
     def choose(self, loads: Sequence[Load], asking: Asking) -> Choice:
-        scores = [load.in_flight / load.speed for load in loads]
-        least = min(scores)
-        at = scores.index(least)
-        if (equals := scores.count(least)) > 1:
-            for _ in range(int(self._dice.random() * equals)):
-                at = scores.index(least, at + 1)
-            return Choice(loads[at], because("least-loaded", least, least))
-        scores[at] = math.inf
-        next_least = min(scores)
-        alone = next_least == math.inf
-        return Choice(loads[at], "least-loaded alone" if alone else because("least-loaded", least, next_least))
+        least = other = math.inf
+        chosen, equals, draw = loads[0], 0, self._dice.random
+        for load in loads:
+            score = load.in_flight / load.speed
+            if score < least:
+                least, other, chosen, equals = score, least, load, 1
+            elif score == least:
+                other = score
+                equals += 1
+                if draw() * equals < 1.0:  # each of the equals so far has the same chance (Vitter's reservoir, 1985)
+                    chosen = load
+            elif score < other:
+                other = score
+        return Choice(chosen, "least-loaded alone" if other == math.inf else because("least-loaded", least, other))
 
 
 class PowerOfTwo(Policy):

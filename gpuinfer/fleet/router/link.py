@@ -51,6 +51,9 @@ class Link(asyncio.Protocol):
         "_head",
         "_home",
         "_interim",
+        "_last_head",
+        "_last_method",
+        "_last_raw",
         "_left",
         "_part",
         "_state",
@@ -69,6 +72,8 @@ class Link(asyncio.Protocol):
         self._state, self._left, self._part, self._interim = _HEAD, 0, b"", 0
         self._chunks: ChunkReader | None = None
         self._head: ResponseHead | None = None
+        self._last_raw = self._last_method = b""  # of the head before, and what it was read as
+        self._last_head = cast(ResponseHead, None)
         self.traveller: Traveller | None = None
         self.is_open = False
         self.reused = False  # it has carried a request before
@@ -114,7 +119,7 @@ class Link(asyncio.Protocol):
                     raise Broken
                 self._part = data
                 return None
-            head = ResponseHead(data[:end], traveller.method)
+            head = self._read_head(data[:end], traveller.method)
             if head.status >= 200:
                 break
             data = data[end:]
@@ -138,6 +143,14 @@ class Link(asyncio.Protocol):
             self._state = _OPEN_END
         traveller.answered(head)
         return data[end:] if end < len(data) else None
+
+    def _read_head(self, raw: bytes, method: bytes) -> ResponseHead:
+        """Heads of answers that come within one second are often the same bytes: read once."""
+        if raw == self._last_raw and method == self._last_method:
+            return self._last_head
+        self._last_head = head = ResponseHead(raw, method)
+        self._last_raw, self._last_method = raw, method
+        return head
 
     def _take_body(self, traveller: Traveller, data: bytes) -> None:
         if self._state == _SIZED:

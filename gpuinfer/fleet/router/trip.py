@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 from gpuinfer.fleet.router.chunks import LAST, chunk
@@ -240,11 +241,10 @@ class Trip:
         if not self.why:
             return b""
         where = "none" if self.replica is None else self.replica.member
-        text = (
-            f"\r\nX-Gpuinfer-Route: replica={where}; why={self.why}; attempt={self.attempt}"
-            f"; queued_us={self.queued_us}{self.retried}"
-        )
-        return text.encode("latin-1")
+        chosen = _chosen(where, self.why, self.attempt)
+        if self.retried:
+            return b"%b%d%b" % (chosen, self.queued_us, self.retried.encode("latin-1"))
+        return b"%b%d" % (chosen, self.queued_us)
 
     def content(self, data: bytes, plain: bool) -> None:
         self.last = self._dispatcher.now
@@ -393,6 +393,12 @@ class Trip:
         self.last = self._dispatcher.now
         if self.link is not None:
             self.link.resume()
+
+
+@lru_cache(maxsize=4096)
+def _chosen(where: object, why: str, attempt: int) -> bytes:
+    """The beginning of the header, up to the time."""
+    return f"\r\nX-Gpuinfer-Route: replica={where}; why={why}; attempt={attempt}; queued_us=".encode("latin-1")
 
 
 def error_event(status: int, message: str) -> bytes:
