@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+import uvloop
 
 from gpuinfer.host import loop as precise_loop
 
@@ -129,3 +131,45 @@ def test_the_threads_timer_slack_is_as_it_was_afterwards():
     before = precise_loop._prctl(precise_loop.GET_SLACK, 0)
     assert precise_loop.run(slack()) == precise_loop.SLACK_NS != before
     assert precise_loop._prctl(precise_loop.GET_SLACK, 0) == before
+
+
+@pytest.mark.parametrize("new_loop", [precise_loop.new_loop, uvloop.new_event_loop])
+def test_an_alarm_rings_for_its_earliest_time_and_not_before_it(new_loop):
+    """Also where the loop's own timers are of whole milliseconds, and one of less than half has no time at all."""
+
+    async def rung(*within_s):
+        loop, times = asyncio.get_running_loop(), []
+        done = loop.create_future()
+
+        def ring():
+            times.append(time.monotonic())
+            done.done() or done.set_result(None)
+
+        alarm = precise_loop.Alarm(loop, ring)
+        began = time.monotonic()
+        for seconds in within_s:
+            alarm.ring_within(seconds)
+        await asyncio.wait_for(done, 60)
+        alarm.clear()
+        return len(times), times[0] - began
+
+    for within_s in ((0.0003,), (60.0, 0.0002), (0.0004, 0.0004, 30.0), (0.0,), (0.02, 0.0013)):
+        times, took = precise_loop.run(rung(*within_s), new_loop)
+        assert (times, took >= min(within_s)) == (1, True)
+
+
+@pytest.mark.parametrize("new_loop", [precise_loop.new_loop, uvloop.new_event_loop])
+def test_an_alarm_that_is_cleared_is_silent_and_leaves_no_descriptor(new_loop):
+    async def cleared():
+        rings, rung = [], asyncio.Event()
+        before = len(os.listdir("/proc/self/fd"))
+        alarm = precise_loop.Alarm(asyncio.get_running_loop(), lambda: rings.append(rung.set()))
+        alarm.ring_within(0.001)
+        alarm.clear()
+        await asyncio.sleep(0.02)
+        alarm.ring_within(0.0)  # and may be set again
+        await asyncio.wait_for(rung.wait(), 60)
+        alarm.clear()
+        return len(rings), len(os.listdir("/proc/self/fd")) - before
+
+    assert precise_loop.run(cleared(), new_loop) == (1, 0)

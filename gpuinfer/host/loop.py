@@ -13,12 +13,16 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import math
 import select
 import selectors
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from gpuinfer.host.kernel_timer import KernelTimer
 
 T = TypeVar("T")
 
@@ -121,19 +125,29 @@ class Alarm:
     It may ring early, for a time that no longer matters: `ring` looks at the clock for itself.
     """
 
-    __slots__ = ("_context", "_loop", "_ring", "_timer")
+    __slots__ = ("_context", "_due", "_kernel", "_loop", "_ring", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._loop = loop
         self._ring = ring
         self._context = contextvars.copy_context()
+        self._due = math.inf  # when it rings, on the monotonic clock
         self._timer: asyncio.TimerHandle | None = None
+        self._kernel: KernelTimer | None = None
 
     def ring_within(self, seconds: float) -> None:
         """Ring after this time, unless it rings earlier anyway."""
+        due = time.monotonic() + seconds
+        if due >= self._due:
+            return
+        self._due = due
+        if self._kernel is None and not isinstance(self._loop, asyncio.SelectorEventLoop):
+            with contextlib.suppress(OSError):  # then by the loop's timers, as good as they are
+                self._kernel = KernelTimer(self._loop, functools.partial(self._context.run, self._go_off))
+        if self._kernel is not None:
+            self._kernel.set(due)
+            return
         if self._timer is not None:
-            if self._timer.when() <= self._loop.time() + seconds:
-                return
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self._go_off, context=self._context)
 
@@ -143,10 +157,14 @@ class Alarm:
 
     def clear(self) -> None:
         """Do not ring after all, as far as `ring_within` set it."""
+        self._due = math.inf
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
 
     def _go_off(self) -> None:
-        self._timer = None
+        self._due, self._timer = math.inf, None
         self._ring()
