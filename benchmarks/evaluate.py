@@ -4,8 +4,9 @@
 
 needs wrk, and a Python with mosec and torch for the peer. Both servers take batches of up to 64 rows, wait 5 ms for
 company and compute in one thread of torch with the same module. `blobnet` is ours with the built-in network of the same
-size, `blobnet 2` the same with two forwards at once, each in a thread. They are asked in turns; of each the median over
-the rounds is shown, and the ratio to mosec.
+size, `blobnet 2` the same with two forwards at once, each in a thread; `central` has the network in a process of its own
+(`--backend central`) and half as many rows in a batch, so that one half is under way while the other is read. They are
+asked in turns; of each the median over the rounds is shown, and the ratio to mosec.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def answers(url: str) -> None:
     raise SystemExit(f"nothing answers at {url}")
 
 
-def ours(model: str, port: int, forwards: int = 1) -> list[str]:
+def ours(model: str, port: int, forwards: int = 1, backend: str = "inprocess", rows: int = ROWS) -> list[str]:
     return [
         *(
             sys.executable,
@@ -171,10 +172,12 @@ def ours(model: str, port: int, forwards: int = 1) -> list[str]:
             str(FEATURES),
             "--port",
             str(port),
+            "--backend",
+            backend,
         ),
         *(
             "-B",
-            f"max_rows={ROWS}",
+            f"max_rows={rows}",
             "-B",
             "threads=1",
             "-B",
@@ -199,7 +202,7 @@ def main() -> None:
         (folder / "network.py").write_text(NETWORK)
         (folder / "peer.py").write_text(PEER.replace("ROWS", str(ROWS)).replace("WAIT", str(WAIT_MS)))
         plain, binary = scripts(folder)
-        ports = [free_port() for _ in range(4)]
+        ports = [free_port() for _ in range(5)]
         inherited = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])}
         peer = [own.peer, "peer.py", "--port", str(ports[0]), "--address", "127.0.0.1"]
         urls = [f"http://127.0.0.1:{ports[0]}/inference"]
@@ -208,6 +211,8 @@ def main() -> None:
         stack.enter_context(running(ours("network:network", ports[1]), folder, "ours", inherited))
         stack.enter_context(running(ours("blobnet", ports[2]), folder, "blobnet", inherited))
         stack.enter_context(running(ours("blobnet", ports[3], 2), folder, "blobnet-2", inherited))
+        central = ours("blobnet", ports[4], backend="central", rows=ROWS // 2)
+        stack.enter_context(running(central, folder, "central", inherited))
         for url in urls:
             answers(url)
         cases = [
@@ -218,6 +223,8 @@ def main() -> None:
             Case("blobnet binary", urls[2], binary),
             Case("blobnet 2", urls[3], plain),
             Case("blobnet 2 binary", urls[3], binary),
+            Case("central", urls[4], plain),
+            Case("central binary", urls[4], binary),
         ]
         cases = [case for case in cases if not own.only or case.name in own.only.split(",")]
         several = [int(one) for one in own.connections.split(",")]
