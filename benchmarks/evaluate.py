@@ -4,7 +4,7 @@
 
 needs wrk, and a Python with mosec and torch for the peer. Both servers take batches of up to 64 rows, wait 5 ms for
 company and compute in one thread of torch with the same module. `blobnet` is ours with the built-in network of the same
-size, `blobnet 2` the same with two forwards at once, each in a thread; `central` has the network in a process of its own
+size, `blobnet 2` the same with two forwards at once, each in a thread; `central` has the network in its own process
 (`--backend central`) and half as many rows in a batch, so that one half is under way while the other is read. They are
 asked in turns; of each the median over the rounds is shown, and the ratio to mosec.
 """

@@ -26,7 +26,7 @@ WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options
 FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")
 OPTION = re.compile(r"(?<![\w-])-([BS]) ([a-z][a-z_]*)")
 PLUGIN = re.compile(r"--(backend|strategy) (?!out\b|names\b|a\b)([a-z]+)")
-COMMAND = re.compile(r"`gpuinfer ([a-z]+)(?: ([a-z]+))?")
+COMMAND = re.compile(r"`gpuinfer ([a-z]+)(?: ([a-z][a-z-]*[a-z]))?")
 
 
 def texts(path: Path) -> Iterator[str]:

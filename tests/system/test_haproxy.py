@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 
-from servers import SECONDS, Server
+from replica_servers import SECONDS, Server
 
 from gpuinfer.fleet.haproxy import BALANCE, Front, Target, write
 

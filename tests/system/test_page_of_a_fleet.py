@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving.servers import SECONDS, Server, until
+from serving.replica_servers import SECONDS, Server, until
 
 pytestmark = pytest.mark.system
 ROWS = {"rows": [[0.5] * 16] * 4}

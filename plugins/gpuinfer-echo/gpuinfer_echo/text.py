@@ -69,14 +69,19 @@ class Starling(api.Backend):
         if prompt.adapter is not None:
             raise BadPrompt("a starling has no adapters. Leave `adapter` out.")
         wanted, said = prompt.sampling.max_tokens, list[str]()
+        begun = [len(tokens) for tokens in prompt.begun] or [0] * prompt.samples  # said elsewhere: no need to wait
         for number in range(wanted):
-            await asyncio.sleep(self.options.seconds)
-            self._stepped(request.rows, self.options.seconds)
+            if number >= min(begun):
+                await asyncio.sleep(self.options.seconds)
+                self._stepped(request.rows, self.options.seconds)
             said.append((" " if number else "") + words[number % len(words)])
             if request.parts:  # someone reads along
                 for sample in range(prompt.samples):
-                    ends = "length" if number + 1 == wanted else None
-                    part = Part(sample=sample, text=said[-1], tokens=(number,), finish_reason=ends)
+                    ends, known = "length" if number + 1 == wanted else None, number < begun[sample]
+                    if known and ends is None:
+                        continue
+                    text, tokens = ("", ()) if known else (said[-1], (number,))
+                    part = Part(sample=sample, text=text, tokens=tokens, finish_reason=ends)
                     tell(api.Event(request, part, last=False))
         completion = Completion(text="".join(said), tokens=tuple(range(wanted)), finish_reason="length")
         return Generation(
