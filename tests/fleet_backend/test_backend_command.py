@@ -92,6 +92,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_self_play_is_that_of_inprocess_and_ends_with_nothing_left(folder):
     """Blocks of rows, from two worker processes, through a router to two replicas."""
     same = ["--deterministic", "--seed", "5"]

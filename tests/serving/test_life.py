@@ -38,6 +38,7 @@ def test_a_client_that_goes_away_frees_its_slot(tiny):
     until(lambda: tiny.ask("/health").json["in_flight"] == 0)
 
 
+@pytest.mark.thorough
 def test_one_that_reads_nothing_holds_up_nobody(tiny):
     """Its parts are joined while it does not read, and its slot is free once its answer is drawn."""
     with socket.socket() as client:

@@ -9,7 +9,7 @@ import pytest
 from system.pages import CHROMIUM, Watched
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # it runs an event loop in this thread, and no test beside it could run its own
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
