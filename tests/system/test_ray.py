@@ -53,7 +53,8 @@ MARK = ""
 
 
 def shams() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if MARK in (one.info["cmdline"] or [])]
+    found = psutil.process_iter(["cmdline"])
+    return [one for one in found if MARK in (words := one.info["cmdline"] or []) and "-c" not in words]
 
 
 async def until(condition) -> None:
