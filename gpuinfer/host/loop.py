@@ -125,23 +125,25 @@ class Alarm:
     It may ring early, for a time that no longer matters: `ring` looks at the clock for itself.
     """
 
-    __slots__ = ("_context", "_due", "_kernel", "_loop", "_ring", "_timer")
+    __slots__ = ("_clock", "_context", "_due", "_kernel", "_loop", "_ring", "_rounds", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._loop = loop
         self._ring = ring
         self._context = contextvars.copy_context()
-        self._due = math.inf  # when it rings, on the monotonic clock
+        self._due = math.inf  # when it rings
+        self._rounds = not isinstance(loop, asyncio.SelectorEventLoop)  # times to milliseconds
+        self._clock = time.monotonic if self._rounds else loop.time
         self._timer: asyncio.TimerHandle | None = None
         self._kernel: KernelTimer | None = None
 
     def ring_within(self, seconds: float) -> None:
         """Ring after this time, unless it rings earlier anyway."""
-        due = time.monotonic() + seconds
+        due = self._clock() + seconds
         if due >= self._due:
             return
         self._due = due
-        if self._kernel is None and not isinstance(self._loop, asyncio.SelectorEventLoop):
+        if self._kernel is None and self._rounds:
             with contextlib.suppress(OSError):  # then by the loop's timers, as good as they are
                 self._kernel = KernelTimer(self._loop, functools.partial(self._context.run, self._go_off))
         if self._kernel is not None:
