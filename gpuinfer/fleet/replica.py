@@ -16,11 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.backoff import Backoff
 from gpuinfer.fleet.heartbeat import LATE_LOOKS, LOOK_S
 from gpuinfer.fleet.heartbeat import State as Beat
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.fleet.roster import Member
 from gpuinfer.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class Replica(Worker):
     """
 
     ours = True
+    founding = False  # one of those that the fleet began with
 
     def __init__(
         self,
@@ -92,6 +96,11 @@ class Replica(Worker):
         if (launched := self._launched) is not None:
             await (launched.terminate(within_s) if within_s > 0 else launched.kill())
         self.state = "down"
+
+    def member(self) -> Member:
+        """A founding one needs no slow start: there is nobody warmer to take its requests."""
+        member = super().member()
+        return structs.replace(member, since=0.0) if self.founding and self.attempts == 1 else member
 
     def told(self) -> dict[str, Any]:
         plan = self.plan

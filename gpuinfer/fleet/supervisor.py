@@ -75,6 +75,8 @@ class Fleet:
         count = self.plan.replicas
         self._tell(f"Starting {count} replica{'s' if count > 1 else ''}; the logs are in {self.logs}.")
         replicas = [self._members.start() for _ in range(self.plan.replicas)]
+        for replica in replicas:
+            replica.founding = True
         failures = [error for error in await asyncio.gather(*(one.first for one in replicas)) if error is not None]
         if failures and len(failures) == len(replicas):
             raise WorkError(
