@@ -65,8 +65,6 @@ class RequestHead:
         if shape is None or shape["method"] not in _METHODS:
             _refuse(head)
         self.method, self.target = shape["method"], shape["target"]
-        path = check_target(self.target)
-        self.to_replicas = path.startswith("/v1/") or path == "/predict"  # else to the control application
         self.old = self.close = shape["minor"] == b"0"
         self.expects = self.sized = False
         self.length = 0
@@ -77,6 +75,8 @@ class RequestHead:
         self.request_id: bytes | None = None
         self.session: bytes | None = None
         self.lines = self._read(head)
+        path = check_target(self.target)  # after the headers, as `http.strict` does: of two faults both name one
+        self.to_replicas = path.startswith("/v1/") or path == "/predict"  # else to the control application
         if self.old:
             version = len(self.method) + len(self.target) + 9
             self.lines = self.lines[:version] + b"1" + self.lines[version + 1 :]
