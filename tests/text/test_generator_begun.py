@@ -56,7 +56,8 @@ def text_in(parts: list[Part]) -> str:
 def check_goes_on(make, prompt: Prompt, data: st.DataObject, company: list[Prompt]) -> None:
     """Stop it after some part of each sample, and ask for the rest in a generator of another `make`."""
     [(whole, parts)] = streamed(make(), [prompt])
-    cuts = [data.draw(st.integers(0, len(own)), label="parts had") for own in parts]
+    # as shares: how many parts there are depends on how fast this machine is
+    cuts = [round(data.draw(st.floats(0, 1), label="parts had") * len(own)) for own in parts]
     begun = tuple(tokens_in(own[:cut]) for own, cut in zip(parts, cuts, strict=True))
     resumed = structs.replace(prompt, begun=begun)
     place = data.draw(st.integers(0, len(company)), label="place")
