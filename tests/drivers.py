@@ -19,11 +19,12 @@ from gpuinfer.central.caller import ROWS, Caller
 from gpuinfer.central.memory import Block, BlockForm
 from gpuinfer.central.row_queue import RowQueue
 from gpuinfer.central.serving import Served
-from gpuinfer.central.wire import NOBODY, Kind, Record, Unpacker, error_from_wire
+from gpuinfer.central.wire import NOBODY, Kind, Record, Unpacker
 from gpuinfer.engine.core import Batch
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.host.error_wire import error_from_wire
 from gpuinfer.load.arrivals import Offer
 from gpuinfer.models.layouts import AnswerLayout
 from gpuinfer.simulate.replica import Replica

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from gpuinfer.central import memory
 from gpuinfer.central.memory import PER_CLIENT, Block, BlockForm
-from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, error_to_wire, pack
+from gpuinfer.central.wire import VERSION, Garbled, Kind, Record, Unpacker, pack
 from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.host.error_wire import error_to_wire
 
 CHUNK = 1 << 16  # bytes read at once
 DESCRIPTORS = 16  # taken along with them

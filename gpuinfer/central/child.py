@@ -24,10 +24,10 @@ from gpuinfer.central.desk import Desk
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import BlockForm, SharedHeart
 from gpuinfer.central.serving import Answerer
-from gpuinfer.central.wire import error_to_wire
 from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
 from gpuinfer.host import children, machine, pauses
+from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.trace.recorder import Recorder
 
 if TYPE_CHECKING:

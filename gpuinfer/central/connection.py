@@ -22,9 +22,10 @@ from gpuinfer.central import memory
 from gpuinfer.central.address import Address
 from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, BlockForm, SharedPulse
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
-from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, error_from_wire, pack
+from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, pack
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.host.error_wire import error_from_wire
 from gpuinfer.models.layouts import misfit
 
 GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches

@@ -13,11 +13,12 @@ from gpuinfer.api import Limits, Priority, Request, Strategy
 from gpuinfer.central.caller import Caller
 from gpuinfer.central.memory import Block, BlockForm
 from gpuinfer.central.serving import Served
-from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, error_to_wire, pack
+from gpuinfer.central.wire import NOBODY, Garbled, Kind, Record, pack
 from gpuinfer.engine.core import Batch, Core, Journal, outcome_of
 from gpuinfer.engine.cutting import Cut
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import Closed, GpuinferError
+from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.stats import Lane, Snapshot
 
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected

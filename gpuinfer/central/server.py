@@ -27,10 +27,10 @@ from gpuinfer.central import address, memory
 from gpuinfer.central.child import ServerOrder, ServerTuning, main
 from gpuinfer.central.client import Client
 from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
-from gpuinfer.central.wire import error_from_wire
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.host import children, machine
+from gpuinfer.host.error_wire import error_from_wire
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)

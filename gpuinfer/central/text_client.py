@@ -19,14 +19,11 @@ from gpuinfer.central.link import Link
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import SharedPulse
 from gpuinfer.central.wire import (
-    LARGEST_ANSWER,
     LARGEST_BEGUN,
-    LARGEST_PROMPT,
     NOBODY,
     Kind,
     Record,
     asked_to_wire,
-    error_from_wire,
     generation_from_wire,
     pack,
     part_from_wire,
@@ -34,6 +31,8 @@ from gpuinfer.central.wire import (
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendError, Closed, GpuinferError
 from gpuinfer.generation import Part
+from gpuinfer.host.error_wire import error_from_wire
+from gpuinfer.text.frames import LARGEST_FRAME, LARGEST_PROMPT
 from gpuinfer.text.resuming import Had
 
 AHEAD = 3  # times as many rows with the server as it has slots: one that becomes free finds a row waiting there
@@ -55,7 +54,7 @@ class Sent(NamedTuple):
 class TextConnection(Connection):
     """`soon` calls a function once whoever asks now has asked."""
 
-    largest_body = LARGEST_ANSWER
+    largest_body = LARGEST_FRAME
 
     def __init__(
         self, address: Address, restarts_within_s: float, soon: Callable[[Callable[[], None]], object]

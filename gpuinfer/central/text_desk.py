@@ -20,27 +20,26 @@ from gpuinfer.central.caller import Bounds, Caller
 from gpuinfer.central.lines import ClientLines
 from gpuinfer.central.outgoing import Outgoing
 from gpuinfer.central.wire import (
-    LARGEST_ANSWER,
     LARGEST_BEGUN,
-    LARGEST_PROMPT,
     NOBODY,
     Garbled,
     Kind,
     Record,
     TextRequest,
     asked_from_wire,
-    error_to_wire,
     generation_to_wire,
     pack,
 )
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
+from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.stats import Snapshot
+from gpuinfer.text.frames import LARGEST_FRAME, LARGEST_PROMPT
 from gpuinfer.text.model import TextModel
 from gpuinfer.trace.recorder import Recorder
 
-BOUNDS = Bounds(body=LARGEST_PROMPT + LARGEST_BEGUN, unsent=2 * LARGEST_ANSWER)
+BOUNDS = Bounds(body=LARGEST_PROMPT + LARGEST_BEGUN, unsent=2 * LARGEST_FRAME)
 MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
 LOOK_S = 1.0  # between two looks at who has not said who it is

@@ -17,15 +17,14 @@ import msgpack
 import msgspec
 from msgspec import Struct
 
-from gpuinfer.errors import BackendError, BadPrompt, GpuinferError, QueueFull
+from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Generation, Part, Prompt
-from gpuinfer.host.error_wire import nearest, rebuilt
+from gpuinfer.text.frames import LARGEST_PROMPT, UNFIT, packed_answer, packed_prompt
 
 VERSION = 4
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
 NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
-LONGEST_MESSAGE = 2_000  # characters of an error's text
 
 
 class Kind(enum.IntEnum):
@@ -122,26 +121,7 @@ def _body(data: bytes) -> Any:
         raise Garbled("a body that is not msgpack") from error
 
 
-def error_to_wire(error: GpuinferError) -> dict[str, Any]:
-    message = str(error)
-    if len(message) > LONGEST_MESSAGE:
-        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
-    wire = {"type": nearest(error) or "BackendError", "message": message}
-    retry_after_s = getattr(error, "retry_after_s", None)
-    return wire if retry_after_s is None else {**wire, "retry_after_s": retry_after_s}
-
-
-def error_from_wire(told: Any) -> GpuinferError:
-    message = str(told["message"])
-    error = rebuilt(str(told["type"]), message) or BackendError(message)
-    if isinstance(error, QueueFull):
-        error.retry_after_s = told.get("retry_after_s")
-    return error
-
-
-LARGEST_PROMPT = 16 << 20  # bytes, encoded, as it is asked at first
 LARGEST_BEGUN = 16 << 20  # what its answer may add to that when it is asked again
-LARGEST_ANSWER = 256 << 20
 
 
 class TextRequest(Struct, frozen=True, array_like=True):
@@ -155,23 +135,11 @@ class TextRequest(Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _asked, _generation = msgspec.msgpack.Decoder(TextRequest), msgspec.msgpack.Decoder(Generation)
 _part = msgspec.msgpack.Decoder(Part)
-UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 def asked_to_wire(prompt: Any, group: Any, parts: bool = False, *, most: int = LARGEST_PROMPT) -> bytes:
     """Raises `BadPrompt` for what cannot travel, or has more than `most` bytes."""
-    if not isinstance(prompt, Prompt):
-        raise BackendError(
-            f"a payload is a {type(prompt).__name__}, but this model continues prompts. "
-            "Submit gpuinfer.generation.Prompt."
-        )
-    try:
-        data = _encoder.encode(TextRequest(prompt, group, parts))
-    except UNFIT as error:
-        raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
-    if len(data) > most:
-        raise BadPrompt(f"this prompt has {len(data):,} bytes, and at most {most:,} travel to a server. Shorten it.")
-    return data
+    return packed_prompt(prompt, TextRequest(prompt, group, parts), most)
 
 
 def asked_from_wire(data: bytes) -> TextRequest:
@@ -184,16 +152,7 @@ def asked_from_wire(data: bytes) -> TextRequest:
 
 def generation_to_wire(generation: Generation) -> bytes:
     """Raises `BackendError` for one that is too large to travel, or none."""
-    try:
-        data = _encoder.encode(generation)
-    except UNFIT as error:
-        raise BackendError(f"this answer cannot travel: {error}. Use the backend inprocess.") from error
-    if len(data) > LARGEST_ANSWER:
-        raise BackendError(
-            f"this answer has {len(data):,} bytes, and at most {LARGEST_ANSWER:,} travel from a server. "
-            "Ask for fewer logprobs or samples at once."
-        )
-    return data
+    return packed_answer(generation)
 
 
 def generation_from_wire(data: bytes) -> Generation | BackendError:

@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gpuinfer import errors
-from gpuinfer.errors import GpuinferError
+from gpuinfer.errors import BackendError, GpuinferError, QueueFull
+
+LONGEST_MESSAGE = 2_000  # characters of an error's text
+
+
+def error_to_wire(error: GpuinferError) -> dict[str, Any]:
+    """{type, message, retry_after_s?}"""
+    message = str(error)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+    wire: dict[str, Any] = {"type": nearest(error) or "BackendError", "message": message}
+    retry_after_s = getattr(error, "retry_after_s", None)
+    return wire if retry_after_s is None else {**wire, "retry_after_s": retry_after_s}
+
+
+def error_from_wire(told: Mapping[str, Any]) -> GpuinferError:
+    """The error, as far as what has come tells it."""
+    message = str(told.get("message", "it did not say why"))
+    error = rebuilt(str(told.get("type", "")), message) or BackendError(message)
+    if isinstance(error, QueueFull) and isinstance(after := told.get("retry_after_s"), int | float):
+        error.retry_after_s = float(after)
+    return error
 
 
 def nearest(error: BaseException) -> str | None:

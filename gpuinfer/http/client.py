@@ -123,7 +123,7 @@ class Client:
         seconds = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(seconds):
-                line = await self._answered(method, data)
+                line = await self._asked(method, data, flowing=False)
         except TimeoutError:
             raise self._late(seconds) from None
         parts = line.parts
@@ -139,7 +139,7 @@ class Client:
         seconds = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(seconds):
-                line = await self._begun(method, data)
+                line = await self._asked(method, data, flowing=True)
         except TimeoutError:
             raise self._late(seconds) from None
         try:
@@ -157,31 +157,14 @@ class Client:
         self._open.clear()
         self._idle.clear()
 
-    async def _answered(self, method: str, data: bytes) -> Line:
-        """The line, once the response is whole; it is free for others then."""
+    async def _asked(self, method: str, data: bytes, *, flowing: bool) -> Line:
+        """The line, once the response is whole, and free for others then; `flowing`: once its head is there."""
         for attempt in (1, 2):
             line = await self._line(fresh=attempt == 2)
             kept = line.used
             try:
-                line.ask(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=False)
-                await line.until_complete()
-                return line
-            except BrokenOff as error:
-                if attempt == 2 or not kept or error.begun or method not in REPEATABLE or self._closed:
-                    raise
-            finally:
-                self._leave(line)
-        raise RuntimeError("a request is asked twice at most")
-
-    async def _begun(self, method: str, data: bytes) -> Line:
-        """The line, once the response's head is there."""
-        for attempt in (1, 2):
-            line = await self._line(fresh=attempt == 2)
-            kept = line.used
-            try:
-                line.ask(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=True)
-                await line.until_head()
-                return line
+                line.ask(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=flowing)
+                await (line.until_head() if flowing else line.until_complete())
             except BrokenOff as error:
                 self._leave(line)
                 if attempt == 2 or not kept or error.begun or method not in REPEATABLE or self._closed:
@@ -189,6 +172,10 @@ class Client:
             except BaseException:
                 self._leave(line)
                 raise
+            else:
+                if not flowing:
+                    self._leave(line)
+                return line
         raise RuntimeError("a request is asked twice at most")
 
     async def _line(self, *, fresh: bool) -> Line:

@@ -13,7 +13,7 @@ from gpuinfer.http.paths import Route
 from gpuinfer.monitoring.events import Seen, Watching
 from gpuinfer.monitoring.measured import serving
 from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
-from gpuinfer.monitoring.page import FILES, asset
+from gpuinfer.monitoring.page import FILES, send_file
 from gpuinfer.serving.service import Service
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
@@ -27,7 +27,7 @@ def watched(service: Service) -> list[Route]:
     return [
         Route("GET", "/metrics", _metrics(service), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
         Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
-        *(Route("GET", path, _file, "open", "The live page.", HIDDEN) for path in FILES),
+        *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
     ]
 
 
@@ -51,12 +51,3 @@ def _metrics(service: Service) -> Handler:
         exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
 
     return handle
-
-
-async def _file(exchange: Exchange) -> None:
-    found = asset(exchange.path)
-    if found is None:
-        exchange.refuse(404, f"there is nothing at {exchange.path}.")
-        return
-    body, content_type, headers = found
-    exchange.respond(200, body, content_type, headers)

@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gpuinfer.errors import BackendError, BadPrompt, GpuinferError, QueueFull
+from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
-from gpuinfer.host.error_wire import nearest, rebuilt
+from gpuinfer.host.error_wire import error_from_wire, error_to_wire
 
 PROMPT_TYPE = "application/msgpack"
 FRAMES_TYPE = "application/x-gpuinfer-frames"
 LARGEST_PROMPT = 16 << 20  # bytes, encoded
 LARGEST_FRAME = 256 << 20
-LONGEST_MESSAGE = 2_000  # characters of an error's text
 UNFIT = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 _length = struct.Struct("<I")
@@ -34,22 +33,41 @@ _error = msgspec.msgpack.Decoder(dict[str, Any])
 News = Part | Generation | GpuinferError
 
 
-def prompt_to_body(prompt: Any) -> bytes:
-    """Raises `BadPrompt` for what cannot travel."""
+def packed_prompt(prompt: Any, asked: Any, most: int = LARGEST_PROMPT) -> bytes:
+    """msgpack of `asked`, which is the prompt or holds it. Raises `BadPrompt` for what cannot travel, or has more bytes
+    than `most`.
+    """
     if not isinstance(prompt, Prompt):
         raise BackendError(
             f"a payload is a {type(prompt).__name__}, but this model continues prompts. "
             "Submit gpuinfer.generation.Prompt."
         )
     try:
-        data = _encoder.encode(prompt)
+        data = _encoder.encode(asked)
     except UNFIT as error:
         raise BadPrompt(f"this prompt cannot travel to a server: {error}. Correct it.") from error
-    if len(data) > LARGEST_PROMPT:
-        raise BadPrompt(
-            f"this prompt has {len(data):,} bytes, and at most {LARGEST_PROMPT:,} travel to a server. Shorten it."
+    if len(data) > most:
+        raise BadPrompt(f"this prompt has {len(data):,} bytes, and at most {most:,} travel to a server. Shorten it.")
+    return data
+
+
+def packed_answer(answer: Any) -> bytes:
+    """msgpack of an answer, or of what holds it. Raises `BackendError` for one that is none, or too large to travel."""
+    try:
+        data = _encoder.encode(answer)
+    except UNFIT as error:
+        raise BackendError(f"this answer cannot travel: {error}. Use the backend inprocess.") from error
+    if len(data) > LARGEST_FRAME:
+        raise BackendError(
+            f"this answer has {len(data):,} bytes, and at most {LARGEST_FRAME:,} travel from a server. "
+            "Ask for fewer logprobs or samples at once."
         )
     return data
+
+
+def prompt_to_body(prompt: Any) -> bytes:
+    """Raises `BadPrompt` for what cannot travel."""
+    return packed_prompt(prompt, prompt)
 
 
 def prompt_from_body(body: bytes) -> Prompt:
@@ -64,26 +82,9 @@ def prompt_from_body(body: bytes) -> Prompt:
 
 def to_frame(news: News) -> bytes:
     """Raises `BackendError` for an answer that is none, or too large to travel."""
-    kind: str = "part" if isinstance(news, Part) else "error" if isinstance(news, GpuinferError) else "done"
-    try:
-        data = _encoder.encode((kind, _told(news) if isinstance(news, GpuinferError) else news))
-    except UNFIT as error:
-        raise BackendError(f"this answer cannot travel: {error}. Use the backend inprocess.") from error
-    if len(data) > LARGEST_FRAME:
-        raise BackendError(
-            f"this answer has {len(data):,} bytes, and at most {LARGEST_FRAME:,} travel from a server. "
-            "Ask for fewer logprobs or samples at once."
-        )
+    kind = "part" if isinstance(news, Part) else "error" if isinstance(news, GpuinferError) else "done"
+    data = packed_answer((kind, error_to_wire(news) if isinstance(news, GpuinferError) else news))
     return _length.pack(len(data)) + data
-
-
-def _told(error: GpuinferError) -> dict[str, Any]:
-    message = str(error)
-    if len(message) > LONGEST_MESSAGE:
-        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
-    told: dict[str, Any] = {"type": nearest(error) or "BackendError", "message": message}
-    retry_after_s = getattr(error, "retry_after_s", None)
-    return told if retry_after_s is None else {**told, "retry_after_s": retry_after_s}
 
 
 class Unframer:
@@ -126,18 +127,10 @@ def _news(data: bytes) -> News:
         if kind == "done":
             return _done.decode(payload)
         if kind == "error":
-            return _rebuilt(_error.decode(payload))
+            return error_from_wire(_error.decode(payload))
     except UNFIT as error:
         raise BackendError(f"the server sent no answer: {error}. {_CURE}") from error
     raise BackendError(f"the server sent a frame of kind '{kind[:40]}', which nobody knows here. {_CURE}")
-
-
-def _rebuilt(told: dict[str, Any]) -> GpuinferError:
-    message = str(told.get("message", "it did not say why"))
-    error = rebuilt(str(told.get("type", "")), message) or BackendError(message)
-    if isinstance(error, QueueFull) and isinstance(after := told.get("retry_after_s"), int | float):
-        error.retry_after_s = float(after)
-    return error
 
 
 _CURE = "Let both ends run the same version of gpuinfer."

@@ -18,7 +18,7 @@ from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, LARGEST_PROMPT, VERSION, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, VERSION, Kind, Record, Unpacker, pack
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -30,6 +30,7 @@ from gpuinfer.errors import (
     UsageError,
 )
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
+from gpuinfer.text.frames import LARGEST_PROMPT
 
 SECONDS = 120  # after which what does not come about has failed
 

@@ -154,10 +154,6 @@ class Members:
         replica.show_breaker()
         self.refresh()
 
-    def look_around(self) -> None:
-        for replica in self.usable:
-            replica.look_around()
-
     def tick(self, now: float) -> None:
         """`now` is on the loop's clock."""
         wall = time.time()

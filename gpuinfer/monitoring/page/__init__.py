@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
+from gpuinfer.http.exchange import Exchange
+
 FILES = {
     "/": ("page/page.html", "text/html; charset=utf-8"),
     "/page.js": ("page/page.js", "text/javascript; charset=utf-8"),
@@ -43,3 +45,13 @@ def asset(path: str) -> tuple[bytes, str, tuple[tuple[str, str], ...]] | None:
         return None
     name, kind = FILES[path]
     return resources.files("gpuinfer.monitoring").joinpath(name).read_bytes(), kind, HEADERS
+
+
+async def send_file(exchange: Exchange) -> None:
+    """The handler of each of these paths."""
+    found = asset(exchange.path)
+    if found is None:
+        exchange.refuse(404, f"there is nothing at {exchange.path}.")
+        return
+    body, content_type, headers = found
+    exchange.respond(200, body, content_type, headers)

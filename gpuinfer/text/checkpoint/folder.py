@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,21 +67,29 @@ HEAD = "lm_head.weight"
 
 def open_folder(folder: Path, name: str) -> Checkpoint:
     """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
-    config = read_config(folder)
-    shape = shape_of(config, optional(folder / "generation_config.json"))
-    refuse_remote_code(optional(folder / "tokenizer_config.json"), str(folder / "tokenizer_config.json"))
-    store = open_shards(folder)
+    return assembled(folder, name, folder, lambda shape: open_shards(folder))
+
+
+def assembled(base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store]) -> Checkpoint:
+    """Configuration and tokenizer of `base`, with weights that are opened once their shape is known.
+
+    `folder` is where all of it lies, if it is one place. Raises `UsageError`.
+    """
+    config = read_config(base)
+    shape = shape_of(config, optional(base / "generation_config.json"))
+    refuse_remote_code(optional(base / "tokenizer_config.json"), str(base / "tokenizer_config.json"))
+    store = open_weights(shape)
     layout = layout_for(shape, biases_of(config), store)
     check(store, layout, spare=[HEAD])
     return Checkpoint(
         name=name,
         shape=layout.shape,
         folder=folder,
-        settings=settings_of(folder),
+        settings=settings_of(base),
         dtype=stored_dtype(store),
         layout=layout,
         store=store,
-        language=LanguageFiles(folder=folder),
+        language=LanguageFiles(folder=base),
     )
 
 
