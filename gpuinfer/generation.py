@@ -18,6 +18,19 @@ MOST_PENALTY = 2.0  # of presence and frequency, either way
 MOST_LOGPROBS = 20  # beside each token
 
 
+class Listed(Struct, frozen=True, kw_only=True):
+    """Text is free until `begin` has been said, which tokens may spell in any way; from there on it is a list, up to
+    `end`: `begin` (separator item)* separator `end`. No two items are of one unit. After `end` the answer is over, or
+    free again.
+    """
+
+    items: tuple[tuple[str, str], ...]  # (unit, text): such as ("PAR", "A PAR - BUR")
+    begin: str = "<orders>"
+    end: str = "</orders>"
+    separator: str = "\n"
+    ends: bool = True  # the answer is over with `end`
+
+
 class Constraint(Struct, frozen=True, kw_only=True):
     """What the whole answer must match. Exactly one field is set."""
 
@@ -25,6 +38,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark, or GBNF as llama.cpp has it
+    listed: Listed | None = None
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -50,6 +64,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True  # no special token is part of the answer's text
     logprobs: int | None = None  # that of each chosen token, and of so many likeliest ones beside it
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    processed_logprobs: bool = False  # of chosen tokens: under the distribution they were drawn from, filters and all
     constraint: Constraint | None = None
 
 
@@ -111,6 +126,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None  # the token id or the string that ended it; None: the model's end token
     logprobs: tuple[Logprob, ...] | None = None  # one for each token
+    processed: tuple[float, ...] | None = None  # with `Sampling.processed_logprobs`: one for each token
+    nodes: tuple[int, ...] | None = None  # of a listed constraint: the node at which each token was drawn; -1 outside
+    versions: tuple[tuple[int, str], ...] = ((0, ""),)  # (token, version): from which on which weights computed it
 
 
 class Part(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""Rollouts: the workload that plays environments with a model, for training."""
