@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -307,6 +307,18 @@ class Backend(Plugin, ABC):
         """A picklable way in for a worker process. The default gives each process its own copy of this backend."""
         return OwnCopy(type(self), self.setup, self.options.model_dump())
 
+    def beside(self, spec: ModelSpec) -> Backend:
+        """Another backend of this class and these options, for this other model, not started: for `Infer.beside`.
+
+        Raises `UsageError` where one cannot be had. The default is one for backends whose batches form here.
+        """
+        if self.remote:
+            raise UsageError(
+                f"the backend '{type(self).__name__.lower()}' is a way to a server with one model, and "
+                f"'{spec.name}' would be another beside it. Choose one that loads models itself: --backend inprocess."
+            )
+        return type(self)(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
+
     async def stats(self) -> Mapping[str, Any] | None:
         """What the far side has measured until now: `Snapshot.to_wire()` of its queue and forward lanes. None when
         batches are formed here.
@@ -516,6 +528,14 @@ class Infer(ABC):
     def block(self, rows: int) -> Any:
         """Room for `rows` rows that travel to the model without a copy, or None: see `Backend.block`. After `ready`."""
         return None
+
+    def beside(self, spec: ModelSpec) -> Infer:
+        """A way to another model, beside the run's own: a backend of the same class and options, an engine of its own.
+
+        It starts with its first request or at its `ready`, and is closed with this one; the run counts both. The same
+        spec gives the same way. Raises `UsageError` where there can be none.
+        """
+        raise UsageError(f"there can be no other model, '{spec.name}', beside the run's own here. Leave it out.")
 
     @abstractmethod
     def client(self) -> AbstractContextManager[Hashable]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.central.address import Address
 from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.connection import Connection
@@ -188,6 +188,10 @@ class Central(Remote):
         if self._server is None:
             raise UsageError("the backend 'central' has not been started. Await start() before connect().")
         return Way(self.setup, self._server.address, self._server.restarts_within_s)
+
+    def beside(self, spec: ModelSpec) -> Backend:
+        """A server of its own."""
+        return Central(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
 
     async def stats(self) -> Mapping[str, Any] | None:
         return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.config.described import Described
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.fleet.calling import Caller, Served, Way
@@ -272,6 +272,15 @@ class FleetBackend(Remote):
             raise UsageError("the backend 'fleet' has not been started. Await start() before connect().")
         file = self._owned.key_file if self._owned else self.options.key_file
         return Connection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
+
+    def beside(self, spec: ModelSpec) -> Backend:
+        """A fleet of its own. Raises `UsageError` for a server that runs already, which has one model."""
+        if self.options.endpoint is not None:
+            raise UsageError(
+                f"{self.options.endpoint} serves one model, and '{spec.name}' would be another beside it. "
+                "Leave -B endpoint out, and both are started for the run; or choose --backend inprocess."
+            )
+        return FleetBackend(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
 
     async def _counters(self) -> Mapping[str, Any] | None:
         return await super()._counters() if self._owned is None else (await self._owned.snapshot()).to_wire()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, Infer, Limits, Priority, Result, Roofline, Strategy, Stream
+from gpuinfer.api import Backend, Infer, Limits, ModelSpec, Priority, Result, Roofline, Strategy, Stream
 from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.settling import OnPart
@@ -40,6 +40,8 @@ class Session(Infer):
 
     A plugin that holds something for too long is given up: all requests fail, and `on_fault` is called with the error
     that names it, or `on_stuck`, from another thread, when it blocks the event loop. `name` says whose session it is.
+
+    Sessions of other models (`beside`) are inside this one: watched, stopped, counted and closed with it.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class Session(Infer):
         on_fault: Callable[[WorkError], None] = lambda error: None,
         on_stuck: Callable[[WorkError], None] = lambda error: None,
         name: str = "",
+        within: Session | None = None,
     ) -> None:
         self.roofline = roofline
-        self.stopping = asyncio.Event()
+        self.stopping = asyncio.Event() if within is None else within.stopping
+        self._name, self._within, self._beside = name, within, list[Session]()
         self._backend, self._strategy = backend, strategy
         self._recorder = _recorder(backend, strategy)
         patience = Patience.of(backend.setup)
@@ -93,36 +97,42 @@ class Session(Infer):
             self.watchdog.stop()
 
     def _held(self, patience: Patience) -> Sequence[Held]:
-        return list(self._engine.held(patience))
+        held = list(self._engine.held(patience))
+        return held if self._within is None else [replace(one, key=(self._name, one.key)) for one in held]
 
     def _give_up(self, error: WorkError) -> None:
-        self._engine.give_up(error)
+        for one in self._all():
+            one._engine.give_up(error)
         self._on_fault(error)
+
+    def _all(self) -> list[Session]:
+        """This one and those beside it."""
+        return [self, *self._beside]
 
     @property
     def asked(self) -> bool:
         """Whether a request is under way, or the backend itself."""
-        return self._engine.busy or (self._starting is not None and not self._starting.done())
+        return any(one._engine.busy or (one._starting is not None and not one._starting.done()) for one in self._all())
 
     @property
     def serving(self) -> bool:
         """Whether the backend has been given anything that it has not answered."""
-        return self._started and self._engine.serving
+        return any(one._started and one._engine.serving for one in self._all())
 
     @property
     def waiting_rows(self) -> int:
         """The rows that wait in this process."""
-        return self._engine.waiting_rows if self._started else 0
+        return sum(one._engine.waiting_rows for one in self._all() if one._started)
 
     @property
     def moved(self) -> int:
         """A number that changes whenever something is cut, computed, answered or given up."""
-        return self._engine.moved if self._started else 0
+        return sum(one._engine.moved for one in self._all() if one._started)
 
     @property
     def longest_s(self) -> float:
         """What the longest batch, or forward step, has taken until now."""
-        return self._engine.longest_s
+        return max(one._engine.longest_s for one in self._all())
 
     async def ready(self) -> Limits:
         if self._starting is None:
@@ -174,6 +184,25 @@ class Session(Infer):
         with blame.calling(self._backend, "block"):
             return self._backend.block(rows)
 
+    def beside(self, spec: ModelSpec) -> Session:
+        known = next((one for one in self._beside if one._backend.setup.model == spec), None)
+        return self._open_beside(spec) if known is None else known
+
+    def _open_beside(self, spec: ModelSpec) -> Session:
+        with blame.calling(self._backend, "beside"):
+            backend = self._backend.beside(spec)
+        strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
+        one = Session(backend, strategy, name=self._free_name(spec), within=self)
+        self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
+        self._beside.append(one)
+        return one
+
+    def _free_name(self, spec: ModelSpec) -> str:
+        """Of a session beside this one: what the report calls its model, and its lanes are named after."""
+        name, taken = os.path.basename(spec.name.rstrip("/")), {one._name for one in self._beside}
+        names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+        return next(free for free in names if free not in taken)
+
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
         me = f"{os.getpid()}.{next(self._clients)}"  # text: it may travel
@@ -215,34 +244,38 @@ class Session(Infer):
     async def stop(self) -> None:
         """Ask the workload and all its workers to keep what is finished and return."""
         self.stopping.set()
-        for workers in self._workers:
+        for workers in [workers for one in self._all() for workers in one._workers]:
             await workers.stop()
 
     def hurry(self) -> None:
         """Wait for nobody any more: worker processes are killed, and the backend has only a moment to close."""
-        self._engine.hurry()
-        for workers in self._workers:
-            workers.hurry()
+        for one in self._all():
+            one._engine.hurry()
+            for workers in one._workers:
+                workers.hurry()
 
     async def mark(self) -> None:
         """Count from here on, in every process and on the far side: what came before was preparation."""
         await self.refresh()
-        self._far_mark = self._far
+        for one in self._all():
+            one._far_mark = one._far
         await self.count_anew()
 
     async def count_anew(self) -> None:
         """`mark` without a question to the far side, which several processes share: only one of them asks it."""
-        self._mark = self._counted()
-        for workers in self._workers:
-            await workers.mark()
+        for one in self._all():
+            one._mark = one._counted()
+            for workers in one._workers:
+                await workers.mark()
 
     async def refresh(self) -> None:
         """Ask a remote backend what its far side has measured. What was known stays when it takes over a second."""
-        if not (self._backend.remote and self._started):
-            return
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask_far())
-        await asyncio.wait({self._asking}, timeout=FAR_S)
+        far = [one for one in self._all() if one._backend.remote and one._started]
+        for one in far:
+            if one._asking is None or one._asking.done():
+                one._asking = asyncio.create_task(one._ask_far())
+        if asking := {one._asking for one in far if one._asking is not None}:
+            await asyncio.wait(asking, timeout=FAR_S)
 
     async def _ask_far(self) -> None:
         try:
@@ -274,13 +307,18 @@ class Session(Infer):
         """
         parts = [since(self._counted(), self._mark)]
         for workers in self._workers:
-            parts += [_named(worker, part) for worker, part in sorted(workers.snapshots.items())]
-        return merge([*parts, _served(since(self._far, self._far_mark))])
+            found = sorted(workers.snapshots.items())
+            parts += [_named(f"worker {worker}", part) for worker, part in found]
+        parts.append(_served(since(self._far, self._far_mark)))
+        parts += [_beside(one._name, one.snapshot()) for one in self._beside]
+        return merge(parts)
 
     def _counted(self) -> Snapshot:
         """This process alone, since its start."""
-        lanes, (ran, waited) = tuple(lane.to_wire() for lane in self._lanes), machine.cpu_times()
-        own = Snapshot(lanes=lanes, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
+        own = Snapshot(lanes=tuple(lane.to_wire() for lane in self._lanes))
+        if self._within is None:  # of a process one session counts what all of it took
+            ran, waited = machine.cpu_times()
+            own = replace(own, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
         if not self._started:
             return own
         engine = self._engine.snapshot()
@@ -288,7 +326,14 @@ class Session(Infer):
         return merge([served, own])
 
     async def close(self) -> None:
-        """Settle every request and let go of the backend."""
+        """Settle every request and let go of the backend, and of those beside it before."""
+        try:
+            for one in self._beside:
+                await one.close()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
         if self._starting is None:
@@ -312,9 +357,17 @@ def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
     return None if backend.remote else Recorder.of(backend.setup, None, type(strategy).__name__.lower())
 
 
-def _named(worker: int, part: Snapshot) -> Snapshot:
-    lanes = ({**lane, "name": f"worker {worker}: {lane['name']}"} for lane in part.lanes)
+def _named(whose: str, part: Snapshot) -> Snapshot:
+    lanes = ({**lane, "name": f"{whose}: {lane['name']}"} for lane in part.lanes)
     return replace(part, lanes=tuple(lanes))
+
+
+def _beside(name: str, part: Snapshot) -> Snapshot:
+    """Of a model beside the run's own: it is named as such, and what it has taken of the device is counted already."""
+    device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
+    if part.device:
+        device["beside"] = {name: part.device.get("model", {})}
+    return replace(_named(f"beside {name}", part), device=device)
 
 
 def _asked(engine: Snapshot) -> Snapshot:
