@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy
 
 .PHONY: demo test thorough processors system soak lint clean
 
@@ -39,12 +40,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml plugins/gpuinfer-echo/pyproject.toml
+$(READY): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpuinfer needs Python 3.11 or newer. Name one: make PYTHON=python3.12 demo"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "Install the venv module first (Debian: python3-venv)."; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]' -e plugins/gpuinfer-echo
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(PLUGINS:%=-e %)
 	@touch $(READY)
 
 clean:

@@ -1,0 +1,120 @@
+"""The game loop's side: who speaks, what each is shown, what comes of the answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from gpuinfer.generation import Constraint
+from gpuinfer.rollouts.environment import Environment, Observation, Outcome
+from gpuinfer_diplomacy import shown
+from gpuinfer_diplomacy.asked import asked
+from gpuinfer_diplomacy.board import FIRST_YEAR, Board, Position, Resolved, on_thread
+from gpuinfer_diplomacy.options import POWERS, Options
+from gpuinfer_diplomacy.said import Said, said
+from gpuinfer_diplomacy.scored import scores
+
+
+class Diplomacy(Environment):
+    """Seven powers, from the spring of 1901 to the winter of the last year, or until one of them has won.
+
+    Powers that have nothing to order are not asked; units without an order hold. Raises `pydantic.ValidationError` for
+    an unknown or ill-typed option.
+    """
+
+    Options = Options
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(**options)
+        self.agents = POWERS
+        self.roles = {power: "policy" if power in self.options.policy else "opponent" for power in POWERS}
+
+    async def reset(self, seed: int) -> None:
+        self._counts: Counter[str] = Counter()
+        self._asked_before: set[str] = set()
+        self._last: Resolved | None = None
+        self._board, self._position = await on_thread(_begun, self.options.opening, random.Random(seed))
+        self._scores = scores(self._position.centers, self.options.score)
+
+    async def observe(self) -> Mapping[str, Observation]:
+        position, options = self._position, self.options
+        board = shown.board(position, self._last if options.results else None)
+        return {power: self._observation(power, board) for power, orders in position.legal.items() if orders}
+
+    def _observation(self, power: str, board: str) -> Observation:
+        options = self.options
+        asking = shown.own(self._position, power, detail=options.detail, thoughts=options.thoughts)
+        message = {"role": "user", "content": f"{board}\n{asking}"}
+        anew = options.memory == "phase" or power not in self._asked_before
+        self._asked_before.add(power)
+        messages = ({"role": "system", "content": shown.RULES}, message) if anew else (message,)
+        return Observation(messages, anew=anew, constraint=self._constraint(power))
+
+    def _constraint(self, power: str) -> Constraint:
+        return asked(self._position, power, thoughts=self.options.thoughts)
+
+    async def step(self, answers: Mapping[str, str]) -> Outcome:
+        heard = {
+            power: self._heard(power, answers.get(power, "")) for power, due in self._position.legal.items() if due
+        }
+        orders = {power: what.orders for power, what in heard.items()}
+        year = self._position.year
+        self._last, self._position, won = await on_thread(_played, self._board, orders)
+        done = won or self._position.year >= FIRST_YEAR + self.options.horizon
+        self._counts["phases"] += 1
+        return Outcome(self._rewards(done, done or self._position.year > year), done, self._metrics())
+
+    def _heard(self, power: str, text: str) -> Said:
+        what = said(text, self._position, power, thoughts=self.options.thoughts)
+        self._counts.update(
+            orders=len(what.orders),
+            illegal_orders=what.illegal,
+            repeated_orders=what.repeated,
+            unfinished_answers=what.unfinished,
+            answers_without_orders=what.none,
+        )
+        return what
+
+    def _rewards(self, done: bool, new_year: bool) -> dict[str, float]:
+        """By the end, or by the year: then they add up to what the game has changed in a power's score."""
+        yearly = self.options.rewards == "year"
+        if not (new_year if yearly else done):
+            return {}
+        before, self._scores = self._scores, scores(self._position.centers, self.options.score)
+        return {power: score - before[power] * yearly for power, score in self._scores.items()}
+
+    def _metrics(self) -> dict[str, float]:
+        owned = {f"centers_{power.lower()}": len(places) for power, places in self._position.centers.items()}
+        return {name: float(count) for name, count in (*self._counts.items(), *owned.items())}
+
+    async def close(self) -> None:
+        self._board = None
+
+
+def _begun(opening: int, chance: random.Random) -> tuple[Board, Position]:
+    board = Board()
+    position = board.position()
+    for _ in range(opening):
+        board.play(at_random(position, chance))
+        if board.over:
+            return _begun(0, chance)
+        position = board.position()
+    return board, position
+
+
+def at_random(position: Position, chance: random.Random) -> dict[str, list[str]]:
+    """Any legal orders of all powers, one for each unit; of builds and disbands as many as are due."""
+    orders = {power: [chance.choice(there) for there in places.values()] for power, places in position.legal.items()}
+    if position.kind == "A":
+        return {
+            power: chance.sample(given, min(len(given), abs(position.adjustments[power])))
+            for power, given in orders.items()
+        }
+    return orders
+
+
+def _played(board: Board, orders: Mapping[str, tuple[str, ...]]) -> tuple[Resolved, Position, bool]:
+    last = board.play(orders)
+    return last, board.position(), board.over
