@@ -537,6 +537,15 @@ class Infer(ABC):
         """
         raise UsageError(f"there can be no other model, '{spec.name}', beside the run's own here. Leave it out.")
 
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """Have the backend compute with other weights, under the name `version`: see `Backend.update`.
+
+        What is asked after the return is answered by them alone. It changes the backend of this process and what that
+        is connected to: worker processes with a copy of their own keep theirs. Raises `UsageError` for weights that do
+        not fit, and where this cannot be done; otherwise as a request does.
+        """
+        raise UsageError("weights cannot be changed here. Ask the run's own `infer` for it.")
+
     @abstractmethod
     def client(self) -> AbstractContextManager[Hashable]:
         """Join as a live client: `with infer.client() as me: await infer(x, client=me)`."""

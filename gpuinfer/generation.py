@@ -101,6 +101,11 @@ class Prompt(Struct, frozen=True, kw_only=True):
     adapter: str | None = None  # the name of one that the backend has; None: the model itself
     special_tokens: bool = True  # add what the tokenizer adds to a text; a chat template has its own
     begun: tuple[tuple[int, ...], ...] = ()
+    begun_versions: tuple[tuple[tuple[int, str], ...], ...] = ()
+    """`Completion.versions` of the tokens in `begun`, sample by sample: whoever goes on cannot know that. None
+    at all: the weights of the start."""
+    begun_processed: tuple[tuple[float, ...], ...] = ()
+    """`Completion.processed` of the tokens in `begun`; with `Sampling.processed_logprobs` they must be there."""
 
 
 class Candidate(Struct, frozen=True, array_like=True):
@@ -146,6 +151,8 @@ class Part(Struct, frozen=True, kw_only=True):
     logprobs: tuple[Logprob, ...] | None = None  # one for each token
     finish_reason: Literal["stop", "length"] | None = None  # of the sample's last part alone, as is `stop_reason`
     stop_reason: int | str | None = None
+    processed: tuple[float, ...] | None = None  # as in the `Completion`, one for each token
+    versions: tuple[tuple[int, str], ...] = ()  # of the `Completion`'s, those that begin here; never (0, "")
 
 
 class Generation(Struct, frozen=True, kw_only=True):

@@ -229,7 +229,16 @@ class Versioned(Poet):
 
     def answer(self, prompt):
         found = super().answer(prompt)
-        return found if isinstance(found, BadPrompt) else structs.replace(found, versions=(self.version,))
+        if isinstance(found, BadPrompt):
+            return found
+        spans = ((0, self.version),)
+        drawn = tuple(structs.replace(one, versions=spans) for one in found.completions)
+        return structs.replace(found, completions=drawn, versions=(self.version,))
+
+
+class Unspanned(Versioned):
+    def answer(self, prompt):
+        return structs.replace(Poet.answer(self, prompt), versions=(self.version,))
 
 
 class Unversioned(Versioned):
@@ -361,6 +370,7 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(FromTheTop, "goes on with an answer that has begun", id="begins again"),
         pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
         pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
+        pytest.param(Unspanned, "changes its weights", id="completions that do not name their weights"),
         pytest.param(OldCache, "changes its weights", id="a cache of old weights"),
         pytest.param(AnyWeights, "changes its weights", id="weights that are not there"),
         pytest.param(Overlong, "answers each request with its own rows", id="more tokens than were wanted"),

@@ -186,6 +186,14 @@ class Engine:
         with self._harmless(self.backend, "cancel"):
             self.backend.cancel(request)
 
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """Have the backend change its weights: see `Backend.update`. Raises what it raises, and `Closed`."""
+        if self._shut is not None:
+            raise self._given_up or Closed(f"the engine {self._shut}")
+        with blame.calling(self.backend, "update"):
+            if not await self._ends(self.backend.update(version, weights, adapter=adapter, drain=drain)):
+                raise self._given_up or Closed("the engine was closed before the weights were changed.")
+
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
         self._core.join(client, self._clock())

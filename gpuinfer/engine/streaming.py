@@ -45,12 +45,14 @@ class Unread:
 class _Joined:
     """Parts of one sample, of which there will be one."""
 
-    __slots__ = ("_last", "_logprobs", "_texts", "_tokens")
+    __slots__ = ("_last", "_logprobs", "_processed", "_texts", "_tokens", "_versions")
 
     def __init__(self, *parts: Part) -> None:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[Logprob] = []
+        self._processed: list[float] = []
+        self._versions: list[tuple[int, str]] = []
         for part in parts:
             self.add(part)
 
@@ -58,6 +60,8 @@ class _Joined:
         self._texts.append(part.text)
         self._tokens += part.tokens
         self._logprobs += part.logprobs or ()
+        self._processed += part.processed or ()
+        self._versions += part.versions
         self._last = part
 
     def part(self) -> Part:
@@ -69,6 +73,8 @@ class _Joined:
             logprobs=None if last.logprobs is None else tuple(self._logprobs),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
+            processed=None if last.processed is None else tuple(self._processed),
+            versions=tuple(self._versions),
         )
 
 

@@ -180,6 +180,10 @@ class Session(Infer):
 
         return PartStream(ask)
 
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        await self.ready()
+        await self._engine.update(version, weights, adapter=adapter, drain=drain)
+
     def block(self, rows: int) -> Any:
         with blame.calling(self._backend, "block"):
             return self._backend.block(rows)

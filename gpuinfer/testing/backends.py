@@ -288,6 +288,9 @@ class _Examination:
             after = await self._whole(request)
             if after.versions != (version,):
                 return f"after update('{version}') an answer says {after.versions}. Name what it was computed with."
+            if any(one.versions != ((0, version),) for one in after.completions):
+                told = after.completions[0].versions
+                return f"after update('{version}') a completion says {told}. Name what drew it: ((0, '{version}'),)."
             if after.cached_tokens:
                 return f"{after.cached_tokens} tokens that old weights cached served another prompt. Forget them."
             if _said(after) != _said(before):

@@ -96,6 +96,9 @@ def _fault_of_sample(parts: Sequence[Part], answer: Completion) -> str | None:
         return f"parts joined say {text!r:.60} and the answer {answer.text!r:.60}. Hold back what may be taken back"
     if (parts[-1].finish_reason, parts[-1].stop_reason) != (answer.finish_reason, answer.stop_reason):
         return "the last part ended for another reason than the answer. Give both the same"
+    spans = tuple(span for part in parts for span in part.versions)
+    if spans != tuple(span for span in answer.versions if span != (0, "")):
+        return f"parts joined say that {spans!s:.60} drew them and the answer {answer.versions!s:.60}. Say the same"
     logprobs = tuple(one for part in parts for one in part.logprobs or ())
     if logprobs != (answer.logprobs or ()):
         return "parts joined have other log-probabilities than the answer. Give each with its token"

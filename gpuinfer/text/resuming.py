@@ -14,6 +14,8 @@ class Had:
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
         self._tokens = [list(tokens) for tokens in prompt.begun] or [list[int]() for _ in range(prompt.samples)]
+        self._versions = [list(spans) for spans in prompt.begun_versions] or [[] for _ in range(prompt.samples)]
+        self._processed = [list(one) for one in prompt.begun_processed] or [[] for _ in range(prompt.samples)]
         self._whole: set[int] = set()  # samples whose last part has been passed on
 
     def fresh(self, part: Part) -> Part | None:
@@ -26,6 +28,9 @@ class Had:
         if part.sample in self._whole:
             return None
         self._tokens[part.sample] += part.tokens
+        known = self._versions[part.sample]
+        known += [span for span in part.versions if not known or span[0] > known[-1][0]]
+        self._processed[part.sample] += part.processed or ()
         if part.finish_reason is not None:
             self._whole.add(part.sample)
         return part
@@ -34,4 +39,9 @@ class Had:
         """What asks for all that has not come yet; the very prompt, where nothing has."""
         if not any(self._tokens):
             return self._prompt
-        return structs.replace(self._prompt, begun=tuple(map(tuple, self._tokens)))
+        return structs.replace(
+            self._prompt,
+            begun=tuple(map(tuple, self._tokens)),
+            begun_versions=tuple(map(tuple, self._versions)) if any(self._versions) else (),
+            begun_processed=tuple(map(tuple, self._processed)) if any(self._processed) else (),
+        )

@@ -16,6 +16,10 @@ LONG = "the quick brown fox jumps over the lazy"
 NEW = 12345  # the weights of a toy decoder are a number
 
 
+def of_new(asked):
+    return alone(asked, weights=NEW, version="v1")
+
+
 @pytest.fixture
 def generator():
     return toy_generator(step_tokens=16)
@@ -33,7 +37,7 @@ def test_what_comes_after_an_update_is_answered_by_the_new_weights_alone(generat
     assert (before.versions, before.completions, again.cached_tokens) == (("",), alone(prompt(LONG)), len(LONG) - 1)
     generator.update("v1", NEW)
     [after, shared] = [*run(generator, [prompt(LONG)]), *run(generator, [prompt(LONG)])]
-    assert (after.version, after.completions, after.cached_tokens) == ("v1", alone(prompt(LONG), weights=NEW), 0)
+    assert (after.version, after.completions, after.cached_tokens) == ("v1", of_new(prompt(LONG)), 0)
     assert (shared.completions, shared.cached_tokens) == (after.completions, len(LONG) - 1)
     assert alone(prompt(LONG), weights=NEW) != alone(prompt(LONG))
 
@@ -48,9 +52,12 @@ def test_an_answer_under_way_goes_on_and_what_it_holds_serves_nobody_else(genera
         pass
     [(_, mixed)] = finished
     assert mixed.versions == ("", "v1")
-    assert mixed.completions not in (alone(prompt(LONG, 12)), alone(prompt(LONG, 12), weights=NEW))
+    tokens = mixed.completions[0].tokens
+    assert tokens not in (alone(prompt(LONG, 12))[0].tokens, of_new(prompt(LONG, 12))[0].tokens)
+    assert tokens[:3] == alone(prompt(LONG, 12))[0].tokens[:3]
+    assert mixed.completions[0].versions == ((0, ""), (3, "v1"))  # two steps for the prompt
     [after] = run(generator, [prompt(LONG + " dog")])
-    assert (after.cached_tokens, after.completions) == (0, alone(prompt(LONG + " dog"), weights=NEW))
+    assert (after.cached_tokens, after.completions) == (0, of_new(prompt(LONG + " dog")))
 
 
 def test_a_row_that_waits_for_anothers_beginning_computes_its_own(generator):
@@ -63,7 +70,7 @@ def test_a_row_that_waits_for_anothers_beginning_computes_its_own(generator):
     while generator.busy:
         finished |= dict(generator.step().finished)
     assert [finished[ticket].versions for ticket in (0, 1)] == [("", "v1"), ("v1",)]
-    assert finished[1].completions == alone(prompt(LONG + " two"), weights=NEW)
+    assert finished[1].completions == of_new(prompt(LONG + " two"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,7 +96,8 @@ def test_an_answer_that_names_one_version_is_that_versions_alone(seed):
     assert len(finished) == 40 > len(whole) > 5
     for number in whole:
         weights = versions[finished[number].version]
-        assert finished[number].completions == alone(asked[number], weights=weights)
+        version = finished[number].version
+        assert finished[number].completions == alone(asked[number], weights=weights, version=version)
 
 
 def test_an_update_that_drains_comes_after_the_answers_under_way_and_before_all_others(generator, driver):
@@ -104,7 +112,7 @@ def test_an_update_that_drains_comes_after_the_answers_under_way_and_before_all_
     found = [future.result(WAIT_S) for future in (*early, *late)]
     assert [one.versions for one in found] == [("",), ("",), ("v1",)]
     assert found[1].completions == alone(prompt("cd", 5))
-    assert found[2].completions == alone(prompt("ef", 5), weights=NEW)
+    assert found[2].completions == of_new(prompt("ef", 5))
 
 
 def test_an_update_that_does_not_drain_comes_with_the_next_step(generator, driver):

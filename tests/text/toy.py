@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from gpuinfer.api import Backend
 from gpuinfer.generation import Completion, Part, Prompt, Sampling
@@ -18,6 +19,7 @@ from gpuinfer.text.model import TextModel
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
+from gpuinfer.text.versions import until
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
 END = len(LETTERS)
@@ -170,10 +172,13 @@ def run(generator: Generator, prompts: Sequence[Prompt]) -> list[object]:
     return outcomes
 
 
-def alone(prompt: Prompt, length: int = 64, seed: int = 7, weights: int = 0) -> tuple[Completion, ...]:
+def alone(
+    prompt: Prompt, length: int = 64, seed: int = 7, weights: int = 0, version: str = ""
+) -> tuple[Completion, ...]:
     """What a plain loop answers: one row, a fresh cache, the whole prompt at once, then token after token."""
     numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
-    return tuple(_alone(prompt, number, length, seed, weights) for number in numbers)
+    found = (_alone(prompt, number, length, seed, weights) for number in numbers)
+    return tuple(structs.replace(one, versions=((0, version),)) for one in found)
 
 
 def _alone(prompt: Prompt, number: int, length: int, seed: int, weights: int) -> Completion:
@@ -225,6 +230,8 @@ def _whole(parts: Sequence[Part]) -> Completion:
         finish_reason=parts[-1].finish_reason,
         stop_reason=parts[-1].stop_reason,
         logprobs=None if parts[-1].logprobs is None else tuple(logprobs),
+        processed=None if parts[-1].processed is None else tuple(one for part in parts for one in part.processed),
+        versions=until(tuple(span for part in parts for span in part.versions), 1 << 30),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from gpuinfer.generation import Completion, Logprob, Sampling
 from gpuinfer.text.generator.seams import Growing, Language, Matcher
+from gpuinfer.text.versions import START, Spans, until
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ def completion(
     tokens: Sequence[int],
     logprobs: Sequence[Logprob] | None,
     end: Ending,
+    versions: Spans = START,
+    processed: Sequence[float] | None = None,
 ) -> Completion:
     """The answer as it is delivered, from all that has been drawn."""
     if isinstance(end.cause, str) and growing is not None:
@@ -65,4 +68,6 @@ def completion(
         finish_reason=end.reason,
         stop_reason=end.cause,
         logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
+        processed=None if processed is None else tuple(processed[: len(tokens)]),
+        versions=until(versions, len(tokens)),
     )

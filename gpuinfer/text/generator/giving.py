@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.generation import Completion, Logprob, Part
 from gpuinfer.text.generator.seams import Growing
+from gpuinfer.text.versions import Spans, begun_in
 
 MOST_PARTS_S = 2000.0  # parts a second, of all readers; a first token does not wait for it
 
@@ -33,7 +34,13 @@ class Given:
         self.characters, self.tokens = before  # given out
         self._drawn = self.tokens  # tokens that `growing` has
 
-    def more(self, answer: NDArray[np.int32], logprobs: Sequence[Logprob] | None) -> Part | None:
+    def more(
+        self,
+        answer: NDArray[np.int32],
+        logprobs: Sequence[Logprob] | None,
+        processed: Sequence[float] | None,
+        versions: Spans,
+    ) -> Part | None:
         """What has become certain since the last time; None when nothing has.
 
         `answer`: int32 [tokens], all that have been drawn.
@@ -52,6 +59,8 @@ class Given:
             text=text,
             tokens=tuple(answer[start : self.tokens].tolist()),
             logprobs=None if logprobs is None else tuple(logprobs[start : self.tokens]),
+            processed=None if processed is None else tuple(processed[start : self.tokens]),
+            versions=begun_in(versions, start, self.tokens),
         )
 
     def finish(self, answer: Completion) -> Part:
@@ -68,4 +77,6 @@ class Given:
             logprobs=None if answer.logprobs is None else answer.logprobs[self.tokens :],
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
+            processed=None if answer.processed is None else answer.processed[self.tokens :],
+            versions=begun_in(answer.versions, self.tokens),
         )

@@ -19,6 +19,7 @@ from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.step import Decoder
+from gpuinfer.text.versions import Spans, then
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +128,7 @@ class Row:
 
     __slots__ = (
         "begun", "draws", "echoed_from", "first", "followers", "given", "growing", "known", "logprobs", "matcher",
-        "number", "owner", "shared", "slot", "source", "work",
+        "number", "owner", "processed", "shared", "slot", "source", "versions", "work",
     )  # fmt: skip
 
     def __init__(self, work: PromptWork, number: int) -> None:
@@ -145,6 +146,8 @@ class Row:
         self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
         self.logprobs: list[Logprob] | None = None
+        self.processed: list[float] | None = None
+        self.versions = self._versions()  # of the weights that have drawn its answer, and will the next token
         self.followers: tuple[Row, ...] = ()  # rows that go through the same: they copy it
         self.owner: Row | None = None  # whose prefill it waits for
         self.source, self.shared = -1, 0  # the owner's slot, and how many positions of it are wanted
@@ -155,6 +158,10 @@ class Row:
             return 0
         begun = len(self.known) > len(prepared.tokens)
         return len(prepared.tokens) - 1 if begun and prepared.sampling.logprobs is not None else NEVER
+
+    def _versions(self) -> Spans:
+        now = self.work.versions[-1]
+        return ((0, now),) if self.begun is None else then(self.begun.versions, len(self.begun.tokens), now)
 
 
 def row_of(language: Language, work: PromptWork, number: int) -> Row:
@@ -170,6 +177,8 @@ def row_of(language: Language, work: PromptWork, number: int) -> Row:
     matcher = prepared.matcher if row.begun is None else row.begun.matcher
     row.matcher = None if matcher is None else matcher.copy()
     row.logprobs = None if sampling.logprobs is None else []
+    if sampling.processed_logprobs:
+        row.processed = [] if row.begun is None else list(row.begun.processed)
     return row
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 import numpy as np
+from msgspec import structs
 
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part
@@ -17,6 +18,7 @@ from gpuinfer.text.generator.ending import END_TOKEN, NOTHING, Ending, completio
 from gpuinfer.text.generator.giving import MOST_PARTS_S
 from gpuinfer.text.generator.prepared import PromptWork, Row, row_of
 from gpuinfer.text.generator.seams import Drawn, Language
+from gpuinfer.text.versions import then, until
 
 Echo = tuple[Sequence[Logprob], Sequence[Logprob]]
 """Log-probabilities of tokens of a prompt, and of those that an answer has begun with."""
@@ -56,9 +58,18 @@ class Settling:
     def change_version(self, version: str) -> None:
         """Other weights compute from the next step on. Of a prompt they have computed all if nothing has been yet."""
         self.version = version
+        table = self._table
         for work in self.works.values():
-            begun = any(self._table.filled[row.slot] for row in work.rows)
+            begun = any(table.filled[row.slot] for row in work.rows)
             work.versions = (*work.versions, version) if begun else (version,)
+            for row in work.rows:
+                if table.rows[row.slot] is row:
+                    row.versions = then(row.versions, self._drawn(row), version)
+
+    def _drawn(self, row: Row) -> int:
+        """How many tokens of its answer are known."""
+        known = self._table.filled[row.slot] + 1 if self._table.decodes[row.slot] else len(row.known)
+        return int(known) - len(row.work.prepared.tokens)
 
     def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
         """After a step: `echoes` are those of the chunks that want them, in order."""
@@ -146,10 +157,12 @@ class Settling:
 
     def _conclude(self, row: Row, now: float) -> None:
         """One that draws no token: its answer is known, or none is wanted."""
-        answer, begun = NOTHING, row.begun
+        answer, begun = structs.replace(NOTHING, versions=until(row.versions, 0)), row.begun
         if begun is not None and begun.ending is not None:
             sampling, tokens = row.work.prepared.sampling, begun.tokens.tolist()
-            answer = completion(self._language, sampling, row.growing, tokens, row.logprobs, begun.ending)
+            answer = completion(
+                self._language, sampling, row.growing, tokens, row.logprobs, begun.ending, row.versions, row.processed
+            )
         part = None if row.given is None else row.given.finish(answer)
         self._finish(row, answer, part, now)
 
@@ -170,7 +183,9 @@ class Settling:
                 self._enter("reply")
             if end is not None:
                 drawn = tokens[prompt : at + 1].tolist()
-                answer = completion(self._language, sampling, row.growing, drawn, row.logprobs, end)
+                answer = completion(
+                    self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, row.processed
+                )
                 self._finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
@@ -184,7 +199,7 @@ class Settling:
                 continue
             try:
                 answer = table.tokens[slot, table.prompt[slot] : table.filled[slot] + 1]
-                if (part := row.given.more(answer, row.logprobs)) is not None:
+                if (part := row.given.more(answer, row.logprobs, row.processed, row.versions)) is not None:
                     self.parts.append((row.work.ticket, part))
             except Exception as error:  # noqa: BLE001  as above
                 self.fail(row.work, error)
