@@ -1,4 +1,4 @@
-"""Small files that others wait for: they are there whole, or not at all."""
+"""Files that others wait for: they are there whole, or not at all; and what stays of them when the power goes."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def sync_folder(path: Path) -> None:
+    """The names in it are on the disk when this returns: what was made, renamed or removed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

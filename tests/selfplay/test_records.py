@@ -16,7 +16,7 @@ from matches import arena_of, in_order, played, same
 from torch.utils.data import DataLoader
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.workloads.selfplay import records
+from gpuinfer.host.records import unwritable
 from gpuinfer.workloads.selfplay.dataset import FIELDS, SelfPlayRecords
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.records import Folder
@@ -88,7 +88,7 @@ def test_records_are_not_added_to_by_accident(folder):
 
 
 def test_other_settings_are_refused_and_shown(folder):
-    with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: None there, 3 here\)") as refused:
+    with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: null there, 3 here\)") as refused:
         Folder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)
     assert "blob" not in str(refused.value)
 
@@ -204,7 +204,7 @@ def test_a_shard_that_does_not_fit_leaves_nothing_behind(folder, games):
 
 
 def test_no_space_names_its_cure(tmp_path):
-    message = str(records.unwritable(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    message = str(unwritable(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     assert message.endswith("Free some space, then run again with --resume.")
 
 

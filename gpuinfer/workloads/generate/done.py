@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
+from gpuinfer.host.files import sync_folder
 from gpuinfer.workloads.generate.lines import BATCH_ANSWER
 from gpuinfer.workloads.generate.seen import KEY_BYTES, Seen
 
@@ -91,14 +92,6 @@ def rewrite(path: Path, keeps: Callable[[bytes], object]) -> None:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
         raise
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Earlier:

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite, sync_folder
+from gpuinfer.host.files import sync_folder
+from gpuinfer.host.records import differences
+from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite
 from gpuinfer.workloads.generate.seen import Seen
 from gpuinfer.workloads.generate.writing import Aside, waiting
 
@@ -260,14 +262,3 @@ def _is(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """For people; "" when there are none."""
-    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    return "; ".join(f"{name}: {_short(found.get(name))} there, {_short(wanted.get(name))} here" for name in different)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "…"

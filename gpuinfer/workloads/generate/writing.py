@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import stat
 import threading
@@ -19,14 +18,15 @@ from pathlib import Path
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
-from gpuinfer.workloads.generate.done import key_of, read, sync_folder
+from gpuinfer.host.files import sync_folder
+from gpuinfer.host.records import FULL
+from gpuinfer.workloads.generate.done import key_of, read
 from gpuinfer.workloads.generate.seen import Seen
 
 SYNC_S, SYNC_BYTES = 1.0, 8 << 20  # whichever comes first: a line is on the disk no later
 MOST_WAITING = 4 << 20  # bytes that wait to be written, before those who bring more must wait
 END_S = 30.0  # for the last bytes to be taken; a reader that has stopped reading is not waited for longer
 APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Outlet:

@@ -1,0 +1,163 @@
+"""A folder of records that a run can go on with: a manifest of how they were made, and shards.
+
+A shard is there whole or not at all. The manifest (`manifest.json`) is written before the first shard, and holds the
+settings that decide what the records are; a run with others is refused. One run at a time writes to the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.files import sync_folder
+
+MANIFEST = "manifest.json"
+TORN = ".tmp"  # the end of a name under which nothing is whole yet
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHOWN_VALUE = 80  # characters
+
+log = logging.getLogger(__name__)
+
+
+class RecordFolder:
+    """The folder that `--out` names. `schema` is the manifest's; shards are named shard-*, with `suffix` in the end."""
+
+    def __init__(self, path: Path, schema: str, suffix: str) -> None:
+        self.path, self._schema, self._suffix = path, schema, suffix
+        self._release: Callable[[], object] = lambda: None
+
+    def claim(self, settings: Mapping[str, Any], resume: bool) -> bool:
+        """Have it for these settings, until `release` or the end of this object; whether there are records already.
+
+        `settings` are those that decide what the records are. Raises UsageError when there are some and `resume` is not
+        set, when they were made with other settings, or when another run is writing here.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as if_refused:
+                self._lock()
+                if_refused.callback(self.release)
+                held = self._go_on(json.loads(json.dumps(dict(settings))), resume)
+                if_refused.pop_all()
+            return held
+        except OSError as error:
+            why = f"{self.path} cannot be written: {error.strerror}. Give another folder with --out."
+            raise UsageError(why) from error
+
+    def release(self) -> None:
+        """Let others in."""
+        self._release()
+
+    def shards(self) -> Iterator[Path]:
+        return self.path.glob(f"shard-*{self._suffix}")
+
+    def put(self, name: str, write: Callable[[IO[bytes]], object]) -> Path:
+        """Add one file: on disk, under its name, when this returns. Raises WorkError when it cannot be."""
+        try:
+            return self._put(name, write)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def manifest(self) -> dict[str, Any] | None:
+        """None where there is none. Raises UsageError for what is no manifest of this schema."""
+        path = self.path / MANIFEST
+        try:
+            manifest: Any = json.loads(path.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is not JSON ({error}). Give another folder with --out.") from error
+        ours = isinstance(manifest, dict) and manifest.get("schema") == self._schema
+        if not ours or not isinstance(manifest.get("settings"), dict):
+            raise UsageError(f"{path} is not of schema {self._schema}. Give another folder with --out.")
+        return dict(manifest)
+
+    def note(self, **facts: Any) -> None:
+        """Add to the manifest. Raises WorkError when it cannot be written."""
+        try:
+            self._write_manifest({**(self.manifest() or {}), **facts})
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def remove_torn(self) -> None:
+        """What a killed run left half written goes. Nobody may be writing any more."""
+        for torn in self.path.glob(f"shard-*{TORN}"):
+            with contextlib.suppress(OSError):  # another time
+                torn.unlink()
+
+    def _lock(self) -> None:
+        """Two runs that write here at once would do the same work."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise UsageError(f"{self.path} is in use by another run. Wait for it, or give another --out.") from None
+        except OSError as error:
+            log.info("%s: no locks on this file system (%s)", self.path, error)
+
+    def _go_on(self, settings: Mapping[str, Any], resume: bool) -> bool:
+        found = self.manifest()
+        if found is None:
+            if any(self.shards()):
+                raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
+            self._write_manifest({"schema": self._schema, "settings": settings})
+            return False
+        if not resume:
+            raise UsageError(
+                f"{self.path} holds records already. Add --resume to go on with them, or give another --out."
+            )
+        if shown := differences(found["settings"], settings):
+            raise UsageError(
+                f"{self.path} was made with other settings ({shown}). Use those, or give another folder with --out."
+            )
+        self.remove_torn()
+        return True
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        self._put(MANIFEST, lambda file: file.write(text.encode()))
+
+    def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> Path:
+        torn = self.path / f"{name}{TORN}"
+        try:
+            with torn.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            torn.rename(self.path / name)
+            sync_folder(self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                torn.unlink(missing_ok=True)
+            raise
+        return self.path / name
+
+
+def unwritable(path: Path, error: OSError) -> WorkError:
+    cure = "Free some space" if error.errno in FULL else "Mend that"
+    return WorkError(
+        f"records cannot be written to {path}: {error.strerror}. What was finished before is kept. "
+        f"{cure}, then run again with --resume."
+    )
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """For people; "" when there are none."""
+    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    return "; ".join(f"{name}: {_short(found.get(name))} there, {_short(wanted.get(name))} here" for name in different)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN_VALUE else f"{text[: SHOWN_VALUE - 3]}…"

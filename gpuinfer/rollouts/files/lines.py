@@ -1,0 +1,78 @@
+"""A group as one line of JSON: every float comes back as it was, every token as an integer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from gpuinfer.errors import WorkError
+from gpuinfer.rollouts.record import Game, Group, Turn
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Group).decode
+MOST_SEED = 2**63  # a seed is an integer of 64 bits in every form
+
+
+class _Numbered(Struct):
+    number: int
+
+
+_numbered = msgspec.json.Decoder(_Numbered).decode
+
+
+def encode(group: Group) -> bytes:
+    """Raises `WorkError` for what no form of file holds: a number that is not finite, a seed past 64 bits."""
+    check(group)
+    try:
+        return _encode(group) + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WorkError(f"group {group.number} cannot be written ({error}). Messages hold JSON alone.") from error
+
+
+def decode(line: bytes) -> Group | None:
+    """None for what is no line of `encode`."""
+    try:
+        return _decode(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(line: bytes) -> int | None:
+    """The group's; None for what is no whole line."""
+    try:
+        return _numbered(line).number if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def check(group: Group) -> None:
+    """Raises `WorkError` that names what is not finite."""
+    for game in (*group.games, *group.failed):
+        if not -MOST_SEED <= game.seed < MOST_SEED:
+            raise WorkError(
+                f"the seed {game.seed} of {_called(group, game)} has more than 64 bits. Draw a smaller one."
+            )
+        for name, values in _floats(game):
+            if not all(map(math.isfinite, values)):
+                raise WorkError(
+                    f"{name} of {_called(group, game)} is not finite. See to what its environment and model give."
+                )
+
+
+def _called(group: Group, game: Game) -> str:
+    return f"group {group.number}, sample {game.sample}"
+
+
+def _floats(game: Game) -> Iterator[tuple[str, Sequence[float]]]:
+    yield "a metric", tuple(game.metrics.values())
+    for trajectory in game.trajectories:
+        yield "a reward", (trajectory.reward, *(turn.reward for turn in trajectory.turns))
+        for turn in trajectory.turns:
+            yield "a log-probability", _logprobs(turn)
+
+
+def _logprobs(turn: Turn) -> tuple[float, ...]:
+    return (*turn.logprobs, *(turn.reference_logprobs or ()), *(turn.policy_logprobs or ()))

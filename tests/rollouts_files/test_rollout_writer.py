@@ -1,0 +1,232 @@
+"""What a run of rollouts leaves on the disk: each group once, whatever ended the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_draws import group_of, groups
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.rollouts import header, read
+from gpuinfer.rollouts.files import Writer, lines
+
+HEADER = {"env": "toy", "seed": 1, "model": {"fingerprint": "f00d"}}
+FORMS = ["jsonl"]
+
+
+def written(folder, numbers, form="jsonl", resume=False, on_the_way=lambda: None, **more):
+    """What a run that plays these groups leaves; those that it found. `on_the_way` comes before it is closed."""
+
+    async def run():
+        writer = Writer(folder, form, HEADER, resume=resume, **more)
+        found = writer.done
+        for number in numbers:
+            if number not in found:
+                await writer.add(group_of(number))
+        await writer.flush()
+        on_the_way()
+        await writer.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def in_folder(folder):
+    return {group.number: group for group in read(folder)}
+
+
+@given(groups)
+@settings(deadline=None)
+def test_a_group_comes_back_from_its_line_as_it_was(group):
+    line = lines.encode(group)
+    assert line.count(b"\n") == 1
+    assert lines.decode(line) == group
+    assert lines.number(line) == group.number
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shard_bytes", [1, 3000, 64 << 20], ids=["a shard a group", "some shards", "one shard"])
+def test_what_was_added_is_read_in_its_order(tmp_path, form, shard_bytes):
+    written(tmp_path, [3, 1, 2, 7, 5], form, shard_bytes=shard_bytes)
+    assert list(read(tmp_path)) == [group_of(number) for number in (3, 1, 2, 7, 5)]
+    assert header(tmp_path) == {**HEADER, "format": form}
+    assert not list(tmp_path.glob("*.journal"))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["groups"] == 5
+    assert manifest["shards"] == sorted(path.name for path in tmp_path.glob("shard-*"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_goes_on_with_what_there_is(tmp_path, form):
+    assert written(tmp_path, range(3), form) == frozenset()
+    assert written(tmp_path, range(6), form, resume=True) == {0, 1, 2}
+    assert in_folder(tmp_path) == {number: group_of(number) for number in range(6)}
+
+
+def test_a_run_that_is_on_can_be_read(tmp_path):
+    async def run():
+        writer = Writer(tmp_path, "jsonl", HEADER)
+        await writer.add(group_of(0))
+        await writer.flush()
+        seen = list(read(tmp_path))
+        await writer.close()
+        return seen
+
+    assert asyncio.run(run()) == [group_of(0)]
+
+
+def test_records_are_not_written_over(tmp_path):
+    written(tmp_path, [0])
+    with pytest.raises(UsageError, match="Add --resume"):
+        written(tmp_path, [1])
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    written(tmp_path, [0])
+
+    async def other():
+        Writer(tmp_path, "jsonl", {**HEADER, "seed": 2, "horizon": 3}, resume=True)
+
+    with pytest.raises(UsageError, match=r"\(horizon: null there, 3 here; seed: 1 there, 2 here\)"):
+        asyncio.run(other())
+
+
+def test_two_writers_do_not_share_a_folder(tmp_path):
+    async def run():
+        writer = Writer(tmp_path, "jsonl", HEADER)
+        with pytest.raises(UsageError, match="in use by another run"):
+            Writer(tmp_path, "jsonl", HEADER, resume=True)
+        await writer.close()
+        await Writer(tmp_path, "jsonl", HEADER, resume=True).close()
+
+    asyncio.run(run())
+
+
+def test_a_group_is_added_once(tmp_path):
+    with pytest.raises(ValueError, match="group 4 is there already"):
+        written(tmp_path, [4, 4])
+
+
+def test_a_folder_without_rollouts_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"holds no rollouts: there is no manifest\.json"):
+        list(read(tmp_path))
+    with pytest.raises(UsageError, match="holds no rollouts"):
+        list(read(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.property
+@settings(deadline=None)
+@given(share=st.floats(0, 1))
+def test_a_journal_that_ends_at_any_byte_gives_its_whole_groups(tmp_path_factory, form, share):
+    folder = tmp_path_factory.mktemp("torn")
+    killed = folder / "killed"
+    written(folder / "all", range(4), form, on_the_way=lambda: shutil.copytree(folder / "all", killed))
+    (journal,) = killed.glob("*.journal")
+    left = journal.read_bytes()[: int(share * journal.stat().st_size)]
+    journal.write_bytes(left)
+    whole = set(range(left.count(b"\n")))
+    assert set(in_folder(killed)) == whole
+    assert written(killed, range(5), form, resume=True) == whole
+    assert in_folder(killed) == {number: group_of(number) for number in range(5)}
+
+
+PLAYER = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from record_draws import group_of
+from gpuinfer.rollouts.files import Writer
+
+async def run():
+    writer = Writer({folder!r}, {form!r}, {header!r}, resume={resume!r}, shard_bytes=20_000)
+    for number in range({count}):
+        if number not in writer.done:
+            await writer.add(group_of(number, tokens=100))
+            print(number, flush=True)
+    await writer.close()
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_group_is_there_once_after_kill_9(tmp_path, form):
+    folder, count = tmp_path / "out", 60
+    for kill, resume in ((9, False), (20, True), (31, True), (None, True)):
+        facts = {"path": sys.path, "folder": str(folder), "form": form, "header": HEADER}
+        code = PLAYER.format(**facts, resume=resume, count=count)
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        if kill is None:
+            assert child.wait(60) == 0
+        else:
+            while int(child.stdout.readline()) < kill:
+                pass
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait(60)
+        child.stdout.close()
+    assert [group.number for group in read(folder)] == list(range(count))
+    assert all(group == group_of(group.number, tokens=100) for group in read(folder))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, form):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(
+            WorkError, match=r"What was finished before is kept\. Free some space, then run again"
+        ) as told:
+            written(tmp_path, range(50), form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert str(tmp_path) in str(told.value)
+    kept = set(in_folder(tmp_path))
+    assert kept == set(range(len(kept)))
+    assert len(kept) > 1
+    assert written(tmp_path, range(50), form, resume=True) == kept
+    assert in_folder(tmp_path) == {number: group_of(number) for number in range(50)}
+
+
+def test_a_damaged_line_costs_its_own_group_alone(tmp_path):
+    written(tmp_path, range(3))
+    shard = tmp_path / "shard-000000.jsonl"
+    first, second, third = shard.read_bytes().splitlines(keepends=True)
+    shard.write_bytes(first + second[:40] + b"\0" * 9 + second[49:-3] + b"\n" + third)
+    with pytest.raises(UsageError, match="line 2: this is no group"):
+        list(read(tmp_path))
+    assert written(tmp_path, range(3), resume=True) == {0, 2}
+    assert in_folder(tmp_path) == {number: group_of(number) for number in range(3)}
+    assert Path(tmp_path / "shard-000000.broken").exists()
+
+
+def test_what_no_file_holds_is_named(tmp_path):
+    async def run(group):
+        writer = Writer(tmp_path, "jsonl", HEADER)
+        try:
+            await writer.add(group)
+            await writer.flush()
+        finally:
+            with pytest.raises(WorkError):
+                await writer.close()
+
+    group = group_of(3)
+    game = group.games[1]
+    game = type(game)(
+        **{**{name: getattr(game, name) for name in game.__struct_fields__}, "metrics": {"m": float("nan")}}
+    )
+    bad = type(group)(**{**{name: getattr(group, name) for name in group.__struct_fields__}, "games": (game,)})
+    with pytest.raises(WorkError, match="a metric of group 3, sample 1 is not finite"):
+        asyncio.run(run(bad))
