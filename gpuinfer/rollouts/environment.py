@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpuinfer import api
 from gpuinfer.generation import Constraint
 
 
@@ -34,7 +35,19 @@ class Outcome:
 
 
 class Environment(ABC):
-    """One game. All calls come one after another; an await in one keeps no other game waiting."""
+    """One game. All calls come one after another; an await in one keeps no other game waiting.
+
+    `Options` become `--env-option key=value`; one that is called `horizon` takes `--horizon`, in units of its own.
+    Raises `pydantic.ValidationError` for an unknown or ill-typed option.
+    """
+
+    class Options(api.Options):
+        """No options unless an environment declares some."""
+
+    options: Any
+
+    def __init__(self, **options: Any) -> None:
+        self.options = self.Options(**options)
 
     agents: Sequence[str]  # all that may ever speak, such as the seven powers; fixed after `reset`
     roles: Mapping[str, str] = {}  # agent → role, such as "policy" or "opponent"; those not named are "policy"

@@ -69,6 +69,12 @@ class Language:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
         return self._matchers.matcher(constraint)
 
+    def written(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        """The text of a chat, as the model's template writes it. Raises `BadPrompt`."""
+        if self._template is None:
+            raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
+        return self._template.render(messages, rendering)
+
     def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
         """The tokens of a prompt that is given as such."""
         if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
@@ -100,14 +106,9 @@ class Language:
         return np.ascontiguousarray(tokens, np.int32)
 
     def _text_of(self, prompt: Prompt) -> str:
-        text = prompt.text if prompt.messages is None else self._chat(prompt.messages, prompt.rendering)
+        text = prompt.text if prompt.messages is None else self.written(prompt.messages, prompt.rendering)
         if not isinstance(text, str):
             raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
         if len(text) > LONGEST_TEXT:
             raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
         return text
-
-    def _chat(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
-        if self._template is None:
-            raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
-        return self._template.render(messages, rendering)

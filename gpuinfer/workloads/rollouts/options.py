@@ -1,0 +1,95 @@
+"""The options of `rollouts`, which are its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.generation import MOST_TEMPERATURE
+from gpuinfer.openai.options import REPEATABLE, DrawingOptions, ModelOptions
+
+MOST_GROUPS = 10**9
+MOST_SAMPLES = 4096  # of a group
+
+
+class GameOptions(api.Options):
+    """What is played."""
+
+    env: str | None = Field(
+        None, description="the environment: its name, or module:factory", json_schema_extra={"kind": "environments"}
+    )
+    env_option: list[str] = Field(
+        [], max_length=256, description="an option of it, as key=value; repeatable", json_schema_extra=REPEATABLE
+    )
+    groups: int = Field(8, ge=1, le=MOST_GROUPS, description="groups to play, each from a start of its own")
+    samples_per_group: int = Field(8, ge=1, le=MOST_SAMPLES, description="games from the same start")
+    groups_in_flight: int | None = Field(
+        None, ge=1, le=1 << 20, description="groups at once [as many as keep the model busy]"
+    )
+    horizon: int | None = Field(
+        None, ge=1, le=1 << 30, description="where a game ends early: in the environment's own units, or in steps"
+    )
+    max_turns: int = Field(
+        1000, ge=1, le=1 << 20, description="steps of a game: one that goes on for longer is an error"
+    )
+    step_seconds: float = Field(
+        300.0, gt=0, le=1e6, description="for one call of the environment, before it is an error"
+    )
+    attempts: int = Field(3, ge=1, le=1000, description="at a game that ends in an error, before its start is given up")
+    constrain: bool = Field(True, description="keep answers to what the environment says is legal")
+    plain: bool = Field(False, description="write chats as lines `role: text`, whatever template the model has")
+
+
+class PartyOptions(api.Options):
+    """Who plays."""
+
+    role_temperature: list[str] = Field(
+        [], max_length=64, description="temperature of a role, as role=T; repeatable", json_schema_extra=REPEATABLE
+    )
+    opponent: list[str] = Field(
+        [],
+        max_length=64,
+        description="who else plays a role, as role=MODEL or role=adapter:NAME; repeatable",
+        json_schema_extra=REPEATABLE,
+    )
+    adapter: list[str] = Field(
+        [],
+        max_length=64,
+        description="a LoRA adapter, as NAME=DIR; the one called policy is who learns; repeatable",
+        json_schema_extra=REPEATABLE,
+    )
+    reference: Literal["none", "inline", "deferred"] = Field(
+        "none", description="log-probabilities of the reference: with each group, or when all are played"
+    )
+    ref_model: str | None = Field(None, description="the reference, a model [the base, under an adapter]")
+
+
+class TrainingOptions(api.Options):
+    """The trainer at the other end, real or simulated."""
+
+    buffer_depth: int = Field(2, ge=1, le=1 << 20, description="groups' batches that wait for the trainer, at most")
+    prefill: int = Field(0, ge=0, le=1 << 20, description="groups in the buffer before the trainer gets the first")
+    max_staleness: int = Field(
+        4, ge=0, le=1 << 20, description="versions by which tokens may be older than the trainer's"
+    )
+    trainer_seconds: float | None = Field(
+        None, ge=0, le=1e6, description="a simulated trainer that takes so long for a step"
+    )
+    batch_groups: int | None = Field(None, ge=1, le=1 << 20, description="groups of a training step [all that wait]")
+    steps: Path | None = Field(None, description="write one line of JSON for each training step to this file")
+    kl_target: float | None = Field(None, gt=0, le=1e6, description="adapt the KL coefficient towards this divergence")
+    kl_coef: float = Field(0.0, ge=0, le=1e6, description="of KL between policy and reference; where it starts")
+    listen: str | None = Field(None, description="HOST:PORT where a trainer takes groups and gives weights")
+
+
+class RolloutsOptions(TrainingOptions, PartyOptions, DrawingOptions, ModelOptions, GameOptions):
+    """What `gpuinfer rollouts` takes; `[rollouts]` of gpuinfer.toml too."""
+
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
+    batch_size: int | None = Field(None, ge=1, le=1 << 20, description="rows at once [as memory allows]")
+    out: Path | None = Field(None, description="write the record to this folder")
+    format: Literal["jsonl", "parquet"] = Field("jsonl", description="of the record")
+    resume: bool = Field(False, description="go on with the record in --out: what is done is not played again")

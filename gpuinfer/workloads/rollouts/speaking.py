@@ -1,0 +1,168 @@
+"""One agent at the table: what it is shown becomes tokens, what the model draws becomes its answer and its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gpuinfer.api import Infer
+from gpuinfer.errors import BadResult, QueueFull
+from gpuinfer.generation import Completion, Generation, Prompt, Sampling
+from gpuinfer.rollouts.environment import Observation
+from gpuinfer.rollouts.record import Span, Timing, Trajectory, Turn
+from gpuinfer.workloads.rollouts.conversing import Conversation, Conversing
+
+AGAIN_S, TRIES = 0.05, 12_000  # between two tries at a queue that is full, and how many
+
+POLICY = "policy"  # the role of those who learn
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """Who speaks for a role."""
+
+    infer: Infer
+    chat: Conversing
+    sampling: Sampling
+    model: str  # a name for the record
+    adapter: str | None = None
+    trainable: bool = True
+
+
+@dataclass
+class Counts:
+    """What has been asked and answered, all agents of a run together."""
+
+    asked: int = 0  # answers under way, or waiting for room
+    calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    inference_s: float = 0.0  # the sum over all answers, from the admission to the last token
+    environment_s: float = 0.0  # the sum over all games, waiting included
+    changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
+
+    def answer(self, generation: Generation) -> None:
+        self.calls += 1
+        self.input_tokens += generation.prompt_tokens
+        self.cached_tokens += generation.cached_tokens
+        self.output_tokens += sum(len(one.tokens) for one in generation.completions)
+        self.inference_s += generation.seconds
+
+
+class Seat:
+    """One agent of one game. `id` is group/sample/agent; `key` likewise, and another one for each attempt."""
+
+    def __init__(
+        self, id: str, key: str, agent: str, role: str, speaker: Speaker, counts: Counts, began: float
+    ) -> None:
+        self._id, self._key, self._agent, self._role, self._speaker = id, key, agent, role, speaker
+        self._counts, self._began = counts, began
+        self._said = Conversation()
+        self._turns: list[Turn] = []
+        self._reward = 0.0
+
+    async def answer(self, step: int, observation: Observation, constrain: bool) -> str:
+        """Raises what `infer` raises: `BadPrompt` for a conversation that has become too long, say."""
+        asked = time.monotonic()
+        anew = observation.anew or not self._turns
+        added = await self._speaker.chat.added(self._said, observation)
+        sampling = self._sampling(observation, constrain)
+        prompt = Prompt(
+            tokens=self._said.tokens + added,
+            sampling=sampling,
+            key=f"{self._key}/{len(self._turns)}",
+            adapter=self._speaker.adapter,
+        )
+        generation = await self._ask(prompt)
+        (drawn,) = generation.completions
+        seconds = time.monotonic() - asked
+        timing = Timing(
+            asked=asked - self._began,
+            queued=max(0.0, seconds - generation.seconds),
+            first_token=generation.first_token_s,
+            seconds=generation.seconds,
+        )
+        self._said.say(added, drawn)
+        self._turns.append(_turn(step, observation, anew, added, drawn, sampling, generation.cached_tokens, timing))
+        return drawn.text
+
+    def reward(self, step: int, amount: float) -> None:
+        """What it got in this step, whether it spoke or not."""
+        self._reward += amount
+        if self._turns and self._turns[-1].step == step:
+            self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=amount)
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            id=self._id,
+            agent=self._agent,
+            role=self._role,
+            trainable=self._speaker.trainable,
+            model=self._speaker.model,
+            turns=tuple(self._turns),
+            reward=self._reward,
+        )
+
+    def _sampling(self, observation: Observation, constrain: bool) -> Sampling:
+        found = self._speaker.sampling
+        if constrain and observation.constraint is not None:
+            found = msgspec.structs.replace(found, constraint=observation.constraint)
+        if observation.max_tokens is not None:
+            found = msgspec.structs.replace(found, max_tokens=observation.max_tokens)
+        return found
+
+    async def _ask(self, prompt: Prompt) -> Generation:
+        """A queue that is full is tried again: others may ask the same backend."""
+        counts, full = self._counts, QueueFull()
+        counts.asked += 1
+        try:
+            for _ in range(TRIES):
+                try:
+                    found = await self._speaker.infer(prompt)
+                    break
+                except QueueFull as error:
+                    full = error
+                    await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            else:
+                raise full
+        finally:
+            counts.asked -= 1
+            counts.changed()
+        if type(found) is not Generation or len(found.completions) != 1:
+            raise BadResult(f"the backend answered a prompt with {found!r:.80}. Use another backend.")
+        counts.answer(found)
+        return found
+
+
+def _turn(
+    step: int,
+    observation: Observation,
+    anew: bool,
+    added: tuple[int, ...],
+    drawn: Completion,
+    sampling: Sampling,
+    cached: int,
+    timing: Timing,
+) -> Turn:
+    raw = tuple(one.chosen.logprob for one in drawn.logprobs or ())
+    return Turn(
+        step=step,
+        messages=tuple(dict(message) for message in observation.messages),
+        anew=anew,
+        prompt_tokens=added,
+        completion_tokens=drawn.tokens,
+        text=drawn.text,
+        finish_reason=drawn.finish_reason,
+        logprobs=raw if drawn.processed is None else drawn.processed,
+        policy_logprobs=raw if drawn.logprobs is not None else None,
+        spans=tuple(Span(start, version) for start, version in drawn.versions),
+        nodes=drawn.nodes,
+        cached_tokens=cached,
+        temperature=sampling.temperature,
+        timing=timing,
+    )

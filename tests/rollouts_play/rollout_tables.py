@@ -1,0 +1,98 @@
+"""Environments that behave, and some that do not. Named as `rollout_tables:Name`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gpuinfer import api
+from gpuinfer.rollouts.environment import Environment, Observation, Outcome
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+class Chatting(Environment):
+    """Two agents speak in turns of both, for some steps; the reward is the length of what was said."""
+
+    class Options(api.Options):
+        steps: int = 2
+
+    agents = ("left", "right")
+
+    async def reset(self, seed):
+        self.seed, self.step_number = seed, 0
+
+    async def observe(self):
+        text = f"{self.seed % 1000}: step {self.step_number}"
+        return {agent: Observation(messages=user(text), max_tokens=6) for agent in self.agents}
+
+    async def step(self, answers):
+        self.step_number += 1
+        rewards = {agent: float(len(answer)) for agent, answer in answers.items()}
+        return Outcome(
+            rewards=rewards, done=self.step_number >= self.options.steps, metrics={"steps": self.step_number}
+        )
+
+
+class Endless(Chatting):
+    """Never says that it is over."""
+
+    async def step(self, answers):
+        return Outcome()
+
+
+class Hanging(Chatting):
+    """Never comes back from a step."""
+
+    async def step(self, answers):
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Flaky(Chatting):
+    """The first game in this process to be stepped raises."""
+
+    raised = False
+
+    async def step(self, answers):
+        if not Flaky.raised:
+            Flaky.raised = True
+            raise ZeroDivisionError("the board is gone")
+        return await super().step(answers)
+
+
+class Crooked(Chatting):
+    """Answers nonsense, of the kind that the option names."""
+
+    class Options(Chatting.Options):
+        kind: str = "nan"
+
+    async def observe(self):
+        match self.options.kind:
+            case "list":
+                return ["left"]
+            case "stranger":
+                return {"middle": Observation(messages=user("hello"))}
+            case "text":
+                return {"left": "hello"}
+            case "roleless":
+                return {"left": Observation(messages=[{"content": "hello"}])}
+        return await super().observe()
+
+    async def step(self, answers):
+        outcomes = {
+            "nan": lambda: Outcome(rewards={"left": float("nan")}),
+            "none": lambda: None,
+            "rewarded": lambda: Outcome(rewards={"middle": 1.0}),
+        }
+        return outcomes[self.options.kind]()
+
+
+def by_function(steps: int = 1):
+    """A factory that is no class."""
+    return Chatting(steps=steps)
+
+
+class NoEnvironment:
+    pass
