@@ -64,6 +64,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True  # no special token is part of the answer's text
     logprobs: int | None = None  # that of each chosen token, and of so many likeliest ones beside it
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    prompt_logprob_start: int = 0  # from this one of them on; what comes before need not be told, and is None
     processed_logprobs: bool = False  # of chosen tokens: under the distribution they were drawn from, filters and all
     constraint: Constraint | None = None
 
@@ -161,7 +162,8 @@ class Generation(Struct, frozen=True, kw_only=True):
     completions: tuple[Completion, ...]
     prompt_tokens: int
     cached_tokens: int = 0  # of them, those that had been computed for another prompt
-    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # None for the first token, which nothing predicts
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    """Of each token. None for the first, which nothing predicts, and for those before `prompt_logprob_start`."""
     first_token_s: float = 0.0  # from the admission to a slot
     seconds: float = 0.0  # from the admission to the last token
     versions: tuple[str, ...] = ("",)  # of the weights that computed it, in order; "" are those of the start

@@ -101,6 +101,7 @@ class Group(Struct, frozen=True, kw_only=True):
     failed: tuple[Game, ...] = ()  # that were replaced
     started: float = 0.0  # seconds since the run began
     seconds: float = 0.0
+    reference_s: float = 0.0  # that it waited for its reference's log-probabilities, after that
 
     def turns(self) -> Iterator[Turn]:
         """Of all games that count."""

@@ -155,7 +155,7 @@ class Row:
     def _echoed_from(self) -> int:
         prepared = self.work.prepared
         if self.number == 0 and prepared.sampling.prompt_logprobs is not None:
-            return 0
+            return min(max(0, prepared.sampling.prompt_logprob_start - 1), len(prepared.tokens) - 1)
         begun = len(self.known) > len(prepared.tokens)
         return len(prepared.tokens) - 1 if begun and prepared.sampling.logprobs is not None else NEVER
 

@@ -150,7 +150,7 @@ class Settling:
     def _note(self, row: Row, of_prompt: Sequence[Logprob], of_answer: Sequence[Logprob]) -> None:
         sampling = row.work.prepared.sampling
         if row.number == 0 and sampling.prompt_logprobs is not None:
-            row.work.echo = row.work.echo or [None]
+            row.work.echo = row.work.echo or [None] * (row.echoed_from + 1)
             row.work.echo += of_prompt
         if row.logprobs is not None:
             row.logprobs += of_answer

@@ -38,6 +38,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     _whole("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
     _whole("logprobs", sampling.logprobs, 0, MOST_LOGPROBS)
     _whole("prompt_logprobs", sampling.prompt_logprobs, 0, MOST_LOGPROBS)
+    _whole("prompt_logprob_start", sampling.prompt_logprob_start, 0)
     _whole("seed", sampling.seed, SEEDS.start, SEEDS.stop - 1)
     if sampling.logit_bias:
         _check_biases(sampling, vocabulary)
