@@ -25,7 +25,7 @@ LAYERS = [
         "gpuinfer.workloads.selfplay",
         "gpuinfer.workloads",
     ],
-    ["gpuinfer.central", "gpuinfer.fleet", "gpuinfer.peers", "gpuinfer.simulate"],
+    ["gpuinfer.central", "gpuinfer.fleet", "gpuinfer.peers", "gpuinfer.simulate", "gpuinfer.vllm"],
     [
         "gpuinfer.engine",
         "gpuinfer.load",

@@ -22,6 +22,7 @@ DEEPEST = 64  # levels of a schema
 SHOWN = 240  # characters of the library's message
 OPTIONS = '%llguidance {"no_forcing": true}\n'  # what is forced may be spelt by any tokens, not by one spelling alone
 STUCK = "no token of the model can go on from here"
+KINDS = ("json_schema", "regex", "choice", "grammar", "listed")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -30,16 +31,18 @@ Key = tuple[str, str]  # what kind of grammar, and its text: what a cache knows 
 
 def key_of(constraint: Constraint) -> Key:
     """Raises `BadPrompt` for none or several kinds at once, and for one over the limits."""
-    kinds = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(constraint, name) is not None]
+    kinds = [name for name in KINDS if getattr(constraint, name) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or "nothing"
-        raise BadPrompt(f"a constraint sets {found}. Give exactly one of json_schema, regex, choice, grammar.")
+        raise BadPrompt(f"a constraint sets {found}. Give exactly one of {', '.join(KINDS)}.")
     if kinds == ["json_schema"]:
         return "schema", _within(_schema(constraint.json_schema), LONGEST_SCHEMA, "JSON schema")
     if kinds == ["regex"]:
         return "regex", _within(constraint.regex, LONGEST_REGEX, "regex")
     if kinds == ["choice"]:
         return "choice", _choice(constraint.choice or ())
+    if kinds == ["listed"]:
+        raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
     return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
 
 

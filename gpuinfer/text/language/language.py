@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from gpuinfer.text.language.chat import ChatTemplates
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.matcher import Matcher, Matchers
 from gpuinfer.text.language.spelling import Codec, Encoded
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language.trie.matcher import ListedMatcher
 
 LONGEST_TEXT = 16 * 2**20  # characters of one prompt
 
@@ -65,7 +68,7 @@ class Language:
         """For an answer whose text is wanted as it grows (`told`), or ends with a stop string."""
         return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop, told=told)
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint) -> Matcher | ListedMatcher:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
         return self._matchers.matcher(constraint)
 

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -20,10 +20,14 @@ from llguidance._tokenizer import TokenizerWrapper
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint
+from gpuinfer.generation import Constraint, Listed
 from gpuinfer.text.language.examiner import Examiner, limits
 from gpuinfer.text.language.grammars import STUCK, Key, grammar_of, key_of, refused
 from gpuinfer.text.language.spelling import Codec, Piece, Spelling
+
+if TYPE_CHECKING:  # they compile kernels, which only lists need
+    from gpuinfer.text.language.trie.matcher import ListedMatcher
+    from gpuinfer.text.language.trie.trie import Tries
 
 EXAMINER = Examiner()
 MOST_COMPILED = 256  # grammars in the cache
@@ -52,9 +56,12 @@ class Matchers:
         self._table: TokenTable | None = None
         self._compiled: OrderedDict[Key, Matcher | BadPrompt] = OrderedDict()  # bad ones too: each may take seconds
         self._lock, self._building = threading.Lock(), threading.Lock()
+        self._tries: Tries | None = None
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint) -> Matcher | ListedMatcher:
         """A matcher at the beginning of an answer. Raises `BadPrompt`."""
+        if constraint.listed is not None and constraint == Constraint(listed=constraint.listed):
+            return self._listed(constraint.listed)
         key = key_of(constraint)
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
@@ -64,6 +71,21 @@ class Matchers:
         if isinstance(known, BadPrompt):
             raise BadPrompt(str(known))
         return known.copy()
+
+    def _listed(self, listed: Listed) -> ListedMatcher:
+        from gpuinfer.text.language.trie.matcher import ListedMatcher
+
+        tries = self.tries()
+        return ListedMatcher(tries.said(), tries.trie(listed))
+
+    def tries(self) -> Tries:
+        """Where lists are compiled."""
+        from gpuinfer.text.language.trie.trie import Tries
+
+        with self._lock:
+            if self._tries is None:
+                self._tries = Tries(self._codec, self._vocabulary)
+            return self._tries
 
     def _kept(self, key: Key) -> Matcher | BadPrompt:
         compiled: Matcher | BadPrompt
