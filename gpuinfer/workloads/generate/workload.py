@@ -17,6 +17,7 @@ from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.following import followed
 from gpuinfer.host.terminal import show_status
+from gpuinfer.openai.identity import arithmetic, fingerprint
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
@@ -274,33 +275,9 @@ def told(counts: RowCounts, total: int | None, outstanding: int | None = None) -
     )
 
 
-def fingerprint(spec: ModelSpec) -> str:
-    """What tells this model from others; its name where the checkpoint is not one that we read ourselves."""
-    from gpuinfer.text.checkpoint import open_checkpoint
-
-    try:
-        return str(open_checkpoint(spec).fingerprint)
-    except UsageError as error:
-        log.info("no fingerprint of %s: %s", spec.name, error)  # a backend that cannot read it will say so
-        return f"name {spec.name}"
-
-
 async def ended(task: asyncio.Task[Any]) -> None:
     """Cancelled, it leaves the task alone."""
     await asyncio.wait({task})
-
-
-def arithmetic(setup: Setup) -> str:
-    """The number format that the model will be computed in here; what was asked for where there is no such device."""
-    if setup.dtype != "bfloat16":
-        return setup.dtype  # always, and known without importing torch
-    from gpuinfer.text.arithmetic import computes_in_here
-
-    try:
-        return computes_in_here(setup)
-    except UsageError as error:
-        log.info("no device %s: %s", setup.device, error)  # the backend will say so, if it is to compute there
-        return setup.dtype
 
 
 async def loaded(infer: Infer) -> None:

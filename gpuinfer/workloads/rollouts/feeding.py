@@ -18,7 +18,7 @@ class Admission(Protocol):
     async def admitted(self) -> None: ...
     def started(self) -> None: ...
     def accepted(self) -> None: ...
-    def dropped(self) -> None: ...
+    def failed(self) -> None: ...
 
 
 class Open:
@@ -33,7 +33,7 @@ class Open:
     def accepted(self) -> None:
         pass
 
-    def dropped(self) -> None:
+    def failed(self) -> None:
         pass
 
 

@@ -91,7 +91,7 @@ class Loop:
         try:
             group = await self._player.play(number, lambda: self._feed.begun(number))
         except BaseException:
-            self._gate.dropped()
+            self._gate.failed()
             raise
         finally:
             self._feed.finished(number)

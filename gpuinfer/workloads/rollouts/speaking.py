@@ -18,6 +18,9 @@ from gpuinfer.workloads.rollouts.conversing import Conversation, Conversing
 
 AGAIN_S, TRIES = 0.05, 12_000  # between two tries at a queue that is full, and how many
 
+NO_CHANGE = ("max_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "logprobs", "processed_logprobs")
+"""What of a sampling leaves the model's distribution as it is."""
+
 POLICY = "policy"  # the role of those who learn
 
 
@@ -158,7 +161,7 @@ def _turn(
         completion_tokens=drawn.tokens,
         text=drawn.text,
         finish_reason=drawn.finish_reason,
-        logprobs=raw if drawn.processed is None else drawn.processed,
+        logprobs=_as_drawn(drawn, raw, sampling),
         policy_logprobs=raw if drawn.logprobs is not None else None,
         spans=tuple(Span(start, version) for start, version in drawn.versions),
         nodes=drawn.nodes,
@@ -166,3 +169,10 @@ def _turn(
         temperature=sampling.temperature,
         timing=timing,
     )
+
+
+def _as_drawn(drawn: Completion, raw: tuple[float, ...], sampling: Sampling) -> tuple[float, ...]:
+    """Under the distribution that was drawn from; none where the backend does not tell them."""
+    if drawn.processed is not None and len(drawn.processed) == len(drawn.tokens):
+        return drawn.processed
+    return raw if sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE}) else ()

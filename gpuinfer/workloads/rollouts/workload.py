@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import MOST_TEMPERATURE
 from gpuinfer.host.following import followed
+from gpuinfer.openai.identity import arithmetic, fingerprint
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
+from gpuinfer.rollouts.files import Writer
+from gpuinfer.workloads.rollouts.casting import START, Cast, Opponent
 from gpuinfer.workloads.rollouts.conversing import Conversing
 from gpuinfer.workloads.rollouts.feeding import Feed, Open
 from gpuinfer.workloads.rollouts.keeping import Keeper, Nowhere
@@ -21,8 +27,24 @@ from gpuinfer.workloads.rollouts.loading import open_environment
 from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, NoTrainer, Tally
+from gpuinfer.workloads.rollouts.speaking import Speaker
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Stage:
+    """What a run has ready before its first game."""
+
+    chat: Conversing
+    keeper: Keeper
+    opponents: dict[str, Speaker] = field(default_factory=dict)  # by role
+    chats: dict[str, Conversing] = field(default_factory=dict)  # of other models, by name
+
+    async def close(self) -> None:
+        for chat in (self.chat, *self.chats.values()):
+            chat.close()
+        await self.keeper.close()
 
 
 class Rollouts(Workload):
@@ -46,7 +68,7 @@ class Rollouts(Workload):
         self.environment = open_environment(own.env, own.env_option, own.horizon)
         self.sampling = sampling_of(own, logprobs=0, processed_logprobs=True)
         self.rendering = rendering_of(own)
-        self.temperatures = temperatures(own.role_temperature)
+        self.cast = Cast.of(own.opponent, own.role_temperature, own.adapter)
         self._groups: int | None = own.groups  # None: without end
 
     def trial(self, setup: Setup, **changes: Any) -> Rollouts:
@@ -63,7 +85,7 @@ class Rollouts(Workload):
     def model(self) -> ModelSpec:
         return model_of(self.options, self.options.batch_size)
 
-    def plan(self) -> PlayPlan:
+    def plan(self, opponents: Mapping[str, Speaker]) -> PlayPlan:
         own = self.options
         return PlayPlan(
             samples=own.samples_per_group,
@@ -74,8 +96,10 @@ class Rollouts(Workload):
             attempts=own.attempts,
             constrain=own.constrain,
             sampling=self.sampling,
-            model=self.model().name,
-            temperatures=self.temperatures,
+            model=self.cast.policy or self.model().name,
+            adapter=self.cast.policy,
+            temperatures=self.cast.temperatures,
+            opponents=opponents,
         )
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
@@ -84,9 +108,9 @@ class Rollouts(Workload):
             yield Progress(0, note="loading the model", setup=True)
         if preparing.cancelled():
             return
-        chat, keeper = preparing.result()
-        player = Player(infer, self.environment, self.plan(), chat)
-        loop = self._loop(infer, player, keeper)
+        stage = preparing.result()
+        player = Player(infer, self.environment, self.plan(stage.opponents), stage.chat)
+        loop = self._loop(infer, player, stage.keeper)
         yield self._progress(loop.tally, player)  # the run's clock starts
         running = asyncio.create_task(loop.run())
         try:
@@ -95,17 +119,40 @@ class Rollouts(Workload):
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         finally:
-            chat.close()
-            await keeper.close()
+            await stage.close()
         self._say(loop.tally, stopped=running.cancelled())
         yield self._progress(loop.tally, player)
 
-    async def _prepare(self, infer: Infer) -> tuple[Conversing, Keeper]:
+    async def _prepare(self, infer: Infer) -> Stage:
         """Everything that may take a while before the first game."""
-        await asyncio.to_thread(try_out, self.model(), self.sampling)
-        chat = await asyncio.to_thread(self._chat, self.model())
-        await infer.ready()
-        return chat, Nowhere()
+        spec = self.model()
+        await asyncio.to_thread(try_out, spec, self.sampling)
+        async with contextlib.AsyncExitStack() as if_refused:
+            stage = Stage(await asyncio.to_thread(self._chat, spec), Nowhere())
+            if_refused.push_async_callback(stage.close)
+            if self.options.out is not None:
+                settings = await asyncio.to_thread(self.deciding_settings)
+                stage.keeper = Writer(self.options.out, self.options.format, settings, resume=self.options.resume)
+            await infer.ready()
+            for name, folder in self.cast.adapters.items():
+                await infer.update(START, str(folder), adapter=name, drain=False)
+            for role, opponent in self.cast.opponents.items():
+                stage.opponents[role] = await self._speaker(infer, role, opponent, stage)
+            if_refused.pop_all()
+        return stage
+
+    async def _speaker(self, infer: Infer, role: str, opponent: Opponent, stage: Stage) -> Speaker:
+        """Who is no part of what learns."""
+        temperature = self.cast.temperatures.get(role, self.sampling.temperature)
+        sampling = msgspec.structs.replace(self.sampling, temperature=temperature)
+        if opponent.model is None:
+            return Speaker(infer, stage.chat, sampling, opponent.name, opponent.adapter, trainable=False)
+        spec = replace(self.model(), name=opponent.model, weights=None)
+        if opponent.model not in stage.chats:
+            stage.chats[opponent.model] = await asyncio.to_thread(self._chat, spec)
+        other = infer.beside(spec)
+        await other.ready()
+        return Speaker(other, stage.chats[opponent.model], sampling, opponent.name, trainable=False)
 
     def _chat(self, spec: ModelSpec) -> Conversing:
         from gpuinfer.text.checkpoint import open_checkpoint
@@ -114,6 +161,22 @@ class Rollouts(Workload):
         checkpoint = open_checkpoint(spec)
         language = open_language(checkpoint.language_files(), checkpoint.shape)
         return Conversing(language, self.rendering, plain=self.options.plain)
+
+    def deciding_settings(self) -> dict[str, Any]:
+        """All that decides what is played: a record is gone on with by a run with the same alone."""
+        own = self.options
+        names = ("env", "samples_per_group", "horizon", "max_turns", "constrain", "plain", "context", "deterministic")
+        return {
+            **{name: getattr(own, name) for name in names},
+            "env_options": {name: str(value) for name, value in self.environment.options.items()},
+            "sampling": msgspec.to_builtins(self.sampling),
+            "chat_template_kwargs": dict(self.rendering.variables),
+            **self.cast.deciding(),
+            "seed": self.setup.seed,
+            "dtype": self.setup.dtype,
+            "computes_in": arithmetic(self.setup),
+            "model": fingerprint(self.model()),
+        }
 
     def _loop(self, infer: Infer, player: Player, keeper: Keeper) -> Loop:
         own, limits, gate = self.options, infer.limits, Open()
@@ -154,18 +217,3 @@ class Rollouts(Workload):
             )
         if stopped and self.options.out is not None:
             log.warning("stopped; what was played is in %s. Run it again with --resume to go on.", self.options.out)
-
-
-def temperatures(given: list[str]) -> Mapping[str, float]:
-    """`role=T` of each flag. Raises `UsageError`."""
-    found = {}
-    for word in given:
-        role, _, value = word.rpartition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = -1.0
-        if not role or not 0 <= number <= MOST_TEMPERATURE:
-            raise UsageError(f"--role-temperature {word}: not a role and its temperature. Write role=0.7.")
-        found[role] = number
-    return found

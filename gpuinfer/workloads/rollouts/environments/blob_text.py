@@ -17,18 +17,18 @@ RANKS = ("2", "3", "4", "5", "6", "7", "8", "9", "10", "jack", "queen", "king", 
 OPEN, CLOSE = "<move>", "</move>"
 
 RULES = (
-    "You play Blob. Each player is dealt {cards} cards and bids how many of the {cards} tricks it will take; the bids of "
-    "all must not add up to {cards}. Then follow the suit that was led if you can. The highest trump takes a trick, or "
-    "else the highest card of the suit led. Exactly as many tricks as you bid score ten points and your bid; any other "
-    "number scores nothing."
+    "You play Blob. Each player is dealt {cards} cards and bids how many of the {cards} tricks it will take; the bids "
+    "of all must not add up to {cards}. Then follow the suit that was led if you can. The highest trump takes a trick, "
+    "or else the highest card of the suit led. Exactly as many tricks as you bid score ten points and your bid; any "
+    "other number scores nothing."
 )
 ALONE = "Answer with your move alone."
 IN_TAGS = f"You may think. Then write your move on a line between {OPEN} and {CLOSE}."
 
 
 class BlobText(Environment):
-    """Each reward is the share of the most points there are, less `penalty` for each answer that was no legal move: then
-    the first legal move is played.
+    """Each reward is the share of the most points there are, less `penalty` for each answer that was no legal move:
+    then the first legal move is played.
     """
 
     class Options(api.Options):
@@ -43,7 +43,7 @@ class BlobText(Environment):
         chance = random.Random(seed)
         count = self.options.players
         self.agents = tuple(f"player-{number}" for number in range(1, count + 1))
-        self.roles = {agent: "opponent" for agent in self.agents[1:]}
+        self.roles = dict.fromkeys(self.agents[1:], "opponent")
         self._game = Blob(count, self.options.cards, chance)
         self._first = chance.randrange(count)  # the agent in seat 0
         self._news: dict[str, list[str]] = {agent: [] for agent in self.agents}
