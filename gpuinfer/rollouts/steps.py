@@ -65,6 +65,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     working_s: float = 0.0  # any group was under way
     gated_s: float = 0.0  # a group could have been begun, but the capacity rule did not admit it
     reference_s: float = 0.0  # a reference pass was under way
+    reference_share: float = 0.0  # of the time from a group's start until it was ready, in its pass; the batch's mean
     constraint_s: float = 0.0  # spent on constraints: compiling them, and cutting the choice down
     environment_s: float = 0.0  # the mean game's time in its environment: the step's length, times that share of games
     cold_start_s: float = 0.0  # before the first answer's first token of an engine that was just started

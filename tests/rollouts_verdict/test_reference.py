@@ -3,8 +3,8 @@
 import random
 
 import pytest
+from groups_as_played import group, trajectory, turn
 from helpers import AtOnce
-from played import group, trajectory, turn
 from text.tiny import VOCABULARY, tiny_checkpoint
 
 from gpuinfer.api import Limits, ModelSpec, Priority, Setup
