@@ -46,7 +46,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     share: float  # of the step: what this kind cost; of a healthy one 0
     why: str  # the arithmetic, with numbers
     advice: str
-    shares: Mapping[str, float]
+    shares: Mapping[Kind, float]
 
     def plain(self) -> dict[str, Any]:
         """As it stands in the step's line."""

@@ -150,3 +150,23 @@ def test_a_reference_with_other_tokens_is_refused():
     with pytest.raises(UsageError, match="Name a model with the same tokenizer"):
         check_tokens(spec_of(), ModelSpec("tiny", kind="text"))
     check_tokens(spec_of(), spec_of(seed=1))
+
+
+async def test_a_run_keeps_the_reference_of_each_token(tmp_path):
+    from gpuinfer.rollouts.files import read
+    from gpuinfer.workloads.rollouts.workload import Rollouts
+
+    given = {"env": "arithmetic", "model": "tiny", "groups": 2, "samples_per_group": 2, "max_new_tokens": 4}
+    found = {}
+    for reference in ("inline", "deferred"):
+        played = Rollouts(Setup(), **given, reference=reference, out=tmp_path / reference)
+        backend = InProcess(Setup(played.model()), slots=4, context=512)
+        async with Session(backend, AtOnce()) as infer:
+            async for progress in played.run(infer):
+                pass
+        assert progress.done == 2
+        found[reference] = sorted(read(tmp_path / reference), key=lambda group: group.number)
+    for groups in found.values():
+        assert all(group.reference_s > 0 for group in groups)
+        for one in (turn for group in groups for turn in group.turns()):
+            assert one.reference_logprobs == pytest.approx(one.policy_logprobs, abs=1e-4)  # the same model

@@ -62,7 +62,7 @@ class PartyOptions(api.Options):
         json_schema_extra=REPEATABLE,
     )
     reference: Literal["none", "inline", "deferred"] = Field(
-        "none", description="log-probabilities of the reference: with each group, or when all are played"
+        "none", description="log-probabilities of the reference: before a group gives its place up, or beside play"
     )
     ref_model: str | None = Field(None, description="the reference, a model [the base, under an adapter]")
 

@@ -17,6 +17,7 @@ from gpuinfer.rollouts.record import Game, Group, Turn
 
 AHEAD = 2  # contexts asked for at once, for each slot: one that becomes free finds the next
 BESIDE = 8  # of the slots, the part that deferred passes take at most
+BACKLOG = 16  # groups that wait for deferred passes, at most: play waits for more
 AGAIN_S, TRIES = 0.05, 12_000  # between two tries at a queue that is full, and how many
 PROBES = 512  # tokens whose texts are compared
 
@@ -28,15 +29,18 @@ class Reference:
     contexts of many games share a step. The model is `model`, beside the run's own, or else the run's own without any
     adapter: its base. That one must be what it was at the start: a pass that other weights have computed raises.
 
-    `inline` passes are requests as any other. Those that are not (deferred) give way to play: they are of the lowest
-    class, and have a part of the slots at most. A group that cannot be scored raises `WorkError`.
+    `inline` passes are requests as any other, and a group keeps its place among those that are played until it is
+    scored. Those that are not (deferred) give way to play: they are of the lowest class, and have a part of the slots
+    at most. A group that cannot be scored raises `WorkError`.
     """
 
     def __init__(self, infer: Infer, *, inline: bool = True, model: ModelSpec | None = None) -> None:
         self._infer = infer if model is None else infer.beside(model)
-        self._inline, self._own = inline or model is not None, model is None
+        self.inline, self._own = inline, model is None
+        self._apart = model is not None  # play does not need these slots
         self._name = "the base model" if model is None else f"'{model.name}'"
         self._room: asyncio.Semaphore | None = None
+        self._backlog = asyncio.Semaphore(BACKLOG)
         self._under_way, self._since, self._seconds = 0, 0.0, 0.0
         self.groups = self.tokens = 0  # scored, and how many tokens went through for that
 
@@ -49,10 +53,14 @@ class Reference:
         """Load its model, where that is another one."""
         limits = await self._infer.ready()
         slots = limits.slots or limits.max_rows
-        self._room = asyncio.Semaphore(AHEAD * slots if self._inline else max(1, slots // BESIDE))
+        self._room = asyncio.Semaphore(AHEAD * slots if self.inline or self._apart else max(1, slots // BESIDE))
+
+    async def admit(self) -> None:
+        """Wait until one more group may be given to `add`, which makes room again."""
+        await self._backlog.acquire()
 
     async def add(self, group: Group) -> Group:
-        """The group with what the reference thinks of it, and `reference_s`."""
+        """The group with what the reference thinks of it, and `reference_s`. After `admit`."""
         began = time.monotonic()
         self._begin(began)
         try:
@@ -61,6 +69,7 @@ class Reference:
             turns = chain.from_iterable(await _all([self._context(*one) for one in _contexts(group)]))
         finally:
             self._end()
+            self._backlog.release()
         self.groups += 1
         games = tuple(_with(game, turns) for game in group.games)
         return structs.replace(group, games=games, reference_s=time.monotonic() - began)
@@ -109,7 +118,7 @@ class Reference:
         full = QueueFull()
         for _ in range(TRIES):
             try:
-                return await self._infer(prompt, priority=Priority.NORMAL if self._inline else Priority.LOW)
+                return await self._infer(prompt, priority=Priority.NORMAL if self.inline else Priority.LOW)
             except QueueFull as error:
                 full = error
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)

@@ -14,6 +14,12 @@ from gpuinfer.workloads.rollouts.playing import Player
 class Reference(Protocol):
     """Adds what the reference thinks of a group's tokens."""
 
+    inline: bool  # a group keeps its place until that is done
+
+    async def admit(self) -> None:
+        """Wait until one more group may be added."""
+        ...
+
     async def add(self, group: Group) -> Group: ...
 
 
@@ -31,6 +37,11 @@ class Trainer(Protocol):
 
 
 class NoReference:
+    inline = False
+
+    async def admit(self) -> None:
+        pass
+
     async def add(self, group: Group) -> Group:
         return group
 
@@ -90,12 +101,16 @@ class Loop:
     async def _one(self, number: int) -> None:
         try:
             group = await self._player.play(number, lambda: self._feed.begun(number))
+            await self._reference.admit()
+            if self._reference.inline:
+                group = await self._reference.add(group)
         except BaseException:
             self._gate.failed()
             raise
         finally:
             self._feed.finished(number)
-        group = await self._reference.add(group)
+        if not self._reference.inline:
+            group = await self._reference.add(group)
         await self._keeper.add(group)
         self.tally.add(group)
         self._gate.accepted()

@@ -26,6 +26,7 @@ from gpuinfer.workloads.rollouts.keeping import Keeper, Nowhere
 from gpuinfer.workloads.rollouts.loading import open_environment
 from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
+from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, NoTrainer, Tally
 from gpuinfer.workloads.rollouts.speaking import Speaker
 
@@ -38,6 +39,7 @@ class Stage:
 
     chat: Conversing
     keeper: Keeper
+    reference: Reference | NoReference = field(default_factory=NoReference)
     opponents: dict[str, Speaker] = field(default_factory=dict)  # by role
     chats: dict[str, Conversing] = field(default_factory=dict)  # of other models, by name
 
@@ -65,6 +67,8 @@ class Rollouts(Workload):
             raise UsageError("rollouts needs an environment. Give --env arithmetic, or --env module:factory.")
         if own.resume and own.out is None:
             raise UsageError("--resume needs to know where the record is. Add --out DIR.")
+        if own.ref_model is not None and own.reference == "none":
+            raise UsageError(f"--ref-model {own.ref_model} has nothing to do. Add --reference inline, or deferred.")
         self.environment = open_environment(own.env, own.env_option, own.horizon)
         self.sampling = sampling_of(own, logprobs=0, processed_logprobs=True)
         self.rendering = rendering_of(own)
@@ -110,7 +114,7 @@ class Rollouts(Workload):
             return
         stage = preparing.result()
         player = Player(infer, self.environment, self.plan(stage.opponents), stage.chat)
-        loop = self._loop(infer, player, stage.keeper)
+        loop = self._loop(infer, player, stage)
         yield self._progress(loop.tally, player)  # the run's clock starts
         running = asyncio.create_task(loop.run())
         try:
@@ -138,8 +142,20 @@ class Rollouts(Workload):
                 await infer.update(START, str(folder), adapter=name, drain=False)
             for role, opponent in self.cast.opponents.items():
                 stage.opponents[role] = await self._speaker(infer, role, opponent, stage)
+            stage.reference = await self._reference(infer)
             if_refused.pop_all()
         return stage
+
+    async def _reference(self, infer: Infer) -> Reference | NoReference:
+        own = self.options
+        if own.reference == "none":
+            return NoReference()
+        spec = None if own.ref_model is None else replace(self.model(), name=own.ref_model, weights=None)
+        if spec is not None:
+            await asyncio.to_thread(check_tokens, self.model(), spec)
+        found = Reference(infer, inline=own.reference == "inline", model=spec)
+        await found.ready()
+        return found
 
     async def _speaker(self, infer: Infer, role: str, opponent: Opponent, stage: Stage) -> Speaker:
         """Who is no part of what learns."""
@@ -176,19 +192,20 @@ class Rollouts(Workload):
             "dtype": self.setup.dtype,
             "computes_in": arithmetic(self.setup),
             "model": fingerprint(self.model()),
+            "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
-    def _loop(self, infer: Infer, player: Player, keeper: Keeper) -> Loop:
+    def _loop(self, infer: Infer, player: Player, stage: Stage) -> Loop:
         own, limits, gate = self.options, infer.limits, Open()
         feed = Feed(
-            self._numbers(keeper.done),
+            self._numbers(stage.keeper.done),
             player.counts,
             gate,
             slots=limits.slots or limits.max_rows * limits.in_flight,
             samples=own.samples_per_group,
             limit=own.groups_in_flight,
         )
-        return Loop(feed, gate, player, NoReference(), keeper, NoTrainer())
+        return Loop(feed, gate, player, stage.reference, stage.keeper, NoTrainer())
 
     def _numbers(self, done: frozenset[int]) -> Iterator[int]:
         numbers = itertools.count() if self._groups is None else iter(range(self._groups))
