@@ -162,11 +162,10 @@ async def test_a_run_keeps_the_reference_of_each_token(tmp_path):
         played = Rollouts(Setup(), **given, reference=reference, out=tmp_path / reference)
         backend = InProcess(Setup(played.model()), slots=4, context=512)
         async with Session(backend, AtOnce()) as infer:
-            async for progress in played.run(infer):
-                pass
-        assert progress.done == 2
-        found[reference] = sorted(read(tmp_path / reference), key=lambda group: group.number)
+            told = [progress async for progress in played.run(infer)]
+        assert told[-1].done == 2
+        found[reference] = sorted(read(tmp_path / reference), key=lambda one: one.number)
     for groups in found.values():
-        assert all(group.reference_s > 0 for group in groups)
-        for one in (turn for group in groups for turn in group.turns()):
+        assert all(one.reference_s > 0 for one in groups)
+        for one in (told for played in groups for told in played.turns()):
             assert one.reference_logprobs == pytest.approx(one.policy_logprobs, abs=1e-4)  # the same model
