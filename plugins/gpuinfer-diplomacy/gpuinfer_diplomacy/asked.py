@@ -14,12 +14,12 @@ BETWEEN = ", "  # orders that are given together, on one line
 MOST_SETS = 2000  # of disbands that go together
 
 
-def asked(position: Position, power: str, *, thoughts: bool) -> Constraint:
+def asked(position: Position, power: str, begin: str) -> Constraint:
     """One order for each unit at most; of builds and disbands as many as are due at most.
 
-    Without `thoughts` the list begins with the answer: its first tag is the end of what was asked.
+    An empty `begin`: the list begins with the answer.
     """
-    return Constraint(listed=Listed(items=tuple(items(position, power)), begin=BEGIN if thoughts else "", end=END))
+    return Constraint(listed=Listed(items=tuple(items(position, power)), begin=begin, end=END))
 
 
 def items(position: Position, power: str) -> Iterator[tuple[str, str]]:

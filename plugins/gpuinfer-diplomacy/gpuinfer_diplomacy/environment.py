@@ -45,15 +45,15 @@ class Diplomacy(Environment):
 
     def _observation(self, power: str, board: str) -> Observation:
         options = self.options
-        asking = shown.own(self._position, power, detail=options.detail, thoughts=options.thoughts)
+        asking = shown.own(self._position, power, detail=options.detail, begin=options.begin)
         message = {"role": "user", "content": f"{board}\n{asking}"}
         anew = options.memory == "phase" or power not in self._asked_before
         self._asked_before.add(power)
-        messages = ({"role": "system", "content": shown.RULES}, message) if anew else (message,)
+        messages = ({"role": "system", "content": shown.rules(options.begin)}, message) if anew else (message,)
         return Observation(messages, anew=anew, constraint=self._constraint(power))
 
     def _constraint(self, power: str) -> Constraint:
-        return asked(self._position, power, thoughts=self.options.thoughts)
+        return asked(self._position, power, self.options.begin)
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
         heard = {
@@ -67,7 +67,7 @@ class Diplomacy(Environment):
         return Outcome(self._rewards(done, done or self._position.year > year), done, self._metrics())
 
     def _heard(self, power: str, text: str) -> Said:
-        what = said(text, self._position, power, thoughts=self.options.thoughts)
+        what = said(text, self._position, power, self.options.begin)
         self._counts.update(
             orders=len(what.orders),
             illegal_orders=what.illegal,

@@ -28,8 +28,10 @@ class Options(api.Options):
         "moves", description="of a power's own units: where they are, where they can move, or all legal orders"
     )
     results: bool = Field(True, description="show what was ordered in the phase before, and what came of it")
-    thoughts: bool = Field(
-        True, description="free text before the orders; without it an answer is orders from the start"
+    begin: str = Field(
+        "<orders>",
+        max_length=64,
+        description="what an answer says before its orders, after free text; empty: no free text",
     )
     score: Literal["share", "squares"] = Field(
         "share", description="a power's share of the centres that are owned, or of the sum of their squares"

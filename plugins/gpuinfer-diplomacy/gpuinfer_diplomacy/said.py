@@ -22,11 +22,11 @@ class Said:
     none: bool = False  # no orders were begun at all
 
 
-def said(text: str, position: Position, power: str, *, thoughts: bool) -> Said:
+def said(text: str, position: Position, power: str, begin: str) -> Said:
     """`text` may be anything. Case, spaces and bullets do not matter; commas and semicolons part orders as lines do."""
-    _, begun, after = text.partition(BEGIN)
+    _, begun, after = text.partition(begin or BEGIN)
     if not begun:
-        if thoughts:
+        if begin:
             return Said((), none=True)
         after = text
     listed, ended, _ = after.partition(END)

@@ -14,10 +14,15 @@ from gpuinfer_diplomacy.board import Position, Resolved
 RULES = (
     "You lead a power in Diplomacy. Who owns most centres wins. Order each of your units once: "
     "A PAR - BUR moves, A PAR H holds, A PAR S A MAR - BUR supports, F ENG C A LON - BRE convoys. "
-    f"Write the orders between {BEGIN} and {END}, one a line."
 )
 SEASONS = {"S": "Spring", "F": "Fall", "W": "Winter"}
 KINDS = {"M": "moves", "R": "retreats", "A": "builds and disbands"}
+
+
+def rules(begin: str) -> str:
+    """What is the same in all phases."""
+    before = "a line of thoughts" if begin == "\n" else begin or BEGIN
+    return f"{RULES}Write {before}, then the orders, one a line, then {END}."
 
 
 def board(position: Position, last: Resolved | None) -> str:
@@ -47,9 +52,9 @@ def _went(order: str, results: Mapping[str, str]) -> str:
     return f"{order} ({result})" if result else order
 
 
-def own(position: Position, power: str, *, detail: str, thoughts: bool) -> str:
+def own(position: Position, power: str, *, detail: str, begin: str) -> str:
     """What one power is asked, and of which units."""
-    return "\n".join((f"You are {power}.", *_asked(position, power, detail), *(() if thoughts else (BEGIN,))))
+    return "\n".join((f"You are {power}.", *_asked(position, power, detail), *(() if begin else (BEGIN,))))
 
 
 def _asked(position: Position, power: str, detail: str) -> Iterator[str]:

@@ -143,10 +143,16 @@ def test_how_much_is_shown_of_ones_own(detail, line):
     assert line in game(horizon=1, detail=detail)[0][0]["FRANCE"].messages[-1]["content"]
 
 
-def test_without_thoughts_the_orders_are_begun_by_the_question():
-    observation = game(horizon=1, thoughts=False)[0][0]["FRANCE"]
+def test_where_nothing_begins_them_the_orders_are_begun_by_the_question():
+    observation = game(horizon=1, begin="")[0][0]["FRANCE"]
     assert observation.messages[-1]["content"].endswith("\n<orders>")
     assert observation.constraint.listed.begin == ""
+
+
+def test_a_line_of_thoughts_can_begin_them():
+    observation = game(horizon=1, begin="\n")[0][0]["FRANCE"]
+    assert "Write a line of thoughts, then the orders" in observation.messages[0]["content"]
+    assert observation.constraint.listed.begin == "\n"
 
 
 def test_who_is_the_policy_and_who_an_opponent():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gpuinfer_diplomacy.asked import BEGIN
 from gpuinfer_diplomacy.board import Board
 from gpuinfer_diplomacy.said import Said, said
 
@@ -34,12 +35,12 @@ def start():
     ],
 )
 def test_an_answer_is_read(start, text, expected):
-    assert said(text, start, "FRANCE", thoughts=True) == expected
+    assert said(text, start, "FRANCE", BEGIN) == expected
 
 
-def test_without_thoughts_an_answer_is_orders_from_the_start(start):
-    assert said("\nA PAR H\n</orders>", start, "FRANCE", thoughts=False) == Said(("A PAR H",))
+def test_where_nothing_begins_them_an_answer_is_orders_from_the_start(start):
+    assert said("\nA PAR H\n</orders>", start, "FRANCE", "") == Said(("A PAR H",))
 
 
 def test_a_very_long_answer_is_not_read_to_its_end(start):
-    assert said("<orders>" + "x\n" * 10**6, start, "FRANCE", thoughts=True).illegal <= 1000
+    assert said("<orders>" + "x\n" * 10**6, start, "FRANCE", BEGIN).illegal <= 1000
