@@ -18,6 +18,7 @@ from gpuinfer.report import plotting
 
 TITLES = {
     "throughput": "The runs",
+    "steps": "How long a step of the trainer lasts",
     "scaling": "How it scales with replicas",
     "ttft": "Time to the first token",
     "e2e": "Latency from end to end",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.bench.rollouts.drawn import steps
 from gpuinfer.bench.serve import drawn
 from gpuinfer.bench.words import unit, value
 from gpuinfer.report.plotting import COLOURS
@@ -32,6 +33,8 @@ def plots(document: Document) -> dict[str, Figure]:
         return {"batch_sizes": _drawn(8, lambda axes: batch_sizes(axes, document))}
     if "serve" in document:
         return _of_serve(document, len(reports))
+    if "rollouts" in document:
+        return _of_rollouts(document, len(reports))
     found = {
         "throughput": _drawn(len(reports), lambda axes: throughput(axes, document)),
         "time": _drawn(len(reports), lambda axes: time(axes, reports)),
@@ -49,6 +52,11 @@ def _of_serve(document: Document, bars: int) -> dict[str, Figure]:
     if any(way["curves"].get("ttft_s") for way in document["serve"]["ways"]):
         found["ttft"] = _drawn(7, lambda axes: drawn.percentiles(axes, document, "ttft_s"))
     return {**found, "e2e": _drawn(7, lambda axes: drawn.percentiles(axes, document, "e2e_s"))}
+
+
+def _of_rollouts(document: Document, bars: int) -> dict[str, Figure]:
+    found = {"steps": _drawn(8, lambda axes: steps(axes, document))} if document["rollouts"]["steps"] else {}
+    return {**found, "throughput": _drawn(bars, lambda axes: throughput(axes, document))}
 
 
 def reports_of(document: Document) -> dict[str, list[Report]]:

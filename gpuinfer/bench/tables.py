@@ -7,6 +7,7 @@ from typing import Any
 
 from gpuinfer.bench import grid
 from gpuinfer.bench.interval import LATENCY
+from gpuinfer.bench.rollouts import shown as rollouts
 from gpuinfer.bench.serve import shown
 from gpuinfer.bench.words import between, span, unit, value
 from gpuinfer.units import number, short, whole
@@ -39,6 +40,8 @@ def about(document: Mapping[str, Any]) -> str:
         return grid.about(document)
     if "serve" in document:
         return shown.about(document)
+    if "rollouts" in document:
+        return rollouts.about(document)
     rows, seconds = document["comparison"], document["course"]["seconds"]
     if not rows:
         return "nothing was measured"
@@ -55,6 +58,8 @@ def columns(document: Mapping[str, Any]) -> tuple[str, ...]:
         return grid.columns(document)
     if "serve" in document:
         return tuple(shown.columns(document))
+    if "rollouts" in document:
+        return rollouts.COLUMNS
     return LOAD if document["of_load"] else WORK
 
 
@@ -65,6 +70,9 @@ def rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
         return
     if "serve" in document:
         yield from shown.rows(document)
+        return
+    if "rollouts" in document:
+        yield from rollouts.rows(document)
         return
     for row in document["comparison"]:
         cells = _cells(row, row["name"] == document["winner"])
@@ -78,6 +86,9 @@ def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]
     if "serve" in document:
         names, cells = shown.brief(document)
         return tuple(names), cells
+    if "rollouts" in document:
+        names, cells = rollouts.brief(document)
+        return tuple(names), cells
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
 
@@ -86,6 +97,8 @@ def more(document: Mapping[str, Any]) -> Iterator[shown.Table]:
     """Tables that only a page has room for."""
     if "serve" in document:
         yield from shown.more(document)
+    if "rollouts" in document:
+        yield from rollouts.more(document)
 
 
 def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
@@ -133,6 +146,8 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "versions", grid.versions(document)
     if "serve" in document:
         yield from shown.notes(document)
+    if "rollouts" in document:
+        yield from rollouts.notes(document)
     if unquiet := _unquiet(document["comparison"]):
         yield "unquiet", unquiet
     if "search" in document:

@@ -1,0 +1,101 @@
+"""What `gpuinfer bench rollouts` compares: small cases, each of a few ways to do the same rollouts.
+
+The first way of a case is the one that the others are measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuinfer.errors import UnknownName
+
+STARVED = 2.5  # the time of a group's rollout over the simulated trainer's step: between a depth of 2 and one of 3
+BUFFERED = 12  # groups that the trainer takes, one a step: enough to see what the steps settle on
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`flags` of `gpuinfer rollouts` and `backend` options, on top of those that were given."""
+
+    name: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+    backend: Mapping[str, str] = field(default_factory=dict)
+    replayed: bool = False  # the prompts of a record are asked again, all at once, for answers of the same lengths
+    steps: bool = False  # a trainer takes the groups: each of its steps is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    title: str
+    ways: Sequence[Way]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How far the cases go."""
+
+    engines: Sequence[int] = (1, 2, 3, 4)
+    depths: Sequence[int] = (1, 2, 3, 4)
+    trainer_s: float = 1.0  # of a simulated step; see `STARVED`
+
+
+def turns(wanted: Wanted) -> Case:
+    """The speed of calls one by one does not depend on how many games there are: one is enough."""
+    alone = {"batch_size": "1", "groups": "1", "samples_per_group": "1"}
+    return Case(
+        "turns", "All agents at once, against one call after another", [Way("one call at a time", alone), Way("all at once")]
+    )
+
+
+def peak(wanted: Wanted) -> Case:
+    """The replay is what `bench generate` does: every prompt is known from the start, and no answer waits for another."""
+    return Case(
+        "peak",
+        "The game loop, against the engine with all prompts at hand",
+        [Way("replayed", replayed=True), Way("played")],
+    )
+
+
+def engines(wanted: Wanted) -> Case:
+    ways = [Way(_counted(count, "engine"), {"backend": "fleet"}, {"replicas": str(count)}) for count in wanted.engines]
+    return Case("engines", "Several engines behind a router", ways)
+
+
+def buffer(wanted: Wanted) -> Case:
+    own = {"groups": str(BUFFERED), "samples_per_group": "1", "batch_groups": "1", "trainer_seconds": f"{wanted.trainer_s:.3f}"}
+    ways = [Way(f"depth {depth}", {**own, "buffer_depth": str(depth)}, steps=True) for depth in wanted.depths]
+    return Case("buffer", f"A trainer of {wanted.trainer_s:.2g} s a step behind a buffer", ways)
+
+
+def reference(wanted: Wanted) -> Case:
+    ways = [Way(f"reference {when}", {"reference": when}) for when in ("none", "inline", "deferred")]
+    return Case("reference", "The reference's log-probabilities", ways)
+
+
+def constraint(wanted: Wanted) -> Case:
+    ways = [Way("free", {"constrain": "false"}), Way("constrained", {"constrain": "true"})]
+    return Case("constraint", "Answers kept to legal orders, against any text", ways)
+
+
+CASES: Mapping[str, Callable[[Wanted], Case]] = {
+    "turns": turns,
+    "peak": peak,
+    "constraint": constraint,
+    "reference": reference,
+    "buffer": buffer,
+    "engines": engines,
+}
+
+
+def named(names: Sequence[str]) -> list[Callable[[Wanted], Case]]:
+    """Raises `UnknownName`."""
+    for name in names:
+        if name not in CASES:
+            raise UnknownName("case", name, CASES, label="Cases")
+    return [CASES[name] for name in CASES if name in names]
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
