@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, generators, output, targets
+from gpuinfer.cli import bench_rollouts, flags, generators, output, targets
 from gpuinfer.cli.concluding import apply_winner, concluded, finished, own_flag, refuse_records, report_folder, single
 from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.errors import UsageError
@@ -25,6 +25,7 @@ SECONDS = 5.0  # of one run, when no amount of work was named
 LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
 SERVE = "serve"  # the target that is no workload: a server, asked over HTTP
+MORE_FLAGS = {generators.TARGET: generators.more_flags, bench_rollouts.TARGET: bench_rollouts.more_flags}
 TEXT = """Run the same work in several ways, in turn, and say which wins here, how sure that is, and why.
 
 A comma in a flag's value names several: `--workers 1,2,4`.
@@ -40,7 +41,7 @@ class Bench(targets.Targets):
         return own_flags()
 
     def flags_for(self, target: str) -> flags.Parameters:
-        return {**own_flags(), **(generators.more_flags() if target == generators.TARGET else {})}
+        return {**own_flags(), **MORE_FLAGS.get(target, dict)()}
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return [*super().list_commands(ctx), SERVE]
@@ -110,6 +111,10 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
         if names := generators.named(own["compare"], values):
             return finished(target, generators.execute(names, values, own, folder), destination, folder, own)
         values = generators.for_backends(values, own)
+    if target == bench_rollouts.TARGET:
+        if not own["compare"]:
+            return finished(target, bench_rollouts.execute(values, own), destination, folder, own)
+        values = bench_rollouts.with_defaults(values)
     document, variants = compared(target, values, own, common)
     code = finished(target, document, destination, folder, own)
     if own["apply"]:

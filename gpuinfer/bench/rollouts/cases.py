@@ -41,16 +41,27 @@ class Wanted:
     trainer_s: float = 1.0  # of a simulated step; see `STARVED`
 
 
+def full_name(case: Case, way: Way) -> str:
+    return f"{case.name}: {way.name}"
+
+
+def way_of(name: str) -> str:
+    """The way's own name, of a full one."""
+    return name.partition(": ")[2] or name
+
+
 def turns(wanted: Wanted) -> Case:
     """The speed of calls one by one does not depend on how many games there are: one is enough."""
     alone = {"batch_size": "1", "groups": "1", "samples_per_group": "1"}
     return Case(
-        "turns", "All agents at once, against one call after another", [Way("one call at a time", alone), Way("all at once")]
+        "turns",
+        "All agents at once, against one call after another",
+        [Way("one call at a time", alone), Way("all at once")],
     )
 
 
 def peak(wanted: Wanted) -> Case:
-    """The replay is what `bench generate` does: every prompt is known from the start, and no answer waits for another."""
+    """The replay is what `bench generate` does: all prompts are there from the start, no answer waits for another."""
     return Case(
         "peak",
         "The game loop, against the engine with all prompts at hand",
@@ -64,7 +75,12 @@ def engines(wanted: Wanted) -> Case:
 
 
 def buffer(wanted: Wanted) -> Case:
-    own = {"groups": str(BUFFERED), "samples_per_group": "1", "batch_groups": "1", "trainer_seconds": f"{wanted.trainer_s:.3f}"}
+    own = {
+        "groups": str(BUFFERED),
+        "samples_per_group": "1",
+        "batch_groups": "1",
+        "trainer_seconds": f"{wanted.trainer_s:.3f}",
+    }
     ways = [Way(f"depth {depth}", {**own, "buffer_depth": str(depth)}, steps=True) for depth in wanted.depths]
     return Case("buffer", f"A trainer of {wanted.trainer_s:.2g} s a step behind a buffer", ways)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.bench.rollouts.shown import way_of
+from gpuinfer.bench.rollouts.cases import way_of
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import short
 

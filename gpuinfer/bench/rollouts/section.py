@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gpuinfer.bench.rollouts.cases import Case
+from gpuinfer.bench.rollouts.cases import Case, way_of
 from gpuinfer.bench.rollouts.counted import Tokens, by_agent, by_step, of_game
 from gpuinfer.bench.words import between
 from gpuinfer.rollouts.record import Game
@@ -51,11 +51,11 @@ def verdict(case: Case, document: Document) -> str:
     if first is None:
         return f"{case.title}: nothing was measured."
     if not others:
-        return f"{case.title}: only '{first['name']}' was measured."
+        return f"{case.title}: only '{way_of(first['name'])}' was measured."
     each = ", ".join(
-        f"'{row['name']}' {row['ratio_to_first'] or 0:.2f}×{between(row['ratio_ci95'])}" for row in others
+        f"'{way_of(row['name'])}' {row['ratio_to_first'] or 0:.2f}×{between(row['ratio_ci95'])}" for row in others
     )
-    return f"{case.title}: {each} as many tokens/s as '{first['name']}'."
+    return f"{case.title}: {each} as many tokens/s as '{way_of(first['name'])}'."
 
 
 def of_one_game(game: Game) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from gpuinfer.bench.rollouts.cases import way_of
 from gpuinfer.bench.words import between, span, value
 from gpuinfer.units import number, short, whole
 
@@ -53,11 +54,6 @@ def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def way_of(name: str) -> str:
-    """Of a row's name, which has its case before it."""
-    return name.partition(": ")[2] or name
-
-
 def _reports(document: Document) -> dict[str, Mapping[str, Any]]:
     """The last report of each way."""
     pairs = zip(document["samples"], document["runs"], strict=True)
@@ -67,7 +63,11 @@ def _reports(document: Document) -> dict[str, Mapping[str, Any]]:
 def more(document: Document) -> Iterator[Table]:
     own = document["rollouts"]
     if (game := own["game"]) is not None:
-        yield "Tokens of one game, by step", TOKENS, [*map(_tokens, game["by_step"]), _tokens({"name": "all", **game["all"]})]
+        yield (
+            "Tokens of one game, by step",
+            TOKENS,
+            [*map(_tokens, game["by_step"]), _tokens({"name": "all", **game["all"]})],
+        )
         yield "Tokens of one game, by agent", TOKENS, [*map(_tokens, game["by_agent"])]
     if own["steps"]:
         yield "Steps of the trainer", STEPS, [_steps(one) for one in own["steps"]]

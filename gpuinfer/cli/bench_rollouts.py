@@ -1,0 +1,214 @@
+"""`gpuinfer bench rollouts`: the cases of rollouts, one after another, and the steps of decoding between tags.
+
+With `--compare` backends or settings of ours are compared as elsewhere, on the same default rollouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.cli import flags
+from gpuinfer.cli.concluding import concluded, own_flag
+from gpuinfer.cli.progress import ComparisonProgress, interruptible
+from gpuinfer.config import registry
+from gpuinfer.errors import UsageError, WorkError
+
+if TYPE_CHECKING:
+    from gpuinfer.bench.measure import Variant
+    from gpuinfer.bench.rollouts.cases import Case, Wanted, Way
+    from gpuinfer.bench.rollouts.replay import Recorded
+    from gpuinfer.bench.series import Course, Outcome
+    from gpuinfer.rollouts.record import Group
+
+TARGET = "rollouts"
+DIPLOMACY, ELSE = "diplomacy", "arithmetic"  # the environment of the default, where it is installed, and otherwise
+DEFAULTS = {"groups": "8", "samples_per_group": "6", "horizon": "1", "batch_size": "42"}
+LINE = "begin=\n"  # a model of random weights never says a tag, but a line it does end
+REPEATS = 1
+NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
+GAME, RECORD = "one game", "the record"
+
+Values = Mapping[str, Any]
+
+
+def more_flags() -> flags.Parameters:
+    """What `bench rollouts` has beside the flags of every target."""
+    from gpuinfer.bench.rollouts.cases import CASES
+
+    names = ",".join(CASES)
+    return {
+        "cases": own_flag("cases", str | None, "A,B", f"What to compare. [default: {names}]"),
+        "engines": own_flag("engines", str, "N,N", "Engines behind a router. [default: 1,2,3,4]", default="1,2,3,4"),
+        "depths": own_flag("depths", str, "N,N", "Depths of the buffer. [default: 1,2,3,4]", default="1,2,3,4"),
+        "repeats": own_flag(
+            "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
+        ),
+    }
+
+
+def with_defaults(values: Values) -> dict[str, Any]:
+    """The flags of `rollouts`, where none were given those of a run that shows something."""
+    found = dict(values)
+    if not any(found.get(name) for name in ("model", "checkpoint", "dcp_path")):
+        found["model"] = "tiny"
+    if found.get("env") is None:
+        found["env"] = DIPLOMACY if DIPLOMACY in registry.names("environments") else ELSE
+    if found["env"] == DIPLOMACY and found.get("model") == "tiny" and not found.get("env_option"):
+        found["env_option"] = [LINE]
+    return found | {name: amount for name, amount in DEFAULTS.items() if found.get(name) is None}
+
+
+def execute(values: Values, own: Values) -> dict[str, Any]:
+    """All cases; the document. Raises `UsageError` when none of them can begin."""
+    from gpuinfer.bench.rollouts.cases import CASES, Wanted, named
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.concluding import refuse_records
+    from gpuinfer.cli.variants import parts
+    from gpuinfer.cli.workload import log_to_people
+
+    for key in NOT_HERE:
+        if own[key]:
+            raise UsageError(
+                f"{flags.flag(key)} is no part of the cases of rollouts, which run to their end. "
+                "Leave it out, or compare backends: --compare inprocess,central."
+            )
+    refuse_records(TARGET, values)
+    makers = named(parts(own["cases"]) if own["cases"] else list(CASES))
+    wanted = Wanted(_numbers("engines", own["engines"]), _numbers("depths", own["depths"]))
+    values = with_defaults(values)
+    common = merge(TARGET, values).common
+    log_to_people(common.verbose)
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
+        cases = Cases(values, common, own["repeats"], Path(scratch))
+        cases.begin()
+        return cases.run([make(_timed(wanted, cases.game, values)) for make in makers])
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    from gpuinfer.cli.variants import parts
+
+    try:
+        found = sorted({int(part) for part in parts(text)})
+    except ValueError:
+        found = []
+    if not found or not 1 <= found[0] <= found[-1] <= 64:
+        raise UsageError(f"--{name} {text}: not whole numbers from 1 to 64. Write --{name} 1,2,4.")
+    return found
+
+
+def _timed(wanted: Wanted, game: Group | None, values: Values) -> Wanted:
+    """With a trainer that a depth of one cannot keep up with, unless its time was given."""
+    from gpuinfer.bench.rollouts.cases import STARVED
+
+    if values.get("trainer_seconds") is not None:
+        return replace(wanted, trainer_s=float(values["trainer_seconds"]))
+    return wanted if game is None else replace(wanted, trainer_s=game.seconds / STARVED)
+
+
+@dataclass
+class Cases:
+    """Runs cases one after another. A case that cannot begin is left out, with a sentence."""
+
+    values: Values
+    common: Any
+    repeats: int
+    scratch: Path
+    game: Group | None = None  # one game alone
+    recorded: Sequence[Recorded] = ()
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _steps: dict[str, Path] = field(default_factory=dict)  # of each way that has some, those of its last run
+
+    def begin(self) -> None:
+        """Play one game for its tokens, and the whole for its prompts: what compiles does it now."""
+        from gpuinfer.bench.rollouts.replay import calls
+
+        groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
+        self.game = groups[0] if groups else None
+        self.recorded = calls(self._record(RECORD, {}))
+
+    def _record(self, name: str, changes: Mapping[str, str]) -> list[Group]:
+        from gpuinfer.bench.measure import Rooflines, measure
+        from gpuinfer.bench.rollouts.cases import Way
+        from gpuinfer.bench.series import RunKind, SeriesStep
+        from gpuinfer.rollouts import files
+
+        folder = self.scratch / f"record{next(self._numbers)}"
+        variant = self._variant(name, Way(name, {**changes, "out": str(folder)}))
+        with ComparisonProgress(f"bench {TARGET}", self.common).step(SeriesStep(variant, RunKind.WARM_UP)) as watch:
+            report = measure(variant, self.common.seed, None, Rooflines(False), watch).report
+        if report["status"] == "partial":
+            raise KeyboardInterrupt
+        return list(files.read(folder))
+
+    def run(self, cases: Sequence[Case]) -> dict[str, Any]:
+        from gpuinfer.bench.rollouts.section import joined, of_one_game, of_steps
+        from gpuinfer.bench.series import Course
+        from gpuinfer.rollouts.steps import read
+
+        course = Course(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
+        found, left_out = [], dict[str, str]()
+        for case in cases:
+            try:
+                document, stopped = self._one(case, course)
+            except UsageError as error:
+                left_out[case.name] = " ".join(str(error).split())
+                continue
+            found.append((case, document))
+            if stopped:
+                break
+        if not found:
+            raise UsageError("\n".join(["none of these can run here.", *list(left_out.values())[:2]]))
+        document = joined(found, left_out)
+        if self.game is not None:
+            document["rollouts"]["game"] = of_one_game(self.game.games[0])
+        document["rollouts"]["steps"] = [
+            of_steps(name, list(read(path))) for name, path in self._steps.items() if path.exists()
+        ]
+        return document
+
+    def _one(self, case: Case, course: Course) -> tuple[dict[str, Any], bool]:
+        from gpuinfer.bench.rollouts.cases import full_name
+        from gpuinfer.bench.series import Series
+
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        progress = ComparisonProgress(f"bench {TARGET}", self.common)
+        series = Series([self._variant(full_name(case, way), way) for way in case.ways], course, progress.step)
+        progress.watch(series)
+        outcome: Outcome = series.run()
+        return concluded(TARGET, outcome, course, began), outcome.stopped
+
+    def _variant(self, name: str, way: Way) -> Variant:
+        from gpuinfer.cli.variants import variant, with_choices
+
+        chosen = {(flag, ""): value for flag, value in way.flags.items()}
+        chosen |= {("backend_options", key): value for key, value in way.backend.items()}
+        own = with_choices(self.values, chosen)
+        made = variant(TARGET, own, {}, timed=False)
+        return replace(
+            made, name=name, settings={**way.flags, **way.backend}, build=lambda seed: self._build(name, way, own, seed)
+        )
+
+    def _build(self, name: str, way: Way, own: Values, seed: int) -> Any:
+        """A run of this way, made anew; of a trainer's steps each run has a file."""
+        from gpuinfer.bench.rollouts.replay import Replay
+        from gpuinfer.cli.building import around, build, merge
+
+        more: dict[str, Any] = {"seed": str(seed)}
+        if way.steps:
+            self._steps[name] = self.scratch / f"steps{next(self._numbers)}.jsonl"
+            more["steps"] = str(self._steps[name])
+        merged = merge(TARGET, {**own, **more})
+        plan = build(TARGET, merged)
+        if not way.replayed:
+            return plan
+        workload: Any = plan.workload
+        replay = Replay(workload.setup, workload.model(), workload.sampling, self.recorded)
+        if not self.recorded:
+            raise WorkError("nothing was recorded that could be asked again.")
+        return around(TARGET, replay, merged)

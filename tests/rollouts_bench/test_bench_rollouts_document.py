@@ -1,0 +1,92 @@
+"""The document of all cases: valid, told in a table, drawn."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from bench_rollouts_games import BUFFER, TURNS, document, game, turn
+
+from gpuinfer.bench import pages, plots, tables
+from gpuinfer.bench.document import below, schema
+from gpuinfer.bench.rollouts.section import joined, of_one_game, of_steps
+from gpuinfer.rollouts.steps import StepRecord
+
+
+def steps(way: str, waits: list[float]):
+    records = [
+        StepRecord(step=n, version=n, at_s=n, wall_s=1 + wait, wait_s=wait, train_s=1) for n, wait in enumerate(waits)
+    ]
+    return of_steps(way, records)
+
+
+@pytest.fixture
+def whole():
+    found = [
+        (TURNS, document(TURNS, {"one": 100.0, "all": 900.0})),
+        (BUFFER, document(BUFFER, {"depth 1": 50.0, "depth 2": 80.0})),
+    ]
+    made = joined(found, {"reference": "there is no reference here. Add --ref-model."})
+    made["rollouts"]["game"] = of_one_game(game(("north", (turn(0, 10, 3), turn(1, 5, 2, cached=12)))))
+    made["rollouts"]["steps"] = [steps("buffer: depth 1", [2, 1, 3]), steps("buffer: depth 2", [2, 0, 0])]
+    return made
+
+
+def test_it_is_what_the_schema_says(whole):
+    jsonschema.validate(json.loads(json.dumps(whole)), schema())
+
+
+def test_each_case_has_a_verdict_and_none_wins(whole):
+    assert whole["winner"] is None
+    assert "'all' 9.00× as many tokens/s as 'one'" in whole["verdict"]
+    assert "'depth 2' 1.60× as many tokens/s as 'depth 1'" in whole["verdict"]
+
+
+def test_a_case_that_could_not_begin_is_named_with_the_reason(whole):
+    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in list(tables.notes(whole))
+
+
+def test_the_table_has_a_line_for_each_case_and_way(whole):
+    rows = list(tables.rows(whole))
+    assert [row[0] for row in rows] == [TURNS.title, "  one", "  all", BUFFER.title, "  depth 1", "  depth 2"]
+    assert {len(row) for row in rows} == {len(tables.columns(whole))}
+    names, brief = tables.brief(whole)
+    assert {len(row) for row in brief} == {len(names)}
+
+
+def test_what_waited_is_told(whole):
+    notes = dict(tables.notes(whole))
+    assert notes["buffer"] == "depth 1: 3 s a step, 67% of it waiting; depth 2: 1 s a step, 40% of it waiting"
+    assert notes["one game"].startswith("2 calls in 2 steps: 28 prompt tokens")
+
+
+def test_a_ratio_that_is_asked_for_is_one_within_a_case(whole):
+    assert below(whole, 1.5) == ["reference"]
+    assert below(whole, 2.0) == ["buffer: depth 2", "reference"]
+
+
+def test_the_plots_are_the_steps_and_the_runs(whole):
+    assert list(plots.plots(whole)) == ["steps", "throughput"]
+
+
+def test_it_is_written(whole, tmp_path):
+    pages.write(tmp_path, whole)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json",
+        "bench.md",
+        "bench.html",
+        "steps.png",
+        "throughput.png",
+    }
+    text = (tmp_path / "bench.md").read_text()
+    assert "Tokens of one game, by agent" in text
+    assert "How long a step of the trainer lasts" in text
+
+
+def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
+    alone = joined([(TURNS, document(TURNS, {"one": 100.0}))], {})
+    jsonschema.validate(json.loads(json.dumps(alone)), schema())
+    assert list(plots.plots(alone)) == ["throughput"]
+    assert "only 'one' was measured" in alone["verdict"]
+    pages.write(tmp_path, alone)
