@@ -21,7 +21,7 @@ MOST_LOGPROBS = 20  # beside each token
 class Listed(Struct, frozen=True, kw_only=True):
     """Text is free until `begin` has been said, which tokens may spell in any way; from there on it is a list, up to
     `end`: `begin` (separator item)* separator `end`. No two items are of one unit. After `end` the answer is over, or
-    free again.
+    free again. An empty `begin`: the answer is the list, from its first token on, and is over with its `end`.
     """
 
     items: tuple[tuple[str, str], ...]  # (unit, text): such as ("PAR", "A PAR - BUR")

@@ -40,8 +40,13 @@ class Lines:
 
 def check(listed: Listed) -> None:
     """Raises `BadPrompt` for a list that is empty, too long, or can be read in two ways."""
-    for name in ("begin", "end", "separator"):
+    for name in ("begin", "end", "separator") if listed.begin else ("end", "separator"):
         _check_tag(name, getattr(listed, name))
+    if not listed.begin and (not listed.ends or listed.separator.startswith(" ")):
+        raise BadPrompt(
+            "a list without `begin` begins with the answer: it must end it too (`ends`), and its separator may not "
+            "begin with a space, which some tokenizers lose there. Give it a `begin`."
+        )
     if not listed.items:
         raise BadPrompt("the list has no items: nothing could be said in it. Give some, or leave the constraint out.")
     texts = [text for _, text in listed.items]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gpuinfer.text.language.trie import cpu_tag
 from gpuinfer.text.language.trie.tokens import Ints, TokenBytes
 
+NONE: Ints = np.zeros(0, np.int32)
 STATES_AT_ONCE = 1 << 14  # notes of tokens that go on after the tag, doubled until all fit
 
 
@@ -30,6 +31,8 @@ class Tag:
 def tag_of(text: str, said: TokenBytes) -> Tag:
     """Takes some 10 ms for 150,000 tokens."""
     goto = automaton(text.encode())
+    if not text:
+        return Tag(goto, NONE, NONE, np.zeros(0, np.int64))
     room = STATES_AT_ONCE
     while True:
         states, tokens, offsets = np.zeros(room, np.int32), np.zeros(room, np.int32), np.zeros(room, np.int64)
@@ -49,6 +52,8 @@ def automaton(text: bytes) -> Ints:
     and Pratt (1977).
     """
     goto = np.zeros((len(text), 256), np.int32)
+    if not text:
+        return goto
     goto[0, text[0]] = 1
     fallback = 0
     for state in range(1, len(text)):

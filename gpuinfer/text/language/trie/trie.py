@@ -36,6 +36,11 @@ class Trie:
     nodes: int
 
     @property
+    def tagged(self) -> bool:
+        """Whether a tag begins the list; else the answer does."""
+        return bool(self.image[cpu_image.LENGTH])
+
+    @property
     def address(self) -> int:
         return int(self.image.ctypes.data)
 

@@ -55,7 +55,7 @@ class Walks:
         """The row is at the beginning of an answer."""
         self._seat(row, trie)
         said = self._said
-        self._places[row] = (trie.address, -1, 0, 0, said.strip, said.differs, 0)
+        self._places[row] = (trie.address, -1 if trie.tagged else 0, 0, 0, said.strip, said.differs, 0)
         self._used[row] = 0
 
     def take(self, row: int, other: Walks, place: int = 0) -> None:
