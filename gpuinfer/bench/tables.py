@@ -87,8 +87,7 @@ def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]
         names, cells = shown.brief(document)
         return tuple(names), cells
     if "rollouts" in document:
-        names, cells = rollouts.brief(document)
-        return tuple(names), cells
+        return rollouts.BRIEF_COLUMNS, rollouts.brief(document)
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
 

@@ -17,6 +17,8 @@ Document = Mapping[str, Any]
 
 def steps(axes: Axes, document: Document) -> None:
     """Seconds of each step, a line for each depth; what of it the trainer itself took is the dashed line."""
+    from matplotlib.ticker import MaxNLocator
+
     found = document["rollouts"]["steps"]
     for place, one in enumerate(found):
         at = range(1, len(one["wall_s"]) + 1)
@@ -25,7 +27,7 @@ def steps(axes: Axes, document: Document) -> None:
     axes.axhline(sum(trained) / len(trained), color="#999999", linestyle="--", linewidth=1, label="the trainer alone")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step of the trainer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("a step lasts")
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
     axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)

@@ -15,7 +15,7 @@ Document = Mapping[str, Any]
 Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
 
 COLUMNS = ("", "tokens/s", "× first", "95 %", "input tokens/s", "rows/step", "held back by")
-BRIEF = 3  # of them on a terminal
+BRIEF_COLUMNS = COLUMNS[:3]  # on a terminal
 TOKENS = ("", "calls", "prompt", "cached", "completion", "completion / call")
 STEPS = ("", "steps", "median step", "trainer", "wait", "rollout", "starved steps", "stalls")
 WAITING = 0.1  # of a step, from which it counts as starved
@@ -36,8 +36,8 @@ def rows(document: Document) -> Iterator[list[str]]:
         yield from (_row(found[name], reports.get(name)) for name in case["ways"])
 
 
-def brief(document: Document) -> tuple[Sequence[str], list[list[str]]]:
-    return COLUMNS[:BRIEF], [row[:BRIEF] for row in rows(document)]
+def brief(document: Document) -> list[list[str]]:
+    return [row[: len(BRIEF_COLUMNS)] for row in rows(document)]
 
 
 def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
