@@ -17,6 +17,7 @@ class Chatting(Environment):
 
     class Options(api.Options):
         steps: int = 2
+        wait: float = 0.0  # seconds of a step
 
     agents = ("left", "right")
 
@@ -28,6 +29,7 @@ class Chatting(Environment):
         return {agent: Observation(messages=user(text), max_tokens=6) for agent in self.agents}
 
     async def step(self, answers):
+        await asyncio.sleep(self.options.wait)
         self.step_number += 1
         rewards = {agent: float(len(answer)) for agent, answer in answers.items()}
         return Outcome(

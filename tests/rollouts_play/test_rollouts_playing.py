@@ -5,9 +5,10 @@ import re
 import msgspec
 import pytest
 from playing_here import HERE, player
+from rollouts_run import timeless
 
 from gpuinfer.errors import UnknownName, UsageError, WorkError
-from gpuinfer.rollouts.record import Group, Timing
+from gpuinfer.rollouts.record import Group
 from gpuinfer.workloads.rollouts.loading import open_environment
 
 
@@ -17,21 +18,6 @@ def played(environment, *options, groups=1, **plan):
             return await asyncio.gather(*(one.play(number) for number in range(groups)))
 
     return asyncio.run(play())
-
-
-def timeless(group):
-    """The record without when it was."""
-
-    def of_turn(turn):
-        return msgspec.structs.replace(turn, timing=Timing(), cached_tokens=0)
-
-    def of_trajectory(one):
-        return msgspec.structs.replace(one, turns=tuple(map(of_turn, one.turns)))
-
-    def of_game(game):
-        return msgspec.structs.replace(game, seconds=0.0, trajectories=tuple(map(of_trajectory, game.trajectories)))
-
-    return msgspec.structs.replace(group, started=0.0, seconds=0.0, games=tuple(map(of_game, group.games)))
 
 
 def test_a_group_has_each_sample_once_and_all_from_one_start():

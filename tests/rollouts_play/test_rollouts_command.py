@@ -1,0 +1,73 @@
+import json
+import signal
+
+import pytest
+from rollouts_run import ended, groups_in, rollouts, started, timeless, until
+
+CHATTING = ("--env", "rollout_tables:Chatting", "--model", "null", "--groups", 6, "--samples-per-group", 2)
+SLOWLY = (*CHATTING, "--env-option", "wait=0.15", "--groups-in-flight", 1)
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """The records of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    code, out, err = rollouts(*CHATTING, "--env-option", "wait=0.15", "--out", folder, "--json", "-")
+    assert code == 0, err
+    return folder, json.loads(out)
+
+
+def test_a_run_ends_with_all_groups_and_a_report(at_once):
+    folder, report = at_once
+    assert report["status"] == "done"
+    assert report["progress"]["done"] == 6
+    assert [group.number for group in groups_in(folder)] == list(range(6))
+    tokens = sum(len(turn.completion_tokens) for group in groups_in(folder) for turn in group.turns())
+    rates, wall_s = report["throughput"], report["wall_s"]
+    assert rates["output_tokens_per_s"] * wall_s == pytest.approx(tokens, rel=1e-6)
+    assert rates["games_per_min"] * wall_s / 60 == pytest.approx(12)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 3, id="Ctrl-C"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="kill -9"),
+    ],
+)
+def test_a_run_that_was_ended_goes_on_and_plays_each_group_once(at_once, tmp_path, number, code):
+    whole, _ = at_once
+    folder = tmp_path / "out"
+    with started(*SLOWLY, "--out", folder) as process:
+        until(lambda: groups_in(folder), process)
+        process.send_signal(number)
+        found, _, err = ended(process)
+    assert found == code, err
+    if code == 3:
+        assert "--resume" in err
+    before = groups_in(folder)
+    assert 0 < len(before) < 6
+    code, _, err = rollouts(*SLOWLY, "--out", folder, "--seed", 1, "--resume")
+    assert (code, "seed: 0 there, 1 here" in err) == (2, True), err
+    code, _, err = rollouts(*SLOWLY, "--out", folder, "--resume")
+    assert code == 0, err
+    found = groups_in(folder)
+    assert [timeless(one) for one in found] == [timeless(one) for one in groups_in(whole)]
+    assert [one for one in found if one.number in {had.number for had in before}] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        pytest.param(("--model", "null"), 2, "rollouts needs an environment", id="no environment"),
+        pytest.param(("--env", "arithmetic"), 2, "rollouts needs a model", id="no model"),
+        pytest.param(("--env", "arithmetic", "--model", "null", "--resume"), 2, "Add --out DIR", id="resume nothing"),
+        pytest.param(
+            ("--env", "arithmetic", "--model", "null", "--ref-model", "tiny"), 2, "Add --reference inline", id="no reference"
+        ),
+        pytest.param(("--env", "arithmetc", "--model", "null"), 2, "Did you mean 'arithmetic'", id="a slip"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_refused_with_the_cure(gpuinfer, words, code, said):
+    found = gpuinfer("rollouts", *words)
+    assert (found[0], said in found[2]) == (code, True), found[2]
