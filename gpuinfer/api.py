@@ -546,6 +546,12 @@ class Infer(ABC):
         """
         raise UsageError("weights cannot be changed here. Ask the run's own `infer` for it.")
 
+    async def counted(self) -> Mapping[str, Any]:
+        """What the run has counted until now, all its processes and the far side together: `stats.Snapshot.to_wire()`.
+        Empty where nobody counts.
+        """
+        return {}
+
     @abstractmethod
     def client(self) -> AbstractContextManager[Hashable]:
         """Join as a live client: `with infer.client() as me: await infer(x, client=me)`."""

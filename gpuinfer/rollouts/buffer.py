@@ -171,7 +171,11 @@ class Buffer:
     async def _change(self) -> None:
         changed = asyncio.get_running_loop().create_future()
         self._changed.append(changed)
-        await changed
+        try:
+            await changed
+        finally:
+            if changed in self._changed:  # nothing has happened: whoever waited was cancelled
+                self._changed.remove(changed)
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, []

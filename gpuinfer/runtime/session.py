@@ -304,6 +304,10 @@ class Session(Infer):
             self._warned.add(method)
             blame.warn(self._backend, method, error)
 
+    async def counted(self) -> Mapping[str, Any]:
+        await self.refresh()
+        return self.snapshot().to_wire()
+
     def snapshot(self) -> Snapshot:
         """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
 

@@ -1,0 +1,275 @@
+"""What a training step is judged by, measured where it happens: rows asked for, environments, the engine's time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from gpuinfer.api import Infer, Lane, Limits, ModelSpec, Priority, Stream, Workers
+from gpuinfer.generation import Completion, Generation
+from gpuinfer.rollouts.environment import Environment
+from gpuinfer.rollouts.levels import Level
+from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
+
+T = TypeVar("T")
+
+METHODS = ("reset", "observe", "step", "close")  # of an environment
+
+
+class Meter:
+    """Counts from its making on. `take` tells of the time since the `take` before."""
+
+    def __init__(self) -> None:
+        self.rows, self.groups = Level(), Level()
+        self.reference, self.gated = Level(), Level()
+        self.in_environment, self.thinking = Level(), Level()  # games in a call, and between two calls
+        self.blocked_s = 0.0  # that environments kept the event loop to themselves
+        self.calls = 0
+        self.began = time.monotonic()
+        self._first_token: float | None = None  # when it came
+        self._cold_told = False
+
+    def answered(self, found: Any) -> None:
+        """An answer has come, whole."""
+        self.calls += 1
+        if self._first_token is None and type(found) is Generation:
+            self._first_token = max(self.began, time.monotonic() - found.seconds + found.first_token_s)
+
+    def take(self) -> dict[str, float]:
+        """The fields of a `StepRecord` that are measured here, those that are not shares of anything; and `rows_s`."""
+        rows_s, _ = self.rows.take()
+        _, working_s = self.groups.take()
+        in_environment, _ = self.in_environment.take()
+        thinking, _ = self.thinking.take()
+        blocked, self.blocked_s = self.blocked_s, 0.0
+        calls, self.calls = self.calls, 0
+        alive = in_environment + thinking
+        return {
+            "rows_s": rows_s,
+            "working_s": working_s,
+            "reference_s": self.reference.take()[1],
+            "gated_s": self.gated.take()[1],
+            "environment_share": in_environment / alive if alive else 0.0,
+            "blocked_s": blocked,
+            "calls": calls,
+            "cold_start_s": self._cold(),
+        }
+
+    def _cold(self) -> float:
+        if self._cold_told or self._first_token is None:
+            return 0.0
+        self._cold_told = True
+        return self._first_token - self.began
+
+    def environments(self, make: EnvironmentMaker) -> EnvironmentMaker:
+        """The same, each of its games measured."""
+
+        def made(**options: Any) -> Any:
+            found = make.factory(**options)
+            return (
+                TimedEnvironment(found, self) if all(callable(getattr(found, one, None)) for one in METHODS) else found
+            )
+
+        return dataclasses.replace(make, factory=made)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Of a run's counters what steps are made of; totals since its start."""
+
+    inference_s: float = 0.0
+    row_s: float = 0.0  # rows times seconds of forward steps
+    step_s: float = 0.0  # of all engines together
+    constraint_s: float = 0.0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    slots: int = 0
+
+    @classmethod
+    def of(cls, wire: Mapping[str, Any]) -> EngineCounts:
+        """Of `Infer.counted`. The busiest engine's time stands for all."""
+        steps = {int(rows): tuple(counted) for rows, counted in wire.get("batch_s", {}).items()}
+        lanes = [lane["stations"] for lane in wire.get("lanes", ())]
+        engines = [lane for lane in lanes if "forward" in lane or "prefill" in lane]
+        beside = [lane for lane in lanes if "understand" in lane and lane not in engines]
+        step_s = sum(seconds for _, seconds in steps.values())
+        at_work = max((_busy(lane) for lane in engines), default=0.0)
+        tokens = wire.get("device", {}).get("tokens") or {}
+        return cls(
+            inference_s=at_work or step_s,
+            row_s=sum(rows * seconds for rows, (_, seconds) in steps.items()),
+            step_s=step_s,
+            constraint_s=max((lane.get("constrain", 0.0) for lane in engines), default=0.0)
+            + max((lane.get("constrain", 0.0) for lane in beside), default=0.0),
+            input_tokens=tokens.get("input", 0),
+            output_tokens=tokens.get("output", 0),
+            slots=wire.get("slots", 0),
+        )
+
+    def since(self, then: EngineCounts) -> EngineCounts:
+        """What was counted in between. An engine that began anew has counted since then."""
+        names = [one.name for one in dataclasses.fields(self) if one.name != "slots"]
+        return EngineCounts(
+            **{name: max(0, getattr(self, name) - getattr(then, name)) for name in names}, slots=self.slots
+        )
+
+
+def _busy(stations: Mapping[str, float]) -> float:
+    return sum(seconds for station, seconds in stations.items() if station != "idle")
+
+
+class TimedEnvironment(Environment):
+    """Another environment, and how long its games are in it."""
+
+    def __init__(self, own: Any, meter: Meter) -> None:
+        self._own, self._meter = own, meter
+        self._open = False
+
+    @property
+    def agents(self) -> Any:  # type: ignore[override]
+        return getattr(self._own, "agents", None)
+
+    @property
+    def roles(self) -> Any:  # type: ignore[override]
+        return getattr(self._own, "roles", None)
+
+    async def reset(self, seed: int) -> None:
+        self._open = True
+        self._meter.thinking.add(1)
+        await self._call(self._own.reset(seed))
+
+    async def observe(self) -> Any:
+        return await self._call(self._own.observe())
+
+    async def step(self, answers: Mapping[str, str]) -> Any:
+        return await self._call(self._own.step(answers))
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._meter.thinking.add(-1)
+        await self._own.close()
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        meter = self._meter
+        meter.thinking.add(-1)
+        try:
+            with meter.in_environment.during():
+                if not hasattr(call, "__await__"):
+                    return await call  # which says what is wrong with it
+                return await _Blocking(call, self._blocked)
+        finally:
+            meter.thinking.add(1)
+
+    def _blocked(self, seconds: float) -> None:
+        self._meter.blocked_s += seconds
+
+
+class _Blocking(Awaitable[T]):
+    """Awaits something else, and tells for how long that kept the event loop."""
+
+    def __init__(self, own: Awaitable[T], tell: Callable[[float], None]) -> None:
+        self._own, self._tell = own, tell
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        inner = self._own.__await__()
+        send: Callable[[], Any] = functools.partial(next, inner)
+        while True:
+            began = time.perf_counter()
+            try:
+                waits_for = send()
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                self._tell(time.perf_counter() - began)
+            try:
+                yield waits_for
+                send = functools.partial(next, inner)
+            except BaseException as error:  # noqa: BLE001  it is thrown where it belongs
+                send = functools.partial(inner.throw, error)  # type: ignore[attr-defined]
+
+
+Name = Callable[[], str | None]
+
+
+class Asked(Infer):
+    """The run's way to answers, with the rows under way counted, and each answer's tokens under a version.
+
+    `name` tells the version of the weights when something is asked, for backends that are not told of it themselves:
+    where the backend names none, the answer is of that version; None: it stays without a name.
+    """
+
+    def __init__(self, own: Infer, meter: Meter, name: Name) -> None:
+        self._own, self._meter, self._name = own, meter, name
+        self.roofline, self.stopping = own.roofline, own.stopping
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        return self._own.limits
+
+    @property
+    def has_model(self) -> bool:
+        return self._own.has_model
+
+    async def ready(self) -> Limits:
+        return await self._own.ready()
+
+    async def __call__(self, payload: Any, *, rows: int = 1, **ways: Any) -> Any:
+        name = self._name()
+        with self._meter.rows.during(rows):
+            found = await self._own(payload, rows=rows, **ways)
+        self._meter.answered(found)
+        return found if name is None else named(found, name)
+
+    def stream(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = float("inf"),
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> Stream:
+        return self._own.stream(payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client)
+
+    def block(self, rows: int) -> Any:
+        return self._own.block(rows)
+
+    def beside(self, spec: ModelSpec) -> Infer:
+        return self._own.beside(spec)
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        await self._own.update(version, weights, adapter=adapter, drain=drain)
+
+    async def counted(self) -> Mapping[str, Any]:
+        return await self._own.counted()
+
+    def client(self) -> AbstractContextManager[Hashable]:
+        return self._own.client()
+
+    def lane(self, name: str) -> Lane:
+        return self._own.lane(name)
+
+    def workers(self, target: str, arguments: Any) -> AbstractAsyncContextManager[Workers]:
+        return self._own.workers(target, arguments)
+
+
+def named(found: Any, name: str) -> Any:
+    """A generation whose tokens of unnamed weights are of these."""
+    if type(found) is not Generation:
+        return found
+    return msgspec.structs.replace(found, completions=tuple(_named(one, name) for one in found.completions))
+
+
+def _named(one: Completion, name: str) -> Completion:
+    if all(version for _, version in one.versions):
+        return one
+    return msgspec.structs.replace(one, versions=tuple((start, said or name) for start, said in one.versions))

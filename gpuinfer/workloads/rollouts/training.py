@@ -1,0 +1,346 @@
+"""The training side of a run: groups wait in the buffer, the trainer takes them and gives weights, each step is told.
+
+It is the gate of the loop, which admits groups by the capacity rule, and its trainer, which takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpuinfer.api import Infer
+from gpuinfer.errors import Closed, UsageError
+from gpuinfer.rollouts import kl
+from gpuinfer.rollouts.buffer import Buffer
+from gpuinfer.rollouts.capacity import Capacity, Gate
+from gpuinfer.rollouts.record import Group
+from gpuinfer.rollouts.steps import StepRecord, StepsFile
+from gpuinfer.rollouts.trainer import Consumer, Trained, facts_of
+from gpuinfer.rollouts.versions import lags, name_of
+from gpuinfer.workloads.rollouts.measuring import EngineCounts, Meter
+
+log = logging.getLogger(__name__)
+
+ANY = 1 << 30  # groups under way, where only the feed bounds them
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How groups wait, and how old they may become."""
+
+    depth: int = 2  # groups that wait for the trainer
+    batch: int = 1  # groups of one step
+    prefill: int = 0  # groups that must wait before the first step
+    max_staleness: int | None = None  # η, in versions; None: as many as the buffer holds batches
+    concurrency: int = ANY
+    version: int = 0  # to begin with
+    step: int = 0
+    kl_target: float | None = None
+    kl_coefficient: float = 0.0
+    kl_horizon: float = 10_000.0  # games
+
+    @property
+    def staleness(self) -> int:
+        """A buffer of so many batches keeps the engine busy for so many steps of the trainer ahead."""
+        return -(-self.depth // self.batch) if self.max_staleness is None else self.max_staleness
+
+    def check(self) -> None:
+        """Raises `UsageError` where the first step could never begin."""
+        most = (self.staleness + 1) * self.batch
+        if self.prefill > most:
+            raise UsageError(
+                f"--prefill {self.prefill} groups cannot wait before the first step: with --batch-groups {self.batch} "
+                f"and {self.staleness} versions of staleness no more than {most} are begun. "
+                f"Use --prefill {most}, or a greater --buffer-depth."
+            )
+
+
+OnStep = Callable[[StepRecord], StepRecord]
+
+
+class Training:
+    """One run's. All methods belong to its event loop.
+
+    `judge` completes each step's record with its verdict.
+    """
+
+    def __init__(
+        self,
+        infer: Infer,
+        consumer: Consumer,
+        plan: TrainingPlan,
+        meter: Meter,
+        steps: StepsFile | None = None,
+        judge: OnStep = lambda record: record,
+    ) -> None:
+        plan.check()
+        self.plan, self.meter, self.consumer = plan, meter, consumer
+        self.version, self.step = plan.version, plan.step
+        self.gate = Gate(
+            Capacity(concurrency=plan.concurrency, batch=plan.batch, staleness=plan.staleness, first=plan.version)
+        )
+        self.buffer = Buffer(
+            plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop
+        )
+        self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
+        self.totals = Totals()
+        self.last: StepRecord | None = None
+        self.leave: Callable[[], None] = lambda: None  # told when the trainer wants no more
+        self._infer, self._steps, self._judge = infer, steps, judge
+        self._ready: dict[int, float] = {}  # group's number → when it came
+        self._began = self._ended = time.monotonic()
+        self._engine = EngineCounts()
+        self._loading_s = 0.0
+        self._dropped = 0
+        self._names_weights = False  # the backend has been given versions
+        self._updating = asyncio.Lock()
+
+    # The gate of the loop
+
+    async def admitted(self) -> None:
+        with self.meter.gated.during():
+            await self.gate.admitted()
+
+    def started(self) -> None:
+        self.gate.started()
+        self.meter.groups.add(1)
+
+    def accepted(self) -> None:
+        self.gate.accepted()
+        self.meter.groups.add(-1)
+
+    def failed(self) -> None:
+        self.gate.failed()
+        self.meter.groups.add(-1)
+
+    # The trainer of the loop
+
+    async def put(self, group: Group) -> None:
+        """Wait for room in the buffer. When the trainer has left, nobody wants it."""
+        self._ready[group.number] = time.monotonic()
+        try:
+            if not await self.buffer.put(group):
+                self._ready.pop(group.number, None)
+        except Closed:
+            self._ready.pop(group.number, None)
+
+    def end(self) -> None:
+        """No more groups will come."""
+        self.buffer.end()
+
+    def close(self) -> None:
+        """Nothing is admitted, put or taken any more."""
+        self.gate.close()
+        self.buffer.close()
+
+    async def run(self) -> None:
+        """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does."""
+        self._began = self._ended = self.meter.began = time.monotonic()
+        self._engine = EngineCounts.of(await self._infer.counted())
+        self.meter.take()
+        try:
+            while await self._one_step():
+                pass
+        finally:
+            self.close()
+
+    async def _one_step(self) -> bool:
+        """Whether there was one."""
+        wanted = await self.consumer.asks()
+        asked, before = time.monotonic(), len(self.buffer)
+        if wanted is None:
+            self.leave()
+            return False
+        groups = await self.buffer.take(wanted)
+        if not groups:
+            return False
+        taken, version = time.monotonic(), self.version
+        try:
+            trained = await self.consumer.train(groups, self.step)
+        except Closed:  # it has left with them
+            self.leave()
+            return False
+        done = time.monotonic()
+        if trained.version > self.version:
+            await self.update(trained.version, trained.weights, trained.adapter)
+        times = {"absent_s": asked - self._ended, "wait_s": taken - asked, "train_s": done - taken}
+        await self._tell(groups, trained, version, before, times)
+        return True
+
+    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None:
+        """The trainer's weights are of this version now; the one it has, or the next. With `weights` the backend
+        computes with them from now on, and answers under way go on.
+
+        Raises `UsageError` for another version, and for weights that the backend cannot take, with the old ones in
+        force.
+        """
+        async with self._updating:
+            if version == self.version:
+                return
+            if version != self.version + 1:
+                raise UsageError(
+                    f"version {version} cannot come after {self.version}. Count versions one by one: "
+                    f"send {self.version + 1}."
+                )
+            if weights is not None:
+                began = time.monotonic()
+                await self._infer.update(name_of(version), weights, adapter=adapter, drain=False)
+                self._loading_s += time.monotonic() - began
+                self.totals.adapter_loads += 1
+                self._names_weights = True
+            self.version = version
+            self.gate.advance(version)
+            self.buffer.advance(version)
+
+    def asked_with(self) -> str | None:
+        """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
+        told of one.
+        """
+        return name_of(self.version) if self.version and not self._names_weights else None
+
+    def _drop(self, group: Group) -> None:
+        """It was too old for the trainer; another is begun in its place."""
+        self._ready.pop(group.number, None)
+        self.gate.dropped()
+
+    # What it says
+
+    def facts(self) -> dict[str, float]:
+        """For the report: totals of all steps, and where the buffer is now."""
+        return {
+            **self.totals.facts(),
+            "buffer_depth": self.plan.depth,
+            "buffer_batch": self.plan.batch,
+            "buffer_waiting": len(self.buffer),
+            "groups_dropped": self.buffer.shelf.dropped,
+            "policy_version": self.version,
+            "max_staleness": self.plan.staleness,
+            "kl_coefficient": self.controller.coefficient,
+        }
+
+    async def _tell(
+        self, groups: Sequence[Group], trained: Trained, version: int, before: int, times: dict[str, Any]
+    ) -> None:
+        now = time.monotonic()
+        wall_s, self._ended = now - self._ended, now
+        measured, counted = self.meter.take(), EngineCounts.of(await self._infer.counted())
+        engine, self._engine = counted.since(self._engine), counted
+        dropped, self._dropped = self.buffer.shelf.dropped - self._dropped, self.buffer.shelf.dropped
+        loading_s, self._loading_s = self._loading_s, 0.0
+        record = StepRecord(
+            step=self.step,
+            version=version,
+            at_s=now - self._began,
+            wall_s=wall_s,
+            **times,
+            adapter_load_s=loading_s,
+            **self._of_batch(groups, version),
+            **self._of_policy(groups, trained),
+            **of_engine(engine, measured, wall_s),
+            buffer_before=before,
+            buffer_after=len(self.buffer),
+            running=self.gate.capacity.running,
+            dropped=dropped,
+            metrics=trained.metrics,
+        )
+        record = self._judge(record)
+        self.step += 1
+        self.last = record
+        self.totals.add(record)
+        if self._steps is not None:
+            self._steps.add(record)
+
+    def _of_batch(self, groups: Sequence[Group], version: int) -> dict[str, Any]:
+        facts, behind = facts_of(groups), lags(groups, version)
+        ready = [self._ready.pop(group.number, self._ended) for group in groups]
+        begun = [came - group.seconds - group.reference_s for came, group in zip(ready, groups, strict=True)]
+        return {
+            "groups": facts["groups"],
+            "games": facts["games"],
+            "numbers": tuple(group.number for group in groups),
+            "tokens_per_game": facts["drawn_tokens"] / max(1, facts["games"]),
+            "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
+            "staleness_mean": sum(behind) / max(1, len(behind)),
+            "staleness_max": max(behind, default=0),
+            "step_rollout_s": max(ready) - min(begun),
+        }
+
+    def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:
+        told: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
+        found = kl.from_reference(groups)
+        if found is not None:
+            games = sum(len(group.games) for group in groups)
+            coefficient = self.controller.update(found.k3, games)
+            told = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
+        if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
+            told |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
+        return told
+
+
+def of_engine(engine: EngineCounts, measured: dict[str, float], wall_s: float) -> dict[str, Any]:
+    """The fields of a step that tell of the engine's time, and of what it was asked."""
+    slots, inference_s = engine.slots, min(engine.inference_s, wall_s)
+    room = slots * wall_s
+    games_s = max(measured["environment_share"] * wall_s, min(wall_s, measured["blocked_s"]))
+    return {
+        "input_tokens": engine.input_tokens,
+        "output_tokens": engine.output_tokens,
+        "calls": int(measured["calls"]),
+        "slots": slots,
+        "inference_s": inference_s,
+        "tokens_per_s_wall": engine.output_tokens / wall_s if wall_s else 0.0,
+        "tokens_per_s_inference": engine.output_tokens / inference_s if inference_s else 0.0,
+        "occupancy": engine.row_s / (slots * engine.step_s) if slots and engine.step_s else 0.0,
+        "busy": engine.row_s / room if room else 0.0,
+        "offered": measured["rows_s"] / room if room else 0.0,
+        "offered_working": measured["rows_s"] / (slots * measured["working_s"])
+        if slots and measured["working_s"]
+        else 0.0,
+        "working_s": measured["working_s"],
+        "gated_s": measured["gated_s"],
+        "reference_s": measured["reference_s"],
+        "constraint_s": min(engine.constraint_s, wall_s),
+        "environment_s": games_s,
+        "cold_start_s": min(measured["cold_start_s"], wall_s),
+    }
+
+
+class Totals:
+    """Of all steps together: what the report tells."""
+
+    def __init__(self) -> None:
+        self.steps = self.adapter_loads = self.staleness_max = 0
+        self._sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
+        self._staleness_groups = 0.0
+        self._groups = 0
+        self._kl: float | None = None
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.staleness_max = max(self.staleness_max, record.staleness_max)
+        self._staleness_groups += record.staleness_mean * record.groups
+        self._groups += record.groups
+        self._kl = record.kl if record.kl is not None else self._kl
+        fields = msgspec.structs.asdict(record)
+        for name in SUMMED:
+            self._sums[name] += fields[name]
+
+    def facts(self) -> dict[str, float]:
+        told: dict[str, float] = {
+            "steps": self.steps,
+            "trained_groups": self._groups,
+            "staleness_max": self.staleness_max,
+            "staleness_mean": self._staleness_groups / self._groups if self._groups else 0.0,
+            "adapter_loads": self.adapter_loads,
+            **self._sums,
+        }
+        return told if self._kl is None else {**told, "kl": self._kl}
+
+
+SUMMED = ("wait_s", "train_s", "absent_s", "adapter_load_s", "reference_s", "constraint_s", "environment_s", "gated_s")
