@@ -52,7 +52,6 @@ class Handover:
             return await self._trained
         finally:
             self.batch = self._trained = None
-            self._tell()
 
     def end(self) -> None:
         """No more batches will come."""
@@ -94,6 +93,7 @@ class Handover:
         self._trained.set_result(
             Trained(version=self._version(), seconds=seconds, logprobs=logprobs, metrics=dict(metrics or {}))
         )
+        self.batch = None  # whoever asks from now on wants the next
 
     def leave(self) -> None:
         """It wants no more: what is out comes back to the run as `Closed`."""

@@ -85,9 +85,7 @@ class Training:
         self.gate = Gate(
             Capacity(concurrency=plan.concurrency, batch=plan.batch, staleness=plan.staleness, first=plan.version)
         )
-        self.buffer = Buffer(
-            plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop
-        )
+        self.buffer = Buffer(plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop)
         self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
         self.totals = Totals()
         self.last: StepRecord | None = None
@@ -98,6 +96,7 @@ class Training:
         self._engine = EngineCounts()
         self._loading_s = 0.0
         self._dropped = 0
+        self._gone = set[int]()  # of the batch that is out
         self._names_weights = False  # the backend has been given versions
         self._updating = asyncio.Lock()
 
@@ -167,6 +166,8 @@ class Training:
             self.leave()
             return False
         done = time.monotonic()
+        groups = [group for group in groups if group.number not in self._gone]
+        self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
         times = {"absent_s": asked - self._ended, "wait_s": taken - asked, "train_s": done - taken}
@@ -197,6 +198,22 @@ class Training:
             self.version = version
             self.gate.advance(version)
             self.buffer.advance(version)
+
+    def too_old(self, groups: Sequence[Group]) -> list[Group]:
+        """Those of a batch that was given out which are dropped, as it is to be given again to a newer trainer."""
+        gone = [group for group in groups if self.buffer.shelf.stale(group)]
+        self._gone |= {group.number for group in gone}
+        self.buffer.shelf.dropped += len(gone)
+        self.buffer.shelf.given -= len(gone)
+        for group in gone:
+            self._drop(group)
+        return gone
+
+    @property
+    def starved_of(self) -> str:
+        """What a trainer waits for: "rollouts", or "version": no more groups are begun before its weights are newer."""
+        idle = self.gate.waiting and not self.gate.capacity.running and not len(self.buffer)
+        return "version" if idle else "rollouts"
 
     def asked_with(self) -> str | None:
         """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
@@ -268,7 +285,7 @@ class Training:
             "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
             "staleness_mean": sum(behind) / max(1, len(behind)),
             "staleness_max": max(behind, default=0),
-            "step_rollout_s": max(ready) - min(begun),
+            "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
         }
 
     def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:

@@ -1,0 +1,257 @@
+"""The way to a trainer in another process, on this machine or another: it takes batches over HTTP and gives weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+
+from gpuinfer.errors import BackendError, Closed, UsageError, WorkError
+from gpuinfer.http.access import LOOPBACK, Access, Keys
+from gpuinfer.http.exchange import Exchange, Handler
+from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.server import HttpServer
+from gpuinfer.rollouts.handing import Handover, NotGiven
+from gpuinfer.rollouts.kl import from_trainer
+from gpuinfer.rollouts.record import Group
+from gpuinfer.rollouts.trainer import Batch, Trained
+from gpuinfer.workloads.rollouts import wire
+from gpuinfer.workloads.rollouts.wire import Done, Given, Taking, Told, Updating
+
+log = logging.getLogger(__name__)
+
+MOST_WAIT_S = 60.0  # of one request: a trainer asks again
+LAST_S = 10.0  # at the end, for the trainer to hear that it is over
+HERE = ("127.0.0.1", "::1", "localhost")
+LARGE = 64  # groups that are not written out on the event loop
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Struct)
+
+
+class Trains(Protocol):
+    """What is asked of a run's training here."""
+
+    version: int
+    step: int
+
+    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None: ...
+    def facts(self) -> dict[str, float]: ...
+    def too_old(self, groups: Sequence[Group]) -> list[Group]: ...
+    @property
+    def starved_of(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ListenPlan:
+    """Where to listen, and who may ask."""
+
+    host: str
+    port: int
+    api: Keys | None = None
+    admin: Keys | None = None
+    patience_s: float = 3600.0  # without a word from a trainer, before the run is given up
+
+    @classmethod
+    def of(
+        cls, listen: str, api_key_file: Path | None, admin_key_file: Path | None, insecure: bool, patience_s: float
+    ) -> ListenPlan:
+        """Of the flags. Raises `UsageError`, also for an address that others reach, without a key."""
+        host, colon, port = listen.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65_535:
+            raise UsageError(f"--listen {listen}: not of the form HOST:PORT. Write --listen 127.0.0.1:9000.")
+        if host not in HERE and api_key_file is None and not insecure:
+            raise UsageError(
+                f"--listen {listen} lets others in. Give --api-key-file FILE with keys (openssl rand -hex 32 > FILE; "
+                "chmod 600 FILE), or say --insecure if everybody may."
+            )
+        api = Keys.read(api_key_file) if api_key_file is not None else None
+        admin = Keys.read(admin_key_file) if admin_key_file is not None else None
+        return cls(host, int(port), api, admin, patience_s)
+
+    def access(self) -> Access:
+        """On loopback only its own names are right: no page in a browser reaches it under another."""
+        return Access(self.api, self.admin, LOOPBACK | {self.host} if self.host in HERE else None)
+
+
+class Listening(Handover):
+    """A `Consumer` whose trainer comes over HTTP, dies, comes again, and loses nothing by it.
+
+    There is one trainer: who asks without a word of the batch that is out is taken for it, come again.
+    """
+
+    def __init__(self, plan: ListenPlan, batch: int) -> None:
+        super().__init__(lambda: self._trains.version)
+        self._plan, self._groups = plan, batch
+        self._trains: Trains
+        self._server: HttpServer | None = None
+        self._heard = time.monotonic()  # from a trainer, the last time
+        self._asking = 0  # requests under way
+        self._taken = False  # by anyone, ever
+        self._told_over = asyncio.Event()
+        self.port = 0
+
+    async def open(self, trains: Trains) -> None:
+        """Listen. Raises `UsageError` for an address that cannot be had."""
+        self._trains = trains
+        paths = Paths(self.routes(), self._plan.access())
+        self._server = HttpServer(paths, quick=paths.quick)
+        self.port = await self._server.listen(self._plan.host, self._plan.port)
+        self._heard = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._plan.host}]" if ":" in self._plan.host else self._plan.host
+        return f"http://{host}:{self.port}"
+
+    async def over_and_out(self) -> None:
+        """Nothing more will come: a trainer that has been there has a moment to ask, and be told."""
+        self.end()
+        if self._taken:
+            await asyncio.wait({asyncio.ensure_future(self._told_over.wait())}, timeout=LAST_S)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        self.end()
+        if self._server is not None:
+            await self._server.drain(1.0)
+            await self._server.close()
+
+    # The run's side, with an end to its patience
+
+    async def asks(self) -> int | None:
+        return await self._patiently(super().asks())
+
+    async def train(self, groups: Sequence[Group], step: int) -> Trained:
+        return await self._patiently(super().train(groups, step))
+
+    async def _patiently(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Raises `WorkError` when nobody has come for too long."""
+        task = asyncio.create_task(waiting)
+        try:
+            while not task.done():
+                left_s = self._plan.patience_s if self._asking else self._heard + self._plan.patience_s - _now()
+                if left_s <= 0:
+                    raise WorkError(
+                        f"no trainer has asked at {self.url} for {self._plan.patience_s:g} s. Start it, and run again "
+                        "with --resume; or allow more with --trainer-patience."
+                    )
+                await asyncio.wait({task}, timeout=left_s)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    # The trainer's side
+
+    def routes(self) -> list[Route]:
+        at = "/v1/rollouts"
+        return [
+            Route("GET", "/health", self._health, "open", "Whether the run goes on."),
+            Route("GET", f"{at}/status", self._handler(Told, self._status), "api", "Buffer, version and steps."),
+            Route("POST", f"{at}/take", self._handler(Taking, self._take), "api", "The next batch, or the same again."),
+            Route("POST", f"{at}/ack", self._handler(Done, self._ack), "api", "A batch is trained on."),
+            Route("POST", f"{at}/update", self._handler(Updating, self._update), "admin", "The weights are new."),
+        ]
+
+    def _handler(self, body: type[B], work: Callable[[B], Awaitable[Any]]) -> Handler:
+        async def handle(exchange: Exchange) -> None:
+            self._asking += 1
+            try:
+                said = await work(wire.read(exchange, body))
+            except (UsageError, WorkError, NotGiven) as error:
+                exchange.refuse(status_of(error), str(error))
+            else:
+                large = isinstance(said, Given) and len(said.groups) > LARGE
+                written = await asyncio.to_thread(wire.answer, exchange, said) if large else wire.answer(exchange, said)
+                exchange.respond(200, *written)
+                if isinstance(said, Given) and said.over:
+                    self._told_over.set()
+            finally:
+                self._asking -= 1
+                self._heard = _now()
+
+        return handle
+
+    async def _health(self, exchange: Exchange) -> None:
+        exchange.respond(200, *wire.answer(exchange, {"status": "over" if self.over else "ready"}))
+
+    async def _status(self, said: Told) -> Any:
+        out = None if self.batch is None else {"batch": self.batch.number, "times_given": self.times}
+        return {
+            "version": self._trains.version,
+            "step": self._trains.step,
+            "over": self.over,
+            "out": out,
+            "waits_for": self._trains.starved_of,
+            **self._trains.facts(),
+        }
+
+    async def _take(self, said: Taking) -> Given:
+        self._taken = True
+        await self._heed(said, said.done)
+        if self.batch is not None and self.times:
+            self.without(self._trains.too_old(self.batch.groups))
+            if not self.batch.groups:  # all of it has grown too old since it was given
+                self.done(self.batch.number)
+        self.want(said.groups or self._groups)
+        batch = await self.next(min(said.wait_s, MOST_WAIT_S))
+        if batch is None:
+            waits_for = None if self.over else self._trains.starved_of
+            return Given(batch=None, version=self._trains.version, over=self.over, waits_for=waits_for)
+        return _given(batch, self._trains.version, again=self.times > 1)
+
+    async def _ack(self, said: Done) -> Any:
+        await self._heed(said, said.batch)
+        return {"batch": said.batch, "version": self._trains.version}
+
+    async def _update(self, said: Updating) -> Any:
+        if said.version is None:
+            raise UsageError(f'which version? Send {{"version": {self._trains.version + 1}}}.')
+        self._check(said, said.batch)
+        await self._trains.update(said.version, said.weights, said.adapter)
+        if said.batch:
+            self.done(said.batch, logprobs=said.logprobs, metrics=said.metrics)
+        return {"version": self._trains.version}
+
+    async def _heed(self, said: Told, done: int | None) -> None:
+        """First the version: the step of the batch that is done ends with it in force."""
+        self._check(said, done)
+        if said.version is not None:
+            await self._trains.update(said.version)
+        if done:
+            self.done(done, logprobs=said.logprobs, metrics=said.metrics)
+
+    def _check(self, said: Told, done: int | None) -> None:
+        """Raises `NotGiven`, and `UsageError` for log-probabilities of other tokens."""
+        if done is not None and done > self.last:
+            raise NotGiven(f"batch {done} was never given: the newest is {self.last}.")
+        if said.logprobs and self.batch is not None:
+            try:
+                from_trainer(self.batch.groups, said.logprobs)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+
+
+def status_of(error: Exception) -> int:
+    """409: what is said does not fit what is there; 503: the model's side is gone."""
+    if isinstance(error, NotGiven):
+        return 409
+    if isinstance(error, BackendError | Closed):
+        return 503
+    return 400 if isinstance(error, UsageError) else 500
+
+
+def _given(batch: Batch, version: int, again: bool) -> Given:
+    return Given(batch=batch.number, step=batch.step, version=version, groups=batch.groups, again=again)
+
+
+def _now() -> float:
+    return time.monotonic()
