@@ -19,7 +19,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     """
 
     step: int  # from 0
-    version: int  # of the weights that were trained in it, before they were
+    version: int  # of the trainer's weights when it took the batch
+    version_after: int = 0  # of those that came of it
     at_s: float  # when it ended, since the run began
     wall_s: float
     wait_s: float = 0.0  # the trainer waited for rollouts

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
+from gpuinfer.errors import Closed
 from gpuinfer.workloads.rollouts.speaking import Counts
 
 LEAST_GROUPS, MOST_CROWD = 2, 4  # groups at once; games for each slot
@@ -56,7 +57,10 @@ class Feed:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in self._numbers:
-            await self._gate.admitted()
+            try:
+                await self._gate.admitted()
+            except Closed:  # nobody wants more
+                return
             while not self._room:
                 self._change.clear()
                 await self._change.wait()

@@ -28,11 +28,13 @@ class Meter:
 
     def __init__(self) -> None:
         self.rows, self.groups = Level(), Level()
-        self.reference, self.gated = Level(), Level()
+        self.gated = Level()
         self.in_environment, self.thinking = Level(), Level()  # games in a call, and between two calls
         self.blocked_s = 0.0  # that environments kept the event loop to themselves
         self.calls = 0
         self.began = time.monotonic()
+        self.reference_s: Callable[[], float] = lambda: 0.0  # a reference pass was under way, until now
+        self._reference_told = 0.0
         self._first_token: float | None = None  # when it came
         self._cold_told = False
 
@@ -51,10 +53,11 @@ class Meter:
         blocked, self.blocked_s = self.blocked_s, 0.0
         calls, self.calls = self.calls, 0
         alive = in_environment + thinking
+        before, self._reference_told = self._reference_told, self.reference_s()
         return {
             "rows_s": rows_s,
             "working_s": working_s,
-            "reference_s": self.reference.take()[1],
+            "reference_s": self._reference_told - before,
             "gated_s": self.gated.take()[1],
             "environment_share": in_environment / alive if alive else 0.0,
             "blocked_s": blocked,

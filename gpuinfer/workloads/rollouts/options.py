@@ -70,19 +70,29 @@ class PartyOptions(api.Options):
 class TrainingOptions(api.Options):
     """The trainer at the other end, real or simulated."""
 
-    buffer_depth: int = Field(2, ge=1, le=1 << 20, description="groups' batches that wait for the trainer, at most")
-    prefill: int = Field(0, ge=0, le=1 << 20, description="groups in the buffer before the trainer gets the first")
-    max_staleness: int = Field(
-        4, ge=0, le=1 << 20, description="versions by which tokens may be older than the trainer's"
-    )
     trainer_seconds: float | None = Field(
         None, ge=0, le=1e6, description="a simulated trainer that takes so long for a step"
     )
-    batch_groups: int | None = Field(None, ge=1, le=1 << 20, description="groups of a training step [all that wait]")
+    listen: str | None = Field(None, description="HOST:PORT where a trainer takes groups and tells of its weights")
+    batch_groups: int = Field(1, ge=1, le=1 << 16, description="groups of a training step")
+    buffer_depth: int = Field(2, ge=1, le=1 << 20, description="groups that wait for the trainer, at most")
+    prefill: int = Field(0, ge=0, le=1 << 20, description="groups in the buffer before the trainer gets the first")
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="versions by which a group may be older than the trainer's [batches that the buffer holds]",
+    )
     steps: Path | None = Field(None, description="write one line of JSON for each training step to this file")
     kl_target: float | None = Field(None, gt=0, le=1e6, description="adapt the KL coefficient towards this divergence")
-    kl_coef: float = Field(0.0, ge=0, le=1e6, description="of KL between policy and reference; where it starts")
-    listen: str | None = Field(None, description="HOST:PORT where a trainer takes groups and gives weights")
+    kl_coef: float = Field(0.1, ge=0, le=1e6, description="of KL between policy and reference; where it starts")
+    kl_horizon: float = Field(10_000.0, gt=0, le=1e12, description="games over which the coefficient adapts")
+    api_key_file: Path | None = Field(None, description="with --listen: the keys of trainers, one a line")
+    admin_key_file: Path | None = Field(None, description="with --listen: the keys of those who may hand over weights")
+    insecure: bool = Field(False, description="let anyone in, at an address that others reach")
+    trainer_patience: float = Field(
+        3600.0, gt=0, le=1e9, description="with --listen: seconds without a word from a trainer, before the run fails"
+    )
 
 
 class RolloutsOptions(TrainingOptions, PartyOptions, DrawingOptions, ModelOptions, GameOptions):

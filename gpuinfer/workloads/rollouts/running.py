@@ -21,6 +21,10 @@ class Reference(Protocol):
         ...
 
     async def add(self, group: Group) -> Group: ...
+    @property
+    def seconds(self) -> float:
+        """For so long any group has waited for it, until now."""
+        ...
 
 
 class Trainer(Protocol):
@@ -38,6 +42,7 @@ class Trainer(Protocol):
 
 class NoReference:
     inline = False
+    seconds = 0.0
 
     async def admit(self) -> None:
         pass

@@ -89,7 +89,6 @@ class Training:
         self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
         self.totals = Totals()
         self.last: StepRecord | None = None
-        self.leave: Callable[[], None] = lambda: None  # told when the trainer wants no more
         self._infer, self._steps, self._judge = infer, steps, judge
         self._ready: dict[int, float] = {}  # group's number → when it came
         self._began = self._ended = time.monotonic()
@@ -129,6 +128,13 @@ class Training:
         except Closed:
             self._ready.pop(group.number, None)
 
+    async def put_again(self, group: Group) -> None:
+        """One that an earlier run has played, and nobody has trained on; it counts as if this run had."""
+        await self.gate.admitted()
+        self.gate.started()
+        self.gate.accepted()
+        await self.put(group)
+
     def end(self) -> None:
         """No more groups will come."""
         self.buffer.end()
@@ -154,7 +160,6 @@ class Training:
         wanted = await self.consumer.asks()
         asked, before = time.monotonic(), len(self.buffer)
         if wanted is None:
-            self.leave()
             return False
         groups = await self.buffer.take(wanted)
         if not groups:
@@ -163,7 +168,6 @@ class Training:
         try:
             trained = await self.consumer.train(groups, self.step)
         except Closed:  # it has left with them
-            self.leave()
             return False
         done = time.monotonic()
         groups = [group for group in groups if group.number not in self._gone]
@@ -253,6 +257,7 @@ class Training:
         record = StepRecord(
             step=self.step,
             version=version,
+            version_after=self.version,
             at_s=now - self._began,
             wall_s=wall_s,
             **times,
@@ -285,6 +290,7 @@ class Training:
             "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
             "staleness_mean": sum(behind) / max(1, len(behind)),
             "staleness_max": max(behind, default=0),
+            "reference_share": sum(_reference_share(group) for group in groups) / max(1, len(groups)),
             "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
         }
 
@@ -298,6 +304,11 @@ class Training:
         if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
             told |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
         return told
+
+
+def _reference_share(group: Group) -> float:
+    whole = group.seconds + group.reference_s
+    return group.reference_s / whole if whole else 0.0
 
 
 def of_engine(engine: EngineCounts, measured: dict[str, float], wall_s: float) -> dict[str, Any]:

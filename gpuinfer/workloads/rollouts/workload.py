@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +20,18 @@ from gpuinfer.host.following import followed
 from gpuinfer.openai.identity import arithmetic, fingerprint
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.rollouts.files import Writer
+from gpuinfer.rollouts.trainer import Consumer
+from gpuinfer.workloads.rollouts import attaching
+from gpuinfer.workloads.rollouts.attaching import OtherEnd, other_end
 from gpuinfer.workloads.rollouts.casting import START, Cast, Opponent
 from gpuinfer.workloads.rollouts.conversing import Conversing
-from gpuinfer.workloads.rollouts.feeding import Feed, Open
+from gpuinfer.workloads.rollouts.feeding import Feed
 from gpuinfer.workloads.rollouts.keeping import Keeper, Nowhere
 from gpuinfer.workloads.rollouts.loading import open_environment
 from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
-from gpuinfer.workloads.rollouts.running import Loop, NoReference, NoTrainer, Tally
+from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
 from gpuinfer.workloads.rollouts.speaking import Speaker
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,8 @@ class Rollouts(Workload):
         self.sampling = sampling_of(own, logprobs=0, processed_logprobs=True)
         self.rendering = rendering_of(own)
         self.cast = Cast.of(own.opponent, own.role_temperature, own.adapter)
+        attaching.check(own)
+        self.consumer: Consumer | None = None  # a trainer in this process
         self._groups: int | None = own.groups  # None: without end
 
     def trial(self, setup: Setup, **changes: Any) -> Rollouts:
@@ -113,19 +119,26 @@ class Rollouts(Workload):
         if preparing.cancelled():
             return
         stage = preparing.result()
-        player = Player(infer, self.environment, self.plan(stage.opponents), stage.chat)
-        loop = self._loop(infer, player, stage)
-        yield self._progress(loop.tally, player)  # the run's clock starts
-        running = asyncio.create_task(loop.run())
-        try:
-            async for _ in followed(running, infer.stopping):
-                yield self._progress(loop.tally, player)
-        except BaseExceptionGroup as group:
-            raise errors.unwrap(group) from group
-        finally:
-            await stage.close()
+        async with contextlib.AsyncExitStack() as open_here:
+            open_here.push_async_callback(stage.close)
+            end = await open_here.enter_async_context(self._other_end(infer))
+            end.go_on(self.options.out, stage.keeper.done)
+            end.watch(stage.reference)
+            player = Player(end.infer, end.environments(self.environment), self.plan(stage.opponents), stage.chat)
+            loop = self._loop(infer, player, stage, end)
+            yield self._progress(loop.tally, player, end)  # the run's clock starts
+            running = asyncio.create_task(loop.run())
+            try:
+                async for _ in followed(running, infer.stopping):
+                    yield self._progress(loop.tally, player, end)
+            except BaseExceptionGroup as group:
+                raise errors.unwrap(group) from group
         self._say(loop.tally, stopped=running.cancelled())
-        yield self._progress(loop.tally, player)
+        yield self._progress(loop.tally, player, end)
+
+    def _other_end(self, infer: Infer) -> AbstractAsyncContextManager[OtherEnd]:
+        policy = self.cast.adapters.get(self.cast.policy) if self.cast.policy else None
+        return other_end(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
 
     async def _prepare(self, infer: Infer) -> Stage:
         """Everything that may take a while before the first game."""
@@ -195,23 +208,23 @@ class Rollouts(Workload):
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
-    def _loop(self, infer: Infer, player: Player, stage: Stage) -> Loop:
-        own, limits, gate = self.options, infer.limits, Open()
+    def _loop(self, infer: Infer, player: Player, stage: Stage, end: OtherEnd) -> Loop:
+        own, limits = self.options, infer.limits
         feed = Feed(
             self._numbers(stage.keeper.done),
             player.counts,
-            gate,
+            end.gate,
             slots=limits.slots or limits.max_rows * limits.in_flight,
             samples=own.samples_per_group,
             limit=own.groups_in_flight,
         )
-        return Loop(feed, gate, player, stage.reference, stage.keeper, NoTrainer())
+        return Loop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
 
     def _numbers(self, done: frozenset[int]) -> Iterator[int]:
         numbers = itertools.count() if self._groups is None else iter(range(self._groups))
         return (number for number in numbers if number not in done)
 
-    def _progress(self, tally: Tally, player: Player) -> Progress:
+    def _progress(self, tally: Tally, player: Player, end: OtherEnd) -> Progress:
         counts = player.counts
         return Progress(
             tally.done,
@@ -223,6 +236,7 @@ class Rollouts(Workload):
                 "output_tokens": counts.output_tokens,
                 "cached_tokens": counts.cached_tokens,
             },
+            facts=end.facts(),
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
         )
