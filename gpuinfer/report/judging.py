@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuinfer.config.change import Change
-from gpuinfer.report import busy, crowding, text, waits
+from gpuinfer.report import busy, crowding, playing, text, waits
 from gpuinfer.report.case import Case, Verdict
 from gpuinfer.report.evidence import Evidence
 
@@ -38,7 +38,10 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     text.too_short,
     busy.numbers_do_not_add_up,
     waits.for_arrivals,
+    playing.trainer,
     crowding.others_have_the_cores,
+    playing.environment,
+    playing.few_groups,
     text.idle,
     text.between,
     text.sampling,
@@ -105,6 +108,7 @@ QUICK = {
         "dtype",
         "workers",
         "games_in_flight",
+        "groups_in_flight",
         "batch_size",
         "max_rows",
         "max_wait",

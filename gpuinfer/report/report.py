@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import sharing
+from gpuinfer.report import sharing, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
@@ -87,10 +87,12 @@ def build(run: Run) -> dict[str, Any]:
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
+        "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
         "notices": list(snapshot.notices),
         "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
     }
@@ -119,7 +121,7 @@ def _version(package: str) -> str | None:
 
 def throughput(run: Run) -> dict[str, float]:
     """What was done for each second of the run's clock; games for each minute. Only what there was any of."""
-    counts = {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
+    counts = counted(run)
     if run.snapshot.rows:
         counts["rows"] = run.snapshot.rows
         counts["requests"] = run.snapshot.requests
@@ -130,6 +132,11 @@ def throughput(run: Run) -> dict[str, float]:
         "games_per_min" if name == "games" else f"{name}_per_s": rate * 60 if name == "games" else rate
         for name, rate in rates.items()
     }
+
+
+def counted(run: Run) -> dict[str, float]:
+    """What the workload counted, since the clock started."""
+    return {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
 
 
 def batches(snapshot: Snapshot) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuinfer.screen import view
-from gpuinfer.screen.summary import PanelRow, in_brief
+from gpuinfer.screen.rows import PanelRow
+from gpuinfer.screen.summary import in_brief
 from gpuinfer.screen.summary import rows as summary_rows
 from gpuinfer.screen.summary import tried as tried_rows
 from gpuinfer.units import bar, duration, short

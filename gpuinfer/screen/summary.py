@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from gpuinfer.screen import rollouts
+from gpuinfer.screen.rows import PanelRow
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores
 from gpuinfer.units import number, short, whole
 
@@ -23,15 +24,6 @@ TIMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PanelRow:
-    """A line of the panel. The tone says how it should look."""
-
-    name: str
-    text: str
-    tone: Literal["plain", "strong", "command", "bad", "warning"] = "plain"
-
-
 def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[PanelRow]:
     """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out.
 
@@ -46,6 +38,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     if _was_complete(report):
         yield from _records(report)
         return
+    yield from rollouts.rows(report.get("rollouts"))
     yield from _batches(report.get("batches") or {})
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
@@ -214,6 +207,8 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     model = report.get("model") or {}
     if named := ", ".join(_model(model)):
         yield PanelRow("model", named)
+    for name, other in (report.get("beside") or {}).items():
+        yield PanelRow("", f"beside it {', '.join(_model({**other, 'model': name}))}")
     if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
         yield PanelRow("memory", f"{held} at most{_estimate(model)}")
     if named := ", ".join(device_of(report.get("device") or {})):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report.report import doublings
+from gpuinfer.screen import rollouts
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
 from gpuinfer.units import MAGNITUDES, duration, number, short, whole
 
@@ -70,6 +71,7 @@ class ViewLines:
             done_of(update),
             *rates_of(rates),
             *batch_of(update.snapshot),
+            *rollouts.live(update.progress.facts),
             left_of(update),
         ]
         return " · ".join(filter(None, parts))
@@ -174,6 +176,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
     snapshot = update.snapshot
     parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
+    parts += rollouts.live(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
         share = rates["rows"] / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")

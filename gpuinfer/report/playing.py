@@ -1,0 +1,128 @@
+"""Causes of a run that plays games for training: its trainer, its environment, and how many groups are played at once.
+
+They come before those of the model's steps: those say what the engine did with what it was asked, these why it was
+asked no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from gpuinfer.config.change import Change
+from gpuinfer.report.case import Case, Verdict
+from gpuinfer.report.evidence import Evidence
+from gpuinfer.report.forecast import Gain
+from gpuinfer.report.training import attended_s, stalls
+
+LEAST_STEPS = 3  # of the trainer: fewer say nothing
+LOST = 0.1  # of the trainer's time
+FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
+LARGE = 0.3  # of a game's time in its environment
+MOST = 64.0  # times the trainer's time: rollouts that take longer no buffer hides
+
+
+def trainer(case: Case) -> Verdict | None:
+    """A trainer took the groups: either it was at work all the time, or something kept it waiting."""
+    run, facts = case.run, case.run.facts
+    if facts.get("steps", 0) < LEAST_STEPS or attended_s(facts) <= 0:
+        return None
+    lost = stalls(facts)
+    if sum(lost.values()) < LOST:
+        why = f"The trainer was at work {facts.get('train_s', 0.0) / attended_s(facts):.0%} of the time."
+        advice = "Nothing needs mending in the rollouts: only a faster trainer makes more steps."
+        return Verdict("trainer-bound", "idle", why, advice, healthy=True)
+    kind, share = next(iter(lost.items()))
+    others = "".join(f", {other} {part:.0%}" for other, part in lost.items() if other != kind and part >= 0.01)
+    waited = facts.get("wait_s", 0.0) / attended_s(facts)
+    why = f"{kind.capitalize()} cost {share:.0%} of the trainer's time{others}; it waited for rollouts {waited:.0%}."
+    advice, change = CURES[kind](run) if kind in CURES else ("See the verdicts of --steps FILE.", None)
+    return Verdict(kind, "idle", why, advice, change, Gain.up_to(1 / max(1 - share, 0.01)))
+
+
+def environment(case: Case) -> Verdict | None:
+    """Games are in their environment while the engine has room."""
+    run, share = case.run, case.run.facts.get("environment_share", 0.0)
+    if "calls" not in run.facts or share < LARGE or offered(run) >= FULL:
+        return None
+    why = f"Games were in their environment, and asked for nothing, {share:.0%} of their time: {_asked(run)}."
+    advice = "Make its calls quicker, or play more groups at once, so that others ask meanwhile."
+    return Verdict("environment slow", "idle", why, advice, _more_groups(run), Gain.up_to(1 / max(offered(run), 0.01)))
+
+
+def few_groups(case: Case) -> Verdict | None:
+    """Fewer groups are played at once than the engine has room for, because somebody said so."""
+    run = case.run
+    if "calls" not in run.facts or offered(run) >= FULL or (change := _more_groups(run)) is None:
+        return None
+    why = f"{run.facts['groups_in_flight']:,.1f} groups were played at once: {_asked(run)}."
+    advice = f"Play {change.value} groups at once: so many fill the slots."
+    return Verdict("too little concurrency", "idle", why, advice, change, Gain.up_to(1 / max(offered(run), 0.01)))
+
+
+def offered(run: Evidence) -> float:
+    """Rows asked for at once over slots, on average, by Little's law: those that wait for a slot count too."""
+    slots = run.slots * max(1, len(run.forwards))
+    return run.latency_s * run.requests / (run.wall_s * slots) if slots and run.wall_s > 0 else 0.0
+
+
+def _asked(run: Evidence) -> str:
+    slots = run.slots * max(1, len(run.forwards))
+    return f"{offered(run) * slots:,.1f} rows were asked for at once, of {slots:,} slots"
+
+
+def _more_groups(run: Evidence) -> Change | None:
+    """As many as would fill the slots; None where nobody has set how many, or there are no more to be played."""
+    limit = run.options.get("--", {}).get("groups_in_flight")
+    under_way, rows = run.facts.get("groups_in_flight", 0.0), offered(run)
+    if not run.facts.get("groups_limited") or not limit or under_way <= 0 or rows <= 0:
+        return None
+    wanted = math.ceil(under_way / rows)
+    if wanted <= limit or (run.total is not None and run.total <= limit):
+        return None
+    return run.change("--", min(wanted, run.total or wanted), "groups_in_flight")
+
+
+def _starvation(run: Evidence) -> tuple[str, Change | None]:
+    facts = run.facts
+    rollout_s, train_s = (facts.get(name, 0.0) / facts["steps"] for name in ("step_rollout_s", "train_s"))
+    batch = max(1.0, facts.get("buffer_batch", 1.0))
+    depth = min(facts.get("buffer_depth", 1.0) / batch, facts.get("max_staleness", math.inf))
+    told = (
+        f"A step's rollouts took {rollout_s:.2g} s and its training {train_s:.2g} s: a buffer of depth {depth:g} "
+        f"starves when rollouts take longer than {depth:g} × {train_s:.2g} s."
+    )
+    if train_s <= 0 or rollout_s > MOST * train_s:
+        return f"{told} No buffer hides that: train on larger batches, --batch-groups.", None
+    wanted = max(math.ceil(rollout_s / train_s), math.floor(depth) + 1)
+    change = run.change("--", round(wanted * batch), "buffer_depth")
+    return f"{told} Let {wanted} batches be played ahead.", change
+
+
+def _reference(run: Evidence) -> tuple[str, Change | None]:
+    inline = run.options.get("--", {}).get("reference") == "inline"
+    if inline:
+        return "Let the pass go beside play.", run.change("--", "deferred", "reference")
+    return "A smaller --ref-model, or fewer tokens a game.", None
+
+
+def _concurrency(run: Evidence) -> tuple[str, Change | None]:
+    change = _more_groups(run)
+    many = f"Play {change.value} groups at once: so many fill the slots." if change else "Play more groups at once."
+    return many, change
+
+
+CURES: Mapping[str, Callable[[Evidence], tuple[str, Change | None]]] = {
+    "starvation": _starvation,
+    "reference pass": _reference,
+    "too little concurrency": _concurrency,
+    "adapter load": lambda run: ("Train on more groups at a time: --batch-groups; adapters on a local disk.", None),
+    "cold start": lambda run: ("Nothing needs mending: it is paid once, and by a longer run the less.", None),
+    "constraint": lambda run: ("Lists of what is legal cost least, patterns and grammars more.", None),
+    "engine saturated": lambda run: (
+        "Another engine (--backend fleet -B replicas=2), a smaller model, or fewer tokens a game.",
+        None,
+    ),
+    "environment slow": lambda run: ("Make its calls quicker, or play more groups at once.", _more_groups(run)),
+}
+"""Kind of stall → what mends it, in words, and as an option set to another value where there is one."""
