@@ -63,7 +63,10 @@ def test_a_run_that_was_ended_goes_on_and_plays_each_group_once(at_once, tmp_pat
         pytest.param(("--env", "arithmetic"), 2, "rollouts needs a model", id="no model"),
         pytest.param(("--env", "arithmetic", "--model", "null", "--resume"), 2, "Add --out DIR", id="resume nothing"),
         pytest.param(
-            ("--env", "arithmetic", "--model", "null", "--ref-model", "tiny"), 2, "Add --reference inline", id="no reference"
+            ("--env", "arithmetic", "--model", "null", "--ref-model", "tiny"),
+            2,
+            "Add --reference inline",
+            id="no reference",
         ),
         pytest.param(("--env", "arithmetc", "--model", "null"), 2, "Did you mean 'arithmetic'", id="a slip"),
     ],

@@ -70,8 +70,15 @@ class Tally:
     def __init__(self, before: int) -> None:
         self.before = before
         self.groups = self.games = self.failed = self.turns = self.steps = 0
+        self.played_s = self.reference_s = self.game_s = 0.0  # of all groups, and of all games
+        self.group_s = 0.0  # of all groups in their places
 
-    def add(self, group: Group) -> None:
+    def add(self, group: Group, inline: bool) -> None:
+        """`inline`: it was in its place until its reference was computed."""
+        self.played_s += group.seconds
+        self.reference_s += group.reference_s
+        self.group_s += group.seconds + (group.reference_s if inline else 0.0)
+        self.game_s += sum(game.seconds for game in (*group.games, *group.failed))
         self.groups += 1
         self.games += len(group.games)
         self.failed += len(group.failed)
@@ -117,6 +124,6 @@ class Loop:
         if not self._reference.inline:
             group = await self._reference.add(group)
         await self._keeper.add(group)
-        self.tally.add(group)
+        self.tally.add(group, self._reference.inline)
         self._gate.accepted()
         await self._trainer.put(group)

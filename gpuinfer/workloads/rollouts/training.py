@@ -348,6 +348,7 @@ class Totals:
         self._staleness_groups = 0.0
         self._groups = 0
         self._kl: float | None = None
+        self._stalls: dict[str, float] = {}  # seconds, by kind
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -358,6 +359,9 @@ class Totals:
         fields = msgspec.structs.asdict(record)
         for name in SUMMED:
             self._sums[name] += fields[name]
+        verdict = record.verdict or {"kind": "healthy"}
+        for kind, share in verdict["shares"].items() if verdict["kind"] != "healthy" else ():
+            self._stalls[kind] = self._stalls.get(kind, 0.0) + share * record.wall_s
 
     def facts(self) -> dict[str, float]:
         told: dict[str, float] = {
@@ -367,8 +371,12 @@ class Totals:
             "staleness_mean": self._staleness_groups / self._groups if self._groups else 0.0,
             "adapter_loads": self.adapter_loads,
             **self._sums,
+            **{f"stall: {kind}": seconds for kind, seconds in self._stalls.items()},
         }
         return told if self._kl is None else {**told, "kl": self._kl}
 
 
-SUMMED = ("wait_s", "train_s", "absent_s", "adapter_load_s", "reference_s", "constraint_s", "environment_s", "gated_s")
+SUMMED = (
+    *("wait_s", "train_s", "absent_s", "adapter_load_s", "step_rollout_s"),
+    *("reference_s", "constraint_s", "environment_s", "gated_s"),
+)

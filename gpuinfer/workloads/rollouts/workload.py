@@ -33,6 +33,7 @@ from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
 from gpuinfer.workloads.rollouts.speaking import Speaker
+from gpuinfer.workloads.rollouts.telling import facts
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ class Rollouts(Workload):
                 "output_tokens": counts.output_tokens,
                 "cached_tokens": counts.cached_tokens,
             },
-            facts=end.facts(),
+            facts={**facts(tally, player, self.options.groups_in_flight), **end.facts()},
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
         )
