@@ -148,6 +148,7 @@ def test_on_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation():
         terminal.until("A new conversation.")
         terminal.until("> ")
         terminal.types("half a mess")
+        terminal.until("half a mess")  # readline has it: else the terminal throws it away at the Ctrl-C under its eyes
         terminal.until("Ctrl-D or /exit ends.", key="\x03")
         terminal.until("> ")  # before it readline would not see a Ctrl-D
         terminal.types("\x04")

@@ -242,8 +242,17 @@ async def test_with_no_replica_a_request_waits_for_one_that_starts():
         assert (await waiting).status == 200
 
 
+async def test_before_the_first_replica_is_named_a_request_waits_for_one():
+    async with Upstream().running() as upstream, routing() as router:
+        waiting = asyncio.create_task(router.post())
+        await until(lambda: router.relay._waiting)
+        router.roster(member(upstream, 0))
+        assert (await waiting).status == 200
+
+
 async def test_with_no_replica_in_sight_a_request_is_refused_at_once():
-    async with routing() as router:
+    async with routing(Upstream()) as router:
+        router.roster()
         answer = await router.post()
         assert (answer.status, answer.headers["retry-after"]) == (503, "2")
         assert router.total(Total.UNROUTED) == 1

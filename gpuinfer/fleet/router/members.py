@@ -106,6 +106,7 @@ class Members:
         self._config, self._board, self._row, self._loop, self._on_more = config, board, row, loop, on_more
         self._all: dict[int, Replica] = {}
         self._dull: dict[int, Replica] = {}  # whose breaker is not closed, or whose slow start is not over
+        self._named = False  # whether any replica has ever been named
         self.usable: list[Replica] = []
 
     def update(self, members: Iterable[tuple[Member, int]]) -> None:
@@ -115,6 +116,7 @@ class Members:
             self._all[about.id] = self._kept(before.pop(about.id, None), about, slot)
         for replica in before.values():
             replica.retire()
+        self._named = self._named or bool(self._all)
         self.refresh()
 
     def _kept(self, replica: Replica | None, about: Member, slot: int) -> Replica:
@@ -175,8 +177,8 @@ class Members:
             replica.pool.tidy(now)
 
     def hopeful(self) -> bool:
-        """Whether some replica may take requests soon."""
-        return any(replica.about.state in ("starting", "up") for replica in self._all.values())
+        """Whether some replica may take requests soon: also as long as none has been named, as routers come first."""
+        return not self._named or any(replica.about.state in ("starting", "up") for replica in self._all.values())
 
     def close(self) -> None:
         for replica in self._all.values():
