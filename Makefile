@@ -33,7 +33,7 @@ system: $(READY)
 	$(BIN)/python -m pytest -m "system and not soak and not gpu" tests plugins
 
 soak: $(READY)
-	TEST_COUNTS=thorough $(BIN)/python -m pytest -m "not gpu and not system" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system" --timeout 21600 tests plugins
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
