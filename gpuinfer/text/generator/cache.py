@@ -83,6 +83,9 @@ class SlotTable:
         self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
         self.constrained = np.zeros(slots, np.bool_)
         self.outdated = np.zeros(slots, np.bool_)  # other weights than the present ones have computed some of it
+        self.processed: NDArray[np.float64] | None = (
+            None  # [slots, length] once a row wants it: what each token was worth
+        )
         self.read = np.zeros(slots, np.bool_)  # its answer is given out while it grows
         self.readers = 0  # slots of which it is
         self.rows: list[Row | None] = [None] * slots
@@ -105,6 +108,11 @@ class SlotTable:
             self.constrained[slot] = self.watched[slot] = True
         elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
             self.watched[slot] = True
+        if sampling.processed_logprobs:
+            if self.processed is None:
+                self.processed = np.zeros((self.slots, self.length))
+            if row.begun is not None:
+                self.processed[slot, prompt : prompt + len(row.begun.processed)] = row.begun.processed
         if row.given is not None:
             self.read[slot] = True
             self.readers += 1

@@ -128,7 +128,7 @@ class Row:
 
     __slots__ = (
         "begun", "draws", "echoed_from", "first", "followers", "given", "growing", "known", "logprobs", "matcher",
-        "number", "owner", "processed", "shared", "slot", "source", "versions", "work",
+        "number", "owner", "shared", "slot", "source", "versions", "work",
     )  # fmt: skip
 
     def __init__(self, work: PromptWork, number: int) -> None:
@@ -146,7 +146,6 @@ class Row:
         self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
         self.logprobs: list[Logprob] | None = None
-        self.processed: list[float] | None = None
         self.versions = self._versions()  # of the weights that have drawn its answer, and will the next token
         self.followers: tuple[Row, ...] = ()  # rows that go through the same: they copy it
         self.owner: Row | None = None  # whose prefill it waits for
@@ -177,8 +176,6 @@ def row_of(language: Language, work: PromptWork, number: int) -> Row:
     matcher = prepared.matcher if row.begun is None else row.begun.matcher
     row.matcher = None if matcher is None else matcher.copy()
     row.logprobs = None if sampling.logprobs is None else []
-    if sampling.processed_logprobs:
-        row.processed = [] if row.begun is None else list(row.begun.processed)
     return row
 
 

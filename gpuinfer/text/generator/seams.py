@@ -49,12 +49,16 @@ class Language(Protocol):
 
 
 class Drawn(Protocol):
-    """The tokens of one draw: int32 [rows], and their log-probabilities where wanted; `bad`: rows that have none."""
+    """The tokens of one draw: int32 [rows], and their log-probabilities where wanted, the model's and those of the
+    distribution that was drawn from; `bad`: rows that have none.
+    """
 
     @property
     def tokens(self) -> Ints: ...
     @property
     def logprobs(self) -> Sequence[Logprob | None]: ...
+    @property
+    def processed(self) -> NDArray[np.float64] | None: ...
     @property
     def bad(self) -> Mapping[int, RequestError]: ...
 

@@ -84,6 +84,8 @@ class Settling:
         at = table.filled[slots]
         table.flat[table.bases[slots] + at] = tokens
         table.last[slots] = tokens
+        if drawn.processed is not None and table.processed is not None:
+            table.processed[slots, at] = drawn.processed
         ended = table.is_end[tokens] & table.ends[slots]
         full = at >= table.final[slots]
         for i, error in drawn.bad.items():
@@ -157,11 +159,13 @@ class Settling:
 
     def _conclude(self, row: Row, now: float) -> None:
         """One that draws no token: its answer is known, or none is wanted."""
-        answer, begun = structs.replace(NOTHING, versions=until(row.versions, 0)), row.begun
+        begun = row.begun
+        answer = structs.replace(NOTHING, versions=until(row.versions, 0), processed=() if _wants(row) else None)
         if begun is not None and begun.ending is not None:
             sampling, tokens = row.work.prepared.sampling, begun.tokens.tolist()
+            processed = begun.processed if _wants(row) else None
             answer = completion(
-                self._language, sampling, row.growing, tokens, row.logprobs, begun.ending, row.versions, row.processed
+                self._language, sampling, row.growing, tokens, row.logprobs, begun.ending, row.versions, processed
             )
         part = None if row.given is None else row.given.finish(answer)
         self._finish(row, answer, part, now)
@@ -183,8 +187,9 @@ class Settling:
                 self._enter("reply")
             if end is not None:
                 drawn = tokens[prompt : at + 1].tolist()
+                processed = self._processed(row, len(drawn))
                 answer = completion(
-                    self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, row.processed
+                    self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, processed
                 )
                 self._finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
@@ -199,10 +204,19 @@ class Settling:
                 continue
             try:
                 answer = table.tokens[slot, table.prompt[slot] : table.filled[slot] + 1]
-                if (part := row.given.more(answer, row.logprobs, row.processed, row.versions)) is not None:
+                processed = self._processed(row, len(answer))
+                if (part := row.given.more(answer, row.logprobs, processed, row.versions)) is not None:
                     self.parts.append((row.work.ticket, part))
             except Exception as error:  # noqa: BLE001  as above
                 self.fail(row.work, error)
+
+    def _processed(self, row: Row, count: int) -> list[float] | None:
+        """Of the first `count` tokens of its answer, if they are wanted."""
+        if self._table.processed is None or not _wants(row):
+            return None
+        prompt = len(row.work.prepared.tokens)
+        found: list[float] = self._table.processed[row.slot, prompt : prompt + count].tolist()
+        return found
 
     def _finish(self, row: Row, answer: Completion, last: Part | None, now: float) -> None:
         work = row.work
@@ -215,6 +229,10 @@ class Settling:
         work.left -= 1
         if not work.left:
             self.complete(work, now)
+
+
+def _wants(row: Row) -> bool:
+    return row.work.prepared.sampling.processed_logprobs
 
 
 def _message(error: Exception) -> str:

@@ -28,8 +28,16 @@ class CpuPath:
         self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
         self._pool: ThreadPoolExecutor | None = None
 
-    def draw(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None) -> NDArray[np.int32]:
-        """A token for each row, or BROKEN or EMPTY; noted in the slots."""
+    def draw(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.int32] | None,
+        processed: NDArray[np.float64],
+    ) -> NDArray[np.int32]:
+        """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` [rows], or [0] if no row wants it,
+        gets what rows want that do.
+        """
         tokens = np.empty(len(slots), np.int32)
         values = as_rows(logits)
         given = NO_MASKS if masks is None else masks
@@ -37,7 +45,17 @@ class CpuPath:
 
         def run(lane: int, lanes: int) -> None:
             cpu_draw.draw_rows(
-                lane, lanes, values, slots, given, records, lists, self._edited[lane], self._work[lane], tokens
+                lane,
+                lanes,
+                values,
+                slots,
+                given,
+                records,
+                lists,
+                self._edited[lane],
+                self._work[lane],
+                tokens,
+                processed,
             )
 
         self._share(run, values.size)

@@ -18,6 +18,7 @@ from gpuinfer.text.sampling.cpu_values import (
     BLOCK,
     HIGHEST_KEY,
     LARGEST,
+    LOWEST_KEY,
     NOTHING_KEY,
     ONE_WEIGHT,
     bar_ends,
@@ -86,11 +87,12 @@ BROKEN, EMPTY = -1, -2  # instead of a token: the row has NaN or +inf; no token 
 
 
 @compiled
-def draw_rows(lane, lanes, logits, slots, masks, records, lists, edited, work, tokens):
+def draw_rows(lane, lanes, logits, slots, masks, records, lists, edited, work, tokens, processed):
     """Draw for every `lanes`-th row from `lane` on, and note it. Logits are left as they are.
 
     logits: float32 [rows, vocabulary]; slots: int32 [rows]; masks: int32 [rows or 0, words]
     records, lists: see `slots.Slots`; edited: float32 [vocabulary]; work: (tops, *the filters'); tokens: int32 [rows]
+    processed: float64 [rows], written for rows that want it
     """
     for row in range(lane, slots.shape[0], lanes):
         slot = slots[row]
@@ -98,6 +100,9 @@ def draw_rows(lane, lanes, logits, slots, masks, records, lists, edited, work, t
         token = draw_row(logits[row], slot, masks, row, record, lists, edited, work)
         tokens[row] = token
         if token >= 0:
+            if record.processed != 0:
+                counts = is_edited(record) or masks.shape[0] > 0
+                processed[row] = processed_of(edited if counts else logits[row], token, record, work)
             note(np.int32(token), slot, record, lists)
 
 
@@ -111,6 +116,21 @@ def draw_row(values, slot, masks, row, record, lists, edited, work):
         edit(values, slot, masks, row, record, lists, edited, tops)
         return choose(edited, tops, record, work)
     return choose(values, tops, record, work)
+
+
+@inlined
+def processed_of(values, token, record, work):
+    """The log-probability of a token under the distribution that it has just been drawn from: e^(its logit over the
+    temperature), of all that the filters have left. `work` is as `draw` has left it.
+    """
+    if record.inverse == 0:
+        return 0.0
+    tops, sums, best, total = work[0], work[6], LOWEST_KEY, np.int64(0)
+    for block in range(tops.shape[0]):
+        best = max(best, tops[block])
+        total += sums[block]
+    above = np.float64(values[token]) - np.float64(value_of(best))
+    return above * np.float64(record.inverse) - math.log(np.float64(total) / np.float64(ONE_WEIGHT))
 
 
 @inlined

@@ -18,6 +18,7 @@ from gpuinfer.text.sampling.cpu_draw import EMPTY
 from gpuinfer.text.sampling.slots import NO_TOKENS, Slots
 from gpuinfer.text.sampling.torch_path import TorchPath
 
+NOT_WANTED: NDArray[np.float64] = np.zeros(0)
 IMPOSSIBLE = -9999.0  # stands for a log-probability of minus infinity, which JSON has no number for, as in OpenAI's API
 
 
@@ -27,6 +28,7 @@ class Drawn:
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[Logprob | None]
+    processed: NDArray[np.float64] | None = None  # [rows], of those that want it; None: no row does
     bad: Mapping[int, RequestError] = field(default_factory=dict)
 
 
@@ -88,10 +90,11 @@ class Sampler:
         if masks is not None:
             masks = np.require(masks, np.int32, ["C", "W"])
         self._slots.make_room_to_note()
-        tokens = self._path.draw(logits, slots, masks)
+        processed = np.zeros(len(slots)) if self._slots.with_processed else NOT_WANTED
+        tokens = self._path.draw(logits, slots, masks, processed)
         bad = self._bad(tokens) if len(tokens) and tokens.min() < 0 else {}
         logprobs = self._logprobs(logits, slots, tokens) if self._slots.with_logprobs else [None] * len(slots)
-        return Drawn(tokens, logprobs, bad)
+        return Drawn(tokens, logprobs, processed if self._slots.with_processed else None, bad)
 
     def given_logprobs(self, logits: Tensor, tokens: NDArray[np.int32], wanted: int) -> list[Logprob]:
         """Of each row of `logits` [rows, vocabulary] the log-probability of a token that was not drawn here, and the

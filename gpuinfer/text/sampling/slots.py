@@ -95,6 +95,7 @@ SETTINGS = [
     ("frequency", np.float32),
     ("penalised", np.int32),  # 1: its tokens are noted
     ("logprobs", np.int32),  # -1: none wanted
+    ("processed", np.int32),  # 1: wanted
 ]
 OWN = [
     ("seed", np.uint64),
@@ -139,6 +140,7 @@ class Slots:
         self.seen_ids, self.seen_counts = Lists(slots, np.int32), Lists(slots, np.int32)  # counts: in the answer
         self.ends = np.array([token for token in end_tokens if 0 <= token < vocabulary], np.int32)
         self.penalised, self.with_logprobs, self.edited = set[int](), set[int](), set[int]()
+        self.with_processed = set[int]()
         self._vocabulary, self._seed = vocabulary, seed
         self._last: tuple[Sampling, tuple[Any, ...]] | None = None  # most prompts share one
 
@@ -170,11 +172,13 @@ class Slots:
             self.penalised.add(slot)
         if sampling.logprobs is not None:
             self.with_logprobs.add(slot)
+        if sampling.processed_logprobs:
+            self.with_processed.add(slot)
         if lengths[0] or is_penalised(sampling) or sampling.min_tokens:
             self.edited.add(slot)
 
     def release(self, slot: int) -> None:
-        for group in (self.penalised, self.with_logprobs, self.edited):
+        for group in (self.penalised, self.with_logprobs, self.with_processed, self.edited):
             group.discard(slot)
 
     def make_room_to_note(self) -> None:
@@ -228,6 +232,7 @@ def settings_of(sampling: Sampling) -> tuple[Any, ...]:
         sampling.frequency_penalty,
         is_penalised(sampling),
         -1 if sampling.logprobs is None else sampling.logprobs,
+        sampling.processed_logprobs,
     )
 
 

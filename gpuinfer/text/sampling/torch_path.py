@@ -148,15 +148,24 @@ def first_of(values: Tensor, best: Tensor) -> Tensor:
     return places.where(values == best[:, None], values.shape[1]).amin(1).clamp_(max=values.shape[1] - 1)
 
 
-def drawn(values: Tensor, best: Tensor, asked: Wanted, sort: bool) -> Tensor:
-    """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum."""
+def drawn(values: Tensor, best: Tensor, asked: Wanted, sort: bool) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum; and that
+    sum, int64 [rows, 1].
+    """
     best = best[:, None]
     found = orders(values)
     threshold = cut(found, best, asked, sort)
     reached = weights(values, best, asked.inverse).masked_fill_(found < threshold, 0).cumsum(1)
     total = reached[:, -1:]
     left = torch.minimum((asked.units * total.double()).long(), total - 1)
-    return torch.searchsorted(reached, left.contiguous(), right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    tokens = torch.searchsorted(reached, left.contiguous(), right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    return tokens, total
+
+
+def processed_of(values: Tensor, best: Tensor, tokens: Tensor, asked: Wanted, total: Tensor) -> Tensor:
+    """float64 [rows]: see `cpu_draw.processed_of`."""
+    above = values.gather(1, tokens[:, None]).double() - best[:, None].double()
+    return (above * asked.inverse.double() - (total.double() / ONE_WEIGHT).log()).squeeze(1)
 
 
 def cut(found: Tensor, best: Tensor, asked: Wanted, sort: bool) -> Tensor:
@@ -207,13 +216,26 @@ class TorchPath:
         self._slots, self._vocabulary = slots, vocabulary
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None) -> NDArray[np.int32]:
-        """A token for each row, or BROKEN or EMPTY; noted in the slots."""
+    def draw(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.int32] | None,
+        processed: NDArray[np.float64],
+    ) -> NDArray[np.int32]:
+        """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` as `cpu.CpuPath.draw` fills it."""
+        told = torch.zeros(len(processed), dtype=torch.float64, device=logits.device)
         parts = [
-            self._some(logits[at : at + ROWS], slots[at : at + ROWS], None if masks is None else masks[at : at + ROWS])
+            self._some(
+                logits[at : at + ROWS],
+                slots[at : at + ROWS],
+                None if masks is None else masks[at : at + ROWS],
+                told[at : at + ROWS],
+            )
             for at in range(0, len(slots), ROWS)
         ]
         tokens = torch.cat(parts).cpu().numpy().astype(np.int32) if parts else np.zeros(0, np.int32)
+        processed[:] = told.cpu().numpy()
         cpu_values.note_all(tokens, slots, self._slots.records, self._slots.lists())
         return tokens
 
@@ -235,7 +257,9 @@ class TorchPath:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _some(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None) -> Tensor:
+    def _some(
+        self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None, processed: Tensor
+    ) -> Tensor:
         """Tokens int64 [rows], for few enough rows."""
         values, records = logits.float(), self._slots.records[slots]
         broken = ~((values < torch.inf).all(1))
@@ -244,11 +268,13 @@ class TorchPath:
         if (records["inverse"] == 0).all():
             tokens = first_of(values, best)
         else:
-            tokens = self._mixed(values, best, slots, records)
+            tokens = self._mixed(values, best, slots, records, processed)
         empty = tokens.new_tensor(EMPTY).where(best == -torch.inf, tokens)
         return tokens.new_tensor(BROKEN).where(broken, empty)
 
-    def _mixed(self, values: Tensor, best: Tensor, slots: NDArray[np.int32], records: NDArray[Any]) -> Tensor:
+    def _mixed(
+        self, values: Tensor, best: Tensor, slots: NDArray[np.int32], records: NDArray[Any], processed: Tensor
+    ) -> Tensor:
         """Rows that take the likeliest token, and rows that draw, each by the cheapest way."""
         units = np.zeros(len(slots))
         cpu_draw.units(self._slots.records, slots, units)
@@ -263,5 +289,7 @@ class TorchPath:
                     tokens[rows] = first_of(of_rows, best_of_rows)
                 else:
                     asked = Wanted.of(records[chosen], units[chosen], values.device)
-                    tokens[rows] = drawn(of_rows, best_of_rows, asked, way == "sort")
+                    tokens[rows], total = drawn(of_rows, best_of_rows, asked, way == "sort")
+                    if len(processed):
+                        processed[rows] = processed_of(of_rows, best_of_rows, tokens[rows], asked, total)
         return tokens
