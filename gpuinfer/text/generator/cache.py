@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.generator.prepared import Row
-from gpuinfer.text.generator.seams import Ints
+from gpuinfer.text.generator.seams import Ints, Walks
 from gpuinfer.text.step import Decoder
 
 
@@ -86,8 +86,11 @@ class SlotTable:
         self.processed: NDArray[np.float64] | None = (
             None  # [slots, length] once a row wants it: what each token was worth
         )
+        self.walks: Walks | None = None  # once there is a row with a list
+        self.listed = 0  # slots with one
         self.read = np.zeros(slots, np.bool_)  # its answer is given out while it grows
         self.readers = 0  # slots of which it is
+        self._no_lists = np.zeros(slots, np.int8)
         self.rows: list[Row | None] = [None] * slots
         self.bases = np.arange(slots, dtype=np.int64) * length  # of each slot in `flat`
         self.is_end = np.zeros(vocabulary, np.bool_)
@@ -104,6 +107,10 @@ class SlotTable:
         self.prompt[slot] = prompt
         self.final[slot] = prompt + prepared.limit - 1
         self.ends[slot] = not sampling.ignore_eos
+        if row.walk is not None:
+            self.walks = self.walks or row.walk.many(self.slots)
+            self.walks.sit(slot, row.walk)
+            self.listed += 1
         if row.matcher is not None:
             self.constrained[slot] = self.watched[slot] = True
         elif row.growing is not None or row.logprobs is not None or sampling.stop_token_ids:
@@ -120,7 +127,10 @@ class SlotTable:
 
     def leave(self, slot: int) -> None:
         """Its row is gone; what the cache holds stays there."""
-        self.rows[slot] = None
+        row, self.rows[slot] = self.rows[slot], None
+        if row is not None and row.walk is not None and self.walks is not None:
+            self.walks.leave(slot)
+            self.listed -= 1
         self.prompt[slot] = self.first[slot] = 0
         self.decodes[slot] = False
         if self.watched[slot]:
@@ -128,6 +138,12 @@ class SlotTable:
         if self.read[slot]:
             self.read[slot] = False
             self.readers -= 1
+
+    def walked(self, slots: Ints, tokens: Ints) -> NDArray[np.int8]:
+        """These rows have said these tokens: for each 0, 1 when its list is complete, 2 when that cannot be said."""
+        if not self.listed or self.walks is None:
+            return self._no_lists[: len(slots)]
+        return self.walks.advance(slots, tokens)
 
     def known(self, slots: Ints) -> Ints:
         """How many tokens these slots hold or are about to."""

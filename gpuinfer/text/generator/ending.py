@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpuinfer.generation import Completion, Logprob, Sampling
-from gpuinfer.text.generator.seams import Growing, Language, Matcher
+from gpuinfer.text.generator.seams import Growing, Language, Matcher, Walk
 from gpuinfer.text.versions import START, Spans, until
 
 
@@ -27,11 +27,19 @@ NOTHING = Completion(text="", tokens=(), finish_reason="length")
 
 
 def ending(
-    sampling: Sampling, growing: Growing | None, matcher: Matcher | None, token: int, count: int, *, full: bool
+    sampling: Sampling,
+    growing: Growing | None,
+    matcher: Matcher | None,
+    token: int,
+    count: int,
+    *,
+    full: bool,
+    complete: bool = False,
 ) -> Ending | None:
     """Whether an answer ends with `token`, its `count`-th, which is not the model's own end token.
 
-    `growing` is there if it has stop strings, `matcher` if it has a constraint: both are told the token.
+    `growing` is there if it has stop strings, `matcher` if it has a constraint: both are told the token. `complete`:
+    a list that somebody else follows is complete with it.
     """
     if token in sampling.stop_token_ids:
         return Ending("stop", token, silent=True)
@@ -43,6 +51,8 @@ def ending(
         matcher.advance(token)
         if matcher.complete:
             return COMPLETE
+    if complete:
+        return COMPLETE
     return FULL if full else None
 
 
@@ -55,6 +65,7 @@ def completion(
     end: Ending,
     versions: Spans = START,
     processed: Sequence[float] | None = None,
+    walk: Walk | None = None,
 ) -> Completion:
     """The answer as it is delivered, from all that has been drawn."""
     if isinstance(end.cause, str) and growing is not None:
@@ -69,5 +80,6 @@ def completion(
         stop_reason=end.cause,
         logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
         processed=None if processed is None else tuple(processed[: len(tokens)]),
+        nodes=None if walk is None else walk.nodes(tokens),
         versions=until(versions, len(tokens)),
     )

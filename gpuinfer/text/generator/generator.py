@@ -25,6 +25,7 @@ from gpuinfer.text.generator.protocol import Stepped
 from gpuinfer.text.generator.seams import Drawn, Ints, Language, Sampler
 from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
+from gpuinfer.text.sampling.slots import Rules
 from gpuinfer.text.step import Decoder
 from gpuinfer.text.weights import Weights
 
@@ -160,7 +161,7 @@ class Generator:
         """The step's tokens and log-probabilities of prompts. What it changes, the same step changes alike again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step)
-        masks = self._masked(plan.draws)
+        masks, rules = self._masked(plan.draws), self._ruled(plan.draws)
         if not self._queued:
             self.enter("sample")
         echoes = self._echoes(plan, logits)
@@ -171,7 +172,9 @@ class Generator:
             return None, echoes
         if plan.picks is not None:
             logits = logits.index_select(0, torch.from_numpy(plan.picks).to(logits.device))
-        return self.sampler.draw(logits, plan.draws, masks), echoes
+        if rules is None:
+            return self.sampler.draw(logits, plan.draws, masks), echoes
+        return self.sampler.draw(logits, plan.draws, masks, rules), echoes
 
     def _masked(self, slots: Ints) -> Ints | None:
         """What the constraints allow, while the forward is under way on another device. None: there are none."""
@@ -188,6 +191,15 @@ class Generator:
             if row is not None and row.matcher is not None:
                 row.matcher.mask(masks[i])
         return masks
+
+    def _ruled(self, slots: Ints) -> Rules | None:
+        """The same for lists, whose rows need no mask."""
+        table = self._table
+        if not table.listed or table.walks is None or not len(slots):
+            return None
+        if not self._queued:
+            self.enter("constrain")
+        return table.walks.rules(slots)
 
     def _echoes(self, plan: StepPlan, logits: Tensor) -> list[Echo]:
         return [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]

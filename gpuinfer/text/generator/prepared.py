@@ -16,7 +16,7 @@ from gpuinfer.errors import BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Logprob, Prompt, Sampling
 from gpuinfer.text.generator.begun import Begun, begun_of
 from gpuinfer.text.generator.giving import Given
-from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher
+from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher, Walk
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.step import Decoder
 from gpuinfer.text.versions import Spans, then
@@ -128,7 +128,7 @@ class Row:
 
     __slots__ = (
         "begun", "draws", "echoed_from", "first", "followers", "given", "growing", "known", "logprobs", "matcher",
-        "number", "owner", "shared", "slot", "source", "versions", "work",
+        "number", "owner", "shared", "slot", "source", "versions", "walk", "work",
     )  # fmt: skip
 
     def __init__(self, work: PromptWork, number: int) -> None:
@@ -145,6 +145,7 @@ class Row:
         self.growing: Growing | None = None  # for stop strings
         self.given: Given | None = None  # where the answer is given out while it grows
         self.matcher: Matcher | None = None
+        self.walk: Walk | None = None  # instead of a matcher: where it begins; where it is stands in the slots' arrays
         self.logprobs: list[Logprob] | None = None
         self.versions = self._versions()  # of the weights that have drawn its answer, and will the next token
         self.followers: tuple[Row, ...] = ()  # rows that go through the same: they copy it
@@ -174,7 +175,10 @@ def row_of(language: Language, work: PromptWork, number: int) -> Row:
         if prepared.parts:
             row.given = Given(number, growing, pushed=bool(sampling.stop), before=(characters, len(tokens)))
     matcher = prepared.matcher if row.begun is None else row.begun.matcher
-    row.matcher = None if matcher is None else matcher.copy()
+    if isinstance(matcher, Walk):
+        row.walk = matcher
+    else:
+        row.matcher = None if matcher is None else matcher.copy()
     row.logprobs = None if sampling.logprobs is None else []
     return row
 

@@ -20,6 +20,7 @@ from gpuinfer.text.generator.prepared import PromptWork, Row, row_of
 from gpuinfer.text.generator.seams import Drawn, Language
 from gpuinfer.text.versions import then, until
 
+GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # what a list says to a token
 Echo = tuple[Sequence[Logprob], Sequence[Logprob]]
 """Log-probabilities of tokens of a prompt, and of those that an answer has begun with."""
 
@@ -91,13 +92,18 @@ class Settling:
         for i, error in drawn.bad.items():
             if (row := table.rows[slots[i]]) is not None:
                 self.fail(row.work, error)
-        looked = np.flatnonzero(ended | full | table.watched[slots])
+        if table.listed:
+            self._enter("constrain")
+        said = table.walked(slots, tokens)
+        if table.listed:
+            self._enter("reply")
+        looked = np.flatnonzero(ended | full | table.watched[slots] | (said != GOES_ON))
         if len(looked):
-            columns = (looked, slots[looked], at[looked], ended[looked], full[looked])
-            for i, slot, place, is_end, is_full in zip(*(column.tolist() for column in columns), strict=True):
+            columns = (looked, slots[looked], at[looked], ended[looked], full[looked], said[looked])
+            for i, slot, place, is_end, is_full, outcome in zip(*(one.tolist() for one in columns), strict=True):
                 row = table.rows[slot]
                 if row is not None:  # else another sample of its prompt has failed just now
-                    self._look(row, place, is_end, is_full, drawn.logprobs[i], now)
+                    self._look(row, place, is_end, is_full, outcome, drawn.logprobs[i], now)
         if table.readers and now >= self._parts_due:
             self._parts_due = now + table.readers / self._most_parts_s
             self._give_out()
@@ -160,18 +166,30 @@ class Settling:
     def _conclude(self, row: Row, now: float) -> None:
         """One that draws no token: its answer is known, or none is wanted."""
         begun = row.begun
-        answer = structs.replace(NOTHING, versions=until(row.versions, 0), processed=() if _wants(row) else None)
+        nothing = () if _wants(row) else None
+        nowhere = None if row.walk is None else ()
+        answer = structs.replace(NOTHING, versions=until(row.versions, 0), processed=nothing, nodes=nowhere)
         if begun is not None and begun.ending is not None:
             sampling, tokens = row.work.prepared.sampling, begun.tokens.tolist()
             processed = begun.processed if _wants(row) else None
             answer = completion(
-                self._language, sampling, row.growing, tokens, row.logprobs, begun.ending, row.versions, processed
+                self._language,
+                sampling,
+                row.growing,
+                tokens,
+                row.logprobs,
+                begun.ending,
+                row.versions,
+                processed,
+                row.walk,
             )
         part = None if row.given is None else row.given.finish(answer)
         self._finish(row, answer, part, now)
 
-    def _look(self, row: Row, at: int, ended: bool, full: bool, logprob: Logprob | None, now: float) -> None:
-        """One row that may end with its token at position `at`."""
+    def _look(
+        self, row: Row, at: int, ended: bool, full: bool, outcome: int, logprob: Logprob | None, now: float
+    ) -> None:
+        """One row that may end with its token at position `at`. `outcome`: what its list says to it."""
         try:
             if row.logprobs is not None and logprob is not None:
                 row.logprobs.append(logprob)
@@ -182,14 +200,17 @@ class Settling:
             end: Ending | None = END_TOKEN
             if not ended:
                 token, count = int(tokens[at]), at + 1 - prompt
-                end = ending(sampling, row.growing, row.matcher, token, count, full=full)
+                if outcome == REFUSED:
+                    raise BackendError(f"token {token} was drawn, which its list does not allow. Report it.")
+                complete = outcome == COMPLETE
+                end = ending(sampling, row.growing, row.matcher, token, count, full=full, complete=complete)
             if row.matcher is not None:
                 self._enter("reply")
             if end is not None:
                 drawn = tokens[prompt : at + 1].tolist()
                 processed = self._processed(row, len(drawn))
                 answer = completion(
-                    self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, processed
+                    self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, processed, row.walk
                 )
                 self._finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on

@@ -13,10 +13,11 @@ from torch import Tensor
 from gpuinfer.text.sampling import cpu_draw
 from gpuinfer.text.sampling.cpu_filters import LEAST_BUCKETS, MOST_BUCKETS
 from gpuinfer.text.sampling.cpu_values import BLOCK
-from gpuinfer.text.sampling.slots import Slots
+from gpuinfer.text.sampling.slots import Rules, Slots
 
 LARGE = 200_000  # logits in a call from which on another thread pays: waking it costs as much as some ten thousand
 NO_MASKS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+NO_RULES = np.zeros(0, np.int8), np.zeros(1, np.int32), np.zeros(0, np.int32)
 
 
 class CpuPath:
@@ -26,6 +27,7 @@ class CpuPath:
         self._slots, self._threads = slots, max(1, threads)
         self._work = [scratch(vocabulary) for _ in range(self._threads)]
         self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
+        self._few = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
         self._pool: ThreadPoolExecutor | None = None
 
     def draw(
@@ -34,6 +36,7 @@ class CpuPath:
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None,
         processed: NDArray[np.float64],
+        rules: Rules | None = None,
     ) -> NDArray[np.int32]:
         """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` [rows], or [0] if no row wants it,
         gets what rows want that do.
@@ -41,6 +44,7 @@ class CpuPath:
         tokens = np.empty(len(slots), np.int32)
         values = as_rows(logits)
         given = NO_MASKS if masks is None else masks
+        ruled = NO_RULES if rules is None else (rules.kinds, rules.starts, rules.ids)
         records, lists = self._slots.records, self._slots.lists()
 
         def run(lane: int, lanes: int) -> None:
@@ -50,15 +54,17 @@ class CpuPath:
                 values,
                 slots,
                 given,
+                ruled,
                 records,
                 lists,
                 self._edited[lane],
+                self._few[lane],
                 self._work[lane],
                 tokens,
                 processed,
             )
 
-        self._share(run, values.size)
+        self._share(run, values.size if rules is None else looked_at(values.shape[1], rules))
         return tokens
 
     def logprobs(
@@ -93,6 +99,12 @@ class CpuPath:
         run(0, lanes)
         for other in others:
             other.result()
+
+
+def looked_at(vocabulary: int, rules: Rules) -> int:
+    """How many logits a draw looks at."""
+    few = rules.kinds == cpu_draw.ONLY
+    return int(rules.starts[-1]) + vocabulary * int(len(few) - few.sum())
 
 
 def scratch(vocabulary: int) -> tuple[NDArray[Any], ...]:

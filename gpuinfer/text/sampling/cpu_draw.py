@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from gpuinfer.text.sampling.cpu_few import bar_few, edit_few, narrowed, pick
 from gpuinfer.text.sampling.cpu_filters import bound_for, cut, draw, gather, select
 from gpuinfer.text.sampling.cpu_values import (
     ALL,
@@ -83,37 +84,60 @@ def philox_words(words, out):
 # mypy: ignore-errors
 
 
+ANYTHING, ONLY, ALL_BUT = 0, 1, 2  # kinds of rules
 BROKEN, EMPTY = -1, -2  # instead of a token: the row has NaN or +inf; no token may come
 
 
 @compiled
-def draw_rows(lane, lanes, logits, slots, masks, records, lists, edited, work, tokens, processed):
+def draw_rows(lane, lanes, logits, slots, masks, rules, records, lists, edited, few, work, tokens, processed):
     """Draw for every `lanes`-th row from `lane` on, and note it. Logits are left as they are.
 
     logits: float32 [rows, vocabulary]; slots: int32 [rows]; masks: int32 [rows or 0, words]
+    rules: see `slots.Rules`, with no kinds when no row has any; few: float32 [vocabulary], work space
     records, lists: see `slots.Slots`; edited: float32 [vocabulary]; work: (tops, *the filters'); tokens: int32 [rows]
     processed: float64 [rows], written for rows that want it
     """
     for row in range(lane, slots.shape[0], lanes):
         slot = slots[row]
         record = records[slot]
-        token = draw_row(logits[row], slot, masks, row, record, lists, edited, work)
+        kinds, starts, ids = rules
+        kind = kinds[row] if kinds.shape[0] > 0 else ANYTHING
+        ids = ids[starts[row] : starts[row + 1]] if kind != ANYTHING else ids[:0]
+        if kind == ONLY:
+            parts, values = narrowed(work, ids.shape[0]), few[: ids.shape[0]]
+            token = draw_few(logits[row], values, ids, slot, record, lists, edited, parts)
+            if token >= 0 and record.processed != 0:
+                processed[row] = processed_of(values, token, record, parts)
+            token = ids[token] if token >= 0 else token
+        else:
+            token = draw_row(logits[row], slot, masks, ids, row, record, lists, edited, work)
+            if token >= 0 and record.processed != 0:
+                counts = is_edited(record) or masks.shape[0] > 0 or ids.shape[0] > 0
+                processed[row] = processed_of(edited if counts else logits[row], token, record, work)
         tokens[row] = token
         if token >= 0:
-            if record.processed != 0:
-                counts = is_edited(record) or masks.shape[0] > 0
-                processed[row] = processed_of(edited if counts else logits[row], token, record, work)
             note(np.int32(token), slot, record, lists)
 
 
 @inlined
-def draw_row(values, slot, masks, row, record, lists, edited, work):
+def draw_few(values, few, ids, slot, record, lists, edited, work):
+    """The place in `ids` of one of them. Values of other tokens are not looked at, nor whether they are numbers."""
+    pick(values, ids, few)
+    best, least = survey(few, work[0])
+    if best > LARGEST or least < NOTHING_KEY:
+        return BROKEN
+    edit_few(values, few, ids, slot, record, lists, edited, work[0])
+    return choose(few, work[0], record, work)
+
+
+@inlined
+def draw_row(values, slot, masks, barred, row, record, lists, edited, work):
     tops = work[0]
     best, least = survey(values, tops)
     if best > LARGEST or least < NOTHING_KEY:
         return BROKEN
-    if is_edited(record) or masks.shape[0] > 0:
-        edit(values, slot, masks, row, record, lists, edited, tops)
+    if is_edited(record) or masks.shape[0] > 0 or barred.shape[0] > 0:
+        edit(values, slot, masks, barred, row, record, lists, edited, tops)
         return choose(edited, tops, record, work)
     return choose(values, tops, record, work)
 
@@ -134,7 +158,7 @@ def processed_of(values, token, record, work):
 
 
 @inlined
-def edit(values, slot, masks, row, record, lists, edited, tops):
+def edit(values, slot, masks, barred, row, record, lists, edited, tops):
     """Write the row to `edited` as it counts. Where a constraint leaves nothing but an end, it may come early."""
     for bars in (True, False):
         for token in range(values.shape[0]):
@@ -142,6 +166,7 @@ def edit(values, slot, masks, row, record, lists, edited, tops):
         penalise(edited, slot, record, lists)
         if masks.shape[0] > 0:
             mask_out(edited, masks[row])
+        bar_few(edited, barred)
         if bars and record.drawn < record.min_tokens:
             bar_ends(edited, slot, record, lists)
         best, _ = survey(edited, tops)

@@ -15,7 +15,7 @@ from gpuinfer.errors import BadPrompt, BadResult, RequestError
 from gpuinfer.generation import Candidate, Logprob, Sampling
 from gpuinfer.text.sampling.cpu import CpuPath
 from gpuinfer.text.sampling.cpu_draw import EMPTY
-from gpuinfer.text.sampling.slots import NO_TOKENS, Slots
+from gpuinfer.text.sampling.slots import NO_TOKENS, Rules, Slots
 from gpuinfer.text.sampling.torch_path import TorchPath
 
 NOT_WANTED: NDArray[np.float64] = np.zeros(0)
@@ -75,11 +75,19 @@ class Sampler:
         """The slot's answer is done."""
         self._slots.release(slot)
 
-    def draw(self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None = None) -> Drawn:
+    def draw(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.int32] | None = None,
+        rules: Rules | None = None,
+    ) -> Drawn:
         """A token for each row of `logits` float32 [rows, vocabulary]; row i is slot `slots[i]`'s; none comes twice.
 
         masks: int32 [rows, words of 32 tokens]; the tokens whose bits are set may come. Where they leave nothing but
-        tokens that `min_tokens` bars, these may come. A row fails alone, in `Drawn.bad`: with BadResult when its logits
+        tokens that `min_tokens` bars, these may come. `rules`: the same for rows that few tokens alone may come in, or
+        all but a few; such a row has no mask. Of few tokens only these are looked at, and what is drawn is what would
+        be drawn with a mask, to the bit. A row fails alone, in `Drawn.bad`: with BadResult when its logits
         hold NaN or +inf, with BadPrompt when no token may come. It may be drawn for again. Logits are not changed.
         """
         if logits.shape != (len(slots), self.vocabulary) or (masks is not None and masks.shape[1] < self._words):
@@ -91,7 +99,7 @@ class Sampler:
             masks = np.require(masks, np.int32, ["C", "W"])
         self._slots.make_room_to_note()
         processed = np.zeros(len(slots)) if self._slots.with_processed else NOT_WANTED
-        tokens = self._path.draw(logits, slots, masks, processed)
+        tokens = self._path.draw(logits, slots, masks, processed, rules)
         bad = self._bad(tokens) if len(tokens) and tokens.min() < 0 else {}
         logprobs = self._logprobs(logits, slots, tokens) if self._slots.with_logprobs else [None] * len(slots)
         return Drawn(tokens, logprobs, processed if self._slots.with_processed else None, bad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,19 @@ def _in_vocabulary(name: str, tokens: Iterable[int], vocabulary: int) -> None:
     for token in tokens:
         if not (isinstance(token, int) and 0 <= token < vocabulary):
             raise BadPrompt(f"{name} names token {token}. The model's tokens are 0 to {vocabulary - 1}.")
+
+
+class Rules(Protocol):
+    """What rows may say: `kinds` int8 [rows], 0: anything, 1: its ids alone, 2: anything but its ids. Those of row i
+    are `ids[starts[i]:starts[i + 1]]`, ascending: `starts` int32 [rows + 1], `ids` int32.
+    """
+
+    @property
+    def kinds(self) -> NDArray[np.int8]: ...
+    @property
+    def starts(self) -> NDArray[np.int32]: ...
+    @property
+    def ids(self) -> NDArray[np.int32]: ...
 
 
 SETTINGS = [

@@ -19,27 +19,63 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.sampling import cpu_draw, cpu_values
-from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY
-from gpuinfer.text.sampling.slots import Slots
+from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY, ONLY
+from gpuinfer.text.sampling.slots import Rules, Slots
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # (row, place in the list of the row's slot)
 
 
 def edited(
-    values: Tensor, slots: NDArray[np.int32], records: NDArray[Any], masks: NDArray[np.int32] | None, lists: Slots
+    values: Tensor,
+    slots: NDArray[np.int32],
+    records: NDArray[Any],
+    masks: NDArray[np.int32] | None,
+    rules: Rules | None,
+    lists: Slots,
 ) -> Tensor:
     """The logits as they count: float32 [rows, vocabulary], a copy where anything is to be changed."""
     early = records["drawn"] < records["min_tokens"]
-    if masks is None and not (early.any() or records["biases"].any() or records["penalised"].any()):
+    if masks is None and rules is None and not (early.any() or records["biases"].any() or records["penalised"].any()):
         return values
     values = values.clone()
     add_biases(values, slots, records, lists)
     penalise(values, slots, records, lists)
     if masks is not None:
         values.masked_fill_(~allowed(torch.from_numpy(masks).to(values.device), values.shape[1]), -torch.inf)
+    if rules is not None:
+        keep_to(values, rules)
     if early.any():
         bar_ends(values, slots, records, early, lists)
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRules:
+    """`slots.Rules` of some of the rows."""
+
+    kinds: NDArray[np.int8]
+    starts: NDArray[np.int32]
+    ids: NDArray[np.int32]
+
+
+def rules_of(rules: Rules | None, first: int, end: int) -> SomeRules | None:
+    """Those of the rows from `first` to `end`."""
+    if rules is None:
+        return None
+    starts = rules.starts[first : end + 1]
+    return SomeRules(rules.kinds[first:end], starts - starts[0], rules.ids[starts[0] : starts[-1]])
+
+
+def keep_to(values: Tensor, rules: Rules) -> None:
+    """Take away what the rows may not say."""
+    rows, _ = pairs(np.diff(rules.starts))
+    only = rules.kinds[rows] == ONLY
+    ids = rules.ids[: len(rows)].astype(np.int64)
+    kept_at = on(values, rows[only]), on(values, ids[only])
+    kept = values[kept_at]
+    values[on(values, np.flatnonzero(rules.kinds == ONLY))] = -torch.inf
+    values[kept_at] = kept
+    values[on(values, rows[~only]), on(values, ids[~only])] = -torch.inf
 
 
 def add_biases(values: Tensor, slots: NDArray[np.int32], records: NDArray[Any], lists: Slots) -> None:
@@ -222,6 +258,7 @@ class TorchPath:
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None,
         processed: NDArray[np.float64],
+        rules: Rules | None = None,
     ) -> NDArray[np.int32]:
         """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` as `cpu.CpuPath.draw` fills it."""
         told = torch.zeros(len(processed), dtype=torch.float64, device=logits.device)
@@ -231,6 +268,7 @@ class TorchPath:
                 slots[at : at + ROWS],
                 None if masks is None else masks[at : at + ROWS],
                 told[at : at + ROWS],
+                rules_of(rules, at, at + ROWS),
             )
             for at in range(0, len(slots), ROWS)
         ]
@@ -258,12 +296,17 @@ class TorchPath:
         """Nothing to let go of."""
 
     def _some(
-        self, logits: Tensor, slots: NDArray[np.int32], masks: NDArray[np.int32] | None, processed: Tensor
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.int32] | None,
+        processed: Tensor,
+        rules: Rules | None,
     ) -> Tensor:
         """Tokens int64 [rows], for few enough rows."""
         values, records = logits.float(), self._slots.records[slots]
         broken = ~((values < torch.inf).all(1))
-        values = edited(values, slots, records, masks, self._slots)
+        values = edited(values, slots, records, masks, rules, self._slots)
         best = values.amax(1)
         if (records["inverse"] == 0).all():
             tokens = first_of(values, best)

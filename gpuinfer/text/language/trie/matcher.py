@@ -50,6 +50,10 @@ class ListedMatcher:
         copied.walks.take(0, self.walks)
         return copied
 
+    def many(self, rows: int) -> SeatedWalks:
+        """Arrays for so many rows of this vocabulary, none of them in a list."""
+        return SeatedWalks(self.said, rows)
+
     def nodes(self, tokens: Sequence[int] | Ints) -> tuple[int, ...]:
         """Where an answer of these tokens was before each of them; -1 in free text. Whatever was said here so far
         does not matter.
@@ -57,3 +61,11 @@ class ListedMatcher:
         walks = Walks(self.said, 1)
         walks.begin(0, self.trie)
         return tuple(walks.follow(0, np.array(tokens, np.int32))[0].tolist())
+
+
+class SeatedWalks(Walks):
+    """Walks that take over from matchers."""
+
+    def sit(self, row: int, walk: ListedMatcher) -> None:
+        """The row is where the matcher is, which stays there."""
+        self.take(row, walk.walks)
