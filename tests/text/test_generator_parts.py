@@ -68,6 +68,7 @@ class Dictated:
 class Dictation:
     tokens: np.ndarray
     logprobs: Sequence[Logprob]
+    processed: None = None
     bad: Mapping[int, Exception] = ()
 
     def __post_init__(self) -> None:

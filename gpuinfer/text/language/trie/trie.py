@@ -113,12 +113,12 @@ def _codes(units: Sequence[Sequence[int]], count: int) -> tuple[Ints, NDArray[np
 
 def _check_ambiguous(first: Ints, token: Ints, item: Ints) -> None:
     """Where an item is complete and another goes on, the tokens of the one may not be those of a new line."""
-    for node in np.flatnonzero((item != cpu_image.NO_ITEM) & (np.diff(first) > 0)).tolist():
-        if np.isin(token[first[node] : first[node + 1]], token[first[0] : first[1]]).any():
-            raise BadPrompt(
-                "an item of the list begins with another one, and goes on as the separator does: the text could be "
-                "read in two ways. Use another separator."
-            )
+    after_item = np.repeat(item != cpu_image.NO_ITEM, np.diff(first))  # of each node but the first, in order
+    if np.isin(token[1:][after_item], token[first[0] : first[1]]).any():
+        raise BadPrompt(
+            "an item of the list begins with another one, and goes on as the separator does: the text could be "
+            "read in two ways. Use another separator."
+        )
 
 
 def _joined(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) -> Ints:

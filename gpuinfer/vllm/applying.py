@@ -1,0 +1,52 @@
+"""What rows may say, done to their logits in torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from gpuinfer.text.language.trie.walks import Rules
+
+ONLY = 1  # kinds of rules, as in cpu_walk.py
+
+
+def keep(logits: Tensor, rows: NDArray[np.int32], rules: Rules | None) -> Tensor:
+    """Leave the allowed tokens in `logits` float32 [any rows, vocabulary], in place: `rules` are those of `rows`.
+
+    All others of such a row become minus infinity: one pass over the row, as any mask takes, and a few numbers besides.
+    """
+    import torch
+
+    if rules is None:
+        return logits
+    count = int(rules.starts[len(rows)])
+    lengths = np.diff(rules.starts[: len(rows) + 1])
+    kinds = np.repeat(rules.kinds[: len(rows)], lengths)
+    places = np.repeat(rows.astype(np.int64) * logits.stride(0), lengths) + rules.ids[:count]
+    flat = logits.as_strided((logits.shape[0] * logits.stride(0),), (1,), logits.storage_offset())
+    at = torch.from_numpy(places).to(logits.device)
+    few = rows[rules.kinds[: len(rows)] == ONLY]
+    if not (kinds == ONLY).all():
+        flat[at[torch.from_numpy(np.flatnonzero(kinds != ONLY)).to(logits.device)]] = -torch.inf
+        at = at[torch.from_numpy(np.flatnonzero(kinds == ONLY)).to(logits.device)]
+    kept = flat[at]
+    for first, end in _runs(few):
+        logits[first:end].fill_(-torch.inf)
+    flat[at] = kept
+    return logits
+
+
+def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Rows that lie side by side, together: (first, end)."""
+    if not len(rows):
+        return []
+    ordered = np.sort(rows)
+    breaks = np.flatnonzero(np.diff(ordered) > 1)
+    firsts = np.concatenate([ordered[:1], ordered[breaks + 1]])
+    ends = np.concatenate([ordered[breaks], ordered[-1:]]) + 1
+    return list(zip(firsts.tolist(), ends.tolist(), strict=True))
