@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +21,10 @@ from record_draws import group_of, groups
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.rollouts import header, read
-from gpuinfer.rollouts.files import Writer, lines
+from gpuinfer.rollouts.files import Writer, lines, parquet
 
 HEADER = {"env": "toy", "seed": 1, "model": {"fingerprint": "f00d"}}
-FORMS = ["jsonl"]
+FORMS = ["jsonl", "parquet"]
 
 
 def written(folder, numbers, form="jsonl", resume=False, on_the_way=lambda: None, **more):
@@ -230,3 +232,44 @@ def test_what_no_file_holds_is_named(tmp_path):
     bad = type(group)(**{**{name: getattr(group, name) for name in group.__struct_fields__}, "games": (game,)})
     with pytest.raises(WorkError, match="a metric of group 3, sample 1 is not finite"):
         asyncio.run(run(bad))
+
+
+@given(st.lists(groups, min_size=1, max_size=3))
+@settings(deadline=None)
+@pytest.mark.property
+def test_groups_come_back_from_a_table_as_they_were(tmp_path_factory, some):
+    path = tmp_path_factory.mktemp("table") / "shard.parquet"
+    with path.open("wb") as file:
+        parquet.write(file, some)
+    assert list(parquet.read(path)) == some
+
+
+def test_a_table_has_a_row_a_turn_and_tokens_as_integers(tmp_path):
+    written(tmp_path, range(2), "parquet")
+    table = pq.read_table(tmp_path / "shard-000000.parquet")
+    assert table.num_rows == sum(len(list(group_of(number).turns())) for number in range(2))
+    assert str(table.schema.field("completion_tokens").type) == "list<element: int32>"
+    assert str(table.schema.field("logprobs").type) == "list<element: double>"
+    first = next(group_of(0).turns())
+    assert tuple(table["completion_tokens"][0].as_py()) == first.completion_tokens
+    assert json.loads(table["messages"][0].as_py()) == list(first.messages)
+
+
+def test_a_damaged_table_is_set_aside_and_its_groups_are_played_again(tmp_path):
+    written(tmp_path, range(3), "parquet")
+    shard = tmp_path / "shard-000000.parquet"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    shard.write_bytes(data)
+    with pytest.raises(UsageError, match=r"is damaged .*--resume"):
+        list(read(tmp_path))
+    assert written(tmp_path, range(3), "parquet", resume=True) == frozenset()
+    assert in_folder(tmp_path) == {number: group_of(number) for number in range(3)}
+    assert (tmp_path / "shard-000000.broken").exists()
+
+
+def test_parquet_without_its_package_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'gpuinfer\[parquet\]'"):
+        written(tmp_path, [0], "parquet")
+    assert not list(tmp_path.iterdir())

@@ -122,7 +122,10 @@ def _numbers(folder: RecordFolder, shard: Path) -> set[int]:
     if shard.suffix == ".parquet":
         from gpuinfer.rollouts.files import parquet
 
-        return parquet.numbers(shard)
+        if (numbers := parquet.numbers(shard)) is None:
+            log.warning("%s is damaged: kept as .broken; its groups are played again", shard)
+            shard.rename(shard.with_suffix(".broken"))
+        return numbers or set()
     found = {number: len(line) for line in layout.whole_lines(shard) if (number := lines.number(line)) is not None}
     if sum(found.values()) < shard.stat().st_size:
         log.warning("%s is damaged: kept as .broken; its groups that cannot be read are played again", shard)

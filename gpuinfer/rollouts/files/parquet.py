@@ -1,30 +1,208 @@
-"""Groups as tables."""
+"""Groups as tables: one row a turn, in columns that any reader of Parquet knows (pyarrow, DuckDB, Polars, pandas).
+
+What is said of a group, game or trajectory stands in each of its rows. `game`, `trajectory` and `turn` are places in
+the record; a group without games, a game without trajectories, a trajectory without turns has one row, with nulls from
+there on. Tokens are int32. Floats are those of the record, in 64 bits: most had 32, and the zeros that this adds take
+no room when they are packed. Messages are JSON. A group is a row group.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import structs
 
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.record import Group
+from gpuinfer.rollouts.files import layout, lines
+from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MISSING = "Parquet needs the package pyarrow. Install it: pip install 'gpuinfer[parquet]', or give --format jsonl."
+GROUP = ("id", "number", "environment", "started", "seconds")
+GAME = ("sample", "seed", "ending", "steps", "metrics", "error", "attempt", "seconds")
+TRAJECTORY = ("id", "agent", "role", "trainable", "model", "reward")
+TURN = tuple(name for name in Turn.__struct_fields__ if name not in ("spans", "timing"))
+LISTS = ("prompt_tokens", "completion_tokens", "logprobs", "reference_logprobs", "policy_logprobs", "nodes")
+
+_json = msgspec.json.Encoder().encode
+Row = dict[str, Any]
 
 
 def require() -> None:
-    raise UsageError("--format parquet is not there yet. Use jsonl.")
+    """Raises `UsageError` where there is no pyarrow."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UsageError(MISSING)
+
+
+def schema() -> pyarrow.Schema:
+    import pyarrow as pa
+
+    word = pa.dictionary(pa.int32(), pa.string())  # of few values
+    tokens, floats = pa.list_(pa.int32()), pa.list_(pa.float64())
+    of_timing = pa.struct([(name, pa.float64()) for name in Timing.__struct_fields__])
+    columns: dict[str, Any] = {
+        "group_id": pa.string(),
+        "group_number": pa.int64(),
+        "group_environment": word,
+        "group_started": pa.float64(),
+        "group_seconds": pa.float64(),
+        "failed": pa.bool_(),  # the game was replaced
+        "game": pa.int32(),
+        "game_sample": pa.int64(),
+        "game_seed": pa.int64(),
+        "game_ending": word,
+        "game_steps": pa.int64(),
+        "game_metrics": pa.map_(pa.string(), pa.float64()),
+        "game_error": pa.string(),
+        "game_attempt": pa.int64(),
+        "game_seconds": pa.float64(),
+        "trajectory": pa.int32(),
+        "trajectory_id": pa.string(),
+        "trajectory_agent": word,
+        "trajectory_role": word,
+        "trajectory_trainable": pa.bool_(),
+        "trajectory_model": word,
+        "trajectory_reward": pa.float64(),
+        "turn": pa.int32(),
+        "step": pa.int64(),
+        "messages": pa.string(),
+        "anew": pa.bool_(),
+        "prompt_tokens": tokens,
+        "completion_tokens": tokens,
+        "text": pa.string(),
+        "finish_reason": word,
+        "logprobs": floats,
+        "reference_logprobs": floats,
+        "policy_logprobs": floats,
+        "spans": pa.list_(pa.struct([("start", pa.int32()), ("version", pa.string())])),
+        "nodes": tokens,
+        "cached_tokens": pa.int64(),
+        "temperature": pa.float64(),
+        "reward": pa.float64(),
+        "timing": of_timing,
+    }
+    return pa.schema(list(columns.items()))
 
 
 def write(file: IO[bytes], groups: Iterable[Group]) -> None:
-    raise NotImplementedError
+    """A whole file. One group at a time is in memory."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    form = schema()
+    with parquet.ParquetWriter(file, form, compression="zstd", write_page_checksum=True) as writer:
+        for group in groups:
+            rows = list(_rows(group))
+            columns = [pa.array([row.get(field.name) for row in rows], field.type) for field in form]
+            writer.write_table(pa.Table.from_arrays(columns, schema=form), row_group_size=len(rows))
 
 
 def groups_of(journal: Path) -> Iterator[Group]:
-    raise NotImplementedError
+    """Those of a journal, all of whose lines are whole."""
+    for line in layout.whole_lines(journal):
+        if (group := lines.decode(line)) is not None:
+            yield group
 
 
-def numbers(shard: Path) -> set[int]:
-    raise NotImplementedError
+def numbers(shard: Path) -> set[int] | None:
+    """Of the groups of a shard, all of whose bytes are looked at; None for one that is damaged."""
+    try:
+        return {group.number for group in _read(shard)}
+    except _damage():
+        return None
 
 
 def read(shard: Path) -> Iterator[Group]:
-    raise NotImplementedError
+    """Raises `UsageError` for a shard that is damaged."""
+    require()
+    try:
+        yield from _read(shard)
+    except _damage() as error:
+        why = f"{shard} is damaged ({error}). Go on with the run (--resume): its groups are played again."
+        raise UsageError(why) from error
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What reading raises where bytes are not those that were written."""
+    import pyarrow as pa
+
+    return (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+
+
+def _read(shard: Path) -> Iterator[Group]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(shard, page_checksum_verification=True) as file:
+        for index in range(file.num_row_groups):
+            yield _group(file.read_row_group(index).to_pylist())
+
+
+def _rows(group: Group) -> Iterator[Row]:
+    of_group = _facts("group", group, GROUP)
+    if not group.games and not group.failed:
+        yield of_group
+    for failed, games in ((False, group.games), (True, group.failed)):
+        for place, game in enumerate(games):
+            for row in _game_rows(game):
+                yield {**of_group, "failed": failed, "game": place, **row}
+
+
+def _game_rows(game: Game) -> Iterator[Row]:
+    of_game = {**_facts("game", game, GAME), "game_metrics": list(game.metrics.items())}
+    if not game.trajectories:
+        yield of_game
+    for place, trajectory in enumerate(game.trajectories):
+        of_trajectory = {**of_game, "trajectory": place, **_facts("trajectory", trajectory, TRAJECTORY)}
+        if not trajectory.turns:
+            yield of_trajectory
+        for number, turn in enumerate(trajectory.turns):
+            yield {**of_trajectory, "turn": number, **_turn_row(turn)}
+
+
+def _turn_row(turn: Turn) -> Row:
+    row = {name: getattr(turn, name) for name in TURN}
+    spans = [{"start": span.start, "version": span.version} for span in turn.spans]
+    return {**row, "messages": _json(turn.messages).decode(), "spans": spans, "timing": structs.asdict(turn.timing)}
+
+
+def _facts(prefix: str, part: Any, names: Iterable[str]) -> Row:
+    return {f"{prefix}_{name}": getattr(part, name) for name in names}
+
+
+def _group(rows: list[Row]) -> Group:
+    """Of all its rows, in their order."""
+    games: dict[bool, list[Game]] = {False: [], True: []}
+    for (failed, place), of_game in groupby(rows, lambda row: (row["failed"], row["game"])):
+        if place is not None:
+            games[failed].append(_game(list(of_game)))
+    return Group(games=tuple(games[False]), failed=tuple(games[True]), **_named("group", rows[0], GROUP))
+
+
+def _game(rows: list[Row]) -> Game:
+    by_trajectory = [list(found) for place, found in groupby(rows, lambda row: row["trajectory"]) if place is not None]
+    facts = {**_named("game", rows[0], GAME), "metrics": dict(rows[0]["game_metrics"])}
+    return Game(trajectories=tuple(map(_trajectory, by_trajectory)), **facts)
+
+
+def _trajectory(rows: list[Row]) -> Trajectory:
+    turns = tuple(_turn(row) for row in rows if row["turn"] is not None)
+    return Trajectory(turns=turns, **_named("trajectory", rows[0], TRAJECTORY))
+
+
+def _turn(row: Row) -> Turn:
+    facts = {name: row[name] for name in TURN}
+    facts.update({name: None if row[name] is None else tuple(row[name]) for name in LISTS})
+    facts["messages"] = tuple(msgspec.json.decode(row["messages"]))
+    facts["spans"] = tuple(Span(span["start"], span["version"]) for span in row["spans"])
+    return Turn(**facts, timing=Timing(**row["timing"]))
+
+
+def _named(prefix: str, row: Row, names: Iterable[str]) -> Row:
+    return {name: row[f"{prefix}_{name}"] for name in names}
