@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host.files import sync_folder
+from gpuinfer.host.files import TORN, put_whole
 
 MANIFEST = "manifest.json"
-TORN = ".tmp"  # the end of a name under which nothing is whole yet
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHOWN_VALUE = 80  # characters
 
@@ -63,9 +62,10 @@ class RecordFolder:
     def put(self, name: str, write: Callable[[IO[bytes]], object]) -> Path:
         """Add one file: on disk, under its name, when this returns. Raises WorkError when it cannot be."""
         try:
-            return self._put(name, write)
+            put_whole(self.path / name, write)
         except OSError as error:
             raise unwritable(self.path, error) from error
+        return self.path / name
 
     def manifest(self) -> dict[str, Any] | None:
         """None where there is none. Raises UsageError for what is no manifest of this schema."""
@@ -126,22 +126,7 @@ class RecordFolder:
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        self._put(MANIFEST, lambda file: file.write(text.encode()))
-
-    def _put(self, name: str, write: Callable[[IO[bytes]], object]) -> Path:
-        torn = self.path / f"{name}{TORN}"
-        try:
-            with torn.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            torn.rename(self.path / name)
-            sync_folder(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                torn.unlink(missing_ok=True)
-            raise
-        return self.path / name
+        put_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
 
 
 def unwritable(path: Path, error: OSError) -> WorkError:

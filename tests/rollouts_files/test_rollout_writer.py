@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from record_draws import group_of, groups
 
@@ -49,7 +49,6 @@ def in_folder(folder):
 
 
 @given(groups)
-@settings(deadline=None)
 def test_a_group_comes_back_from_its_line_as_it_was(group):
     line = lines.encode(group)
     assert line.count(b"\n") == 1
@@ -128,8 +127,6 @@ def test_a_folder_without_rollouts_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.property
-@settings(deadline=None)
 @given(share=st.floats(0, 1))
 def test_a_journal_that_ends_at_any_byte_gives_its_whole_groups(tmp_path_factory, form, share):
     folder = tmp_path_factory.mktemp("torn")
@@ -235,8 +232,6 @@ def test_what_no_file_holds_is_named(tmp_path):
 
 
 @given(st.lists(groups, min_size=1, max_size=3))
-@settings(deadline=None)
-@pytest.mark.property
 def test_groups_come_back_from_a_table_as_they_were(tmp_path_factory, some):
     path = tmp_path_factory.mktemp("table") / "shard.parquet"
     with path.open("wb") as file:

@@ -24,7 +24,7 @@ from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 if TYPE_CHECKING:
     import pyarrow
 
-MISSING = "Parquet needs the package pyarrow. Install it: pip install 'gpuinfer[parquet]', or give --format jsonl."
+MISSING = "needs the package pyarrow. Install it: pip install 'gpuinfer[parquet]'"
 GROUP = ("id", "number", "environment", "started", "seconds")
 GAME = ("sample", "seed", "ending", "steps", "metrics", "error", "attempt", "seconds")
 TRAJECTORY = ("id", "agent", "role", "trainable", "model", "reward")
@@ -35,10 +35,10 @@ _json = msgspec.json.Encoder().encode
 Row = dict[str, Any]
 
 
-def require() -> None:
+def require(what: str = "Parquet") -> None:
     """Raises `UsageError` where there is no pyarrow."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise UsageError(MISSING)
+        raise UsageError(f"{what} {MISSING}.")
 
 
 def schema() -> pyarrow.Schema:

@@ -50,7 +50,7 @@ class Writer:
         if form == "parquet":
             from gpuinfer.rollouts.files import parquet
 
-            parquet.require()
+            parquet.require("--format parquet")
         self._folder = RecordFolder(Path(folder), layout.SCHEMA, f".{form}")
         self._journal = Journal(self._folder, form, shard_bytes)
         self._done = self._claimed({**header, "format": form}, resume)

@@ -1,0 +1,156 @@
+"""What can be trained on: one context of a trajectory of the policy is one sample, and one sequence of tokens.
+
+Tokens that the policy drew have mask 1; what it was shown has mask 0, other agents' words among it. An opponent's
+trajectory is no sample, and neither is a game that was replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from msgspec import Struct
+
+from gpuinfer.errors import UsageError
+from gpuinfer.rollouts.export.advantages import advantages
+from gpuinfer.rollouts.record import Group, Trajectory, Turn
+
+T = TypeVar("T")
+
+
+class Place(Struct, frozen=True, array_like=True):
+    """Where in its group a sample stands. `sizes`: of each turn, tokens before the answer and tokens of the answer."""
+
+    game: int
+    trajectory: int
+    context: int
+    sizes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`prompt` ends where the first answer begins; `response` is all that follows, and the rest is as long as it."""
+
+    group: Group
+    place: Place
+    turns: tuple[Turn, ...]
+    last: bool  # of its trajectory's samples
+    advantage: float
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.group.games[self.place.game].trajectories[self.place.trajectory]
+
+    @property
+    def repetition(self) -> int:
+        """Which sample of its start."""
+        return self.group.games[self.place.game].sample
+
+    @property
+    def start(self) -> str:
+        """Names what it is compared with: the samples of one agent from one start."""
+        return f"{self.group.id}/{self.trajectory.agent}"
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.turns[0].prompt_tokens
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        tokens = list(self.turns[0].completion_tokens)
+        for turn in self.turns[1:]:
+            tokens += (*turn.prompt_tokens, *turn.completion_tokens)
+        return tuple(tokens)
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        return _along(self.turns, [[1] * len(turn.completion_tokens) for turn in self.turns], 0)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """0 where the mask is 0."""
+        return _along(self.turns, [turn.logprobs for turn in self.turns], 0.0)
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """1 where the mask is 0."""
+        return _along(self.turns, [[turn.temperature] * len(turn.completion_tokens) for turn in self.turns], 1.0)
+
+    @property
+    def reference_logprobs(self) -> tuple[float, ...] | None:
+        """0 where the mask is 0; None unless they are there for all that was drawn."""
+        known = [turn.reference_logprobs for turn in self.turns if turn.reference_logprobs is not None]
+        return _along(self.turns, known, 0.0) if len(known) == len(self.turns) else None
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Of the weights that drew it, in their order."""
+        return tuple(dict.fromkeys(span.version for turn in self.turns for span in turn.spans))
+
+    @property
+    def messages(self) -> int:
+        """Those that it was shown, and those that it wrote."""
+        return sum(len(turn.messages) + 1 for turn in self.turns)
+
+    @property
+    def seconds(self) -> float:
+        """That the model took."""
+        return sum(turn.timing.seconds for turn in self.turns)
+
+
+def samples(group: Group) -> list[Sample]:
+    """Those of a group, in the order of its games, trajectories and contexts. Raises `UsageError` for a record that
+    does not say how likely its tokens were.
+    """
+    better = _advantages(group)
+    return [
+        Sample(group, Place(game, at, context, _sizes(turns)), turns, last, better[game, at])
+        for game, played in enumerate(group.games)
+        for at, trajectory in enumerate(played.trajectories)
+        for context, turns, last in _contexts(trajectory)
+    ]
+
+
+def _advantages(group: Group) -> dict[tuple[int, int], float]:
+    """Of each trajectory of the policy, among those of its agent."""
+    of_agents: dict[str, dict[tuple[int, int], float]] = {}
+    for place, game in enumerate(group.games):
+        for at, trajectory in enumerate(game.trajectories):
+            if trajectory.trainable:
+                of_agents.setdefault(trajectory.agent, {})[place, at] = trajectory.reward
+    return {
+        where: one
+        for rewards in of_agents.values()
+        for where, one in zip(rewards, advantages(list(rewards.values())), strict=True)
+    }
+
+
+def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], bool]]:
+    """The contexts that have something to train on: number, turns, whether it is the last."""
+    contexts = enumerate(trajectory.contexts()) if trajectory.trainable else ()
+    found = [(number, turns) for number, (_, turns) in contexts if _has_something(turns)]
+    for number, turns in found:
+        if any(len(turn.logprobs) != len(turn.completion_tokens) for turn in turns):
+            raise UsageError(
+                f"{trajectory.id} has no log-probability for each of the tokens that were drawn, which trainers need. "
+                "Export what `gpuinfer rollouts` has recorded."
+            )
+        yield number, turns, number == found[-1][0]
+
+
+def _has_something(turns: Sequence[Turn]) -> bool:
+    return bool(turns[0].prompt_tokens) and any(turn.completion_tokens for turn in turns)
+
+
+def _sizes(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
+    return tuple((len(turn.prompt_tokens), len(turn.completion_tokens)) for turn in turns)
+
+
+def _along(turns: Sequence[Turn], drawn: Sequence[Sequence[T]], shown: T) -> tuple[T, ...]:
+    """One value for each token of the response: of those that were drawn their own, of the others `shown`."""
+    values = list(drawn[0]) if drawn else []
+    for turn, own in zip(turns[1:], drawn[1:], strict=True):
+        values += [shown] * len(turn.prompt_tokens)
+        values += own
+    return tuple(values)
