@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from gpuinfer.cli import beside
 from gpuinfer.config import registry
 from gpuinfer.config.registry import COMMANDS as OWN
 from gpuinfer.errors import UnknownName
@@ -32,6 +33,8 @@ class Commands(TyperGroup):
         name = args[0]
         if name.startswith("-"):  # a flag of no command: Typer says so
             return super().resolve_command(ctx, args)  # type: ignore[return-value]
+        if (word := beside.word_of(args)) is not None:
+            return f"{name} {word}", beside.command(name, word), args[2:]
         if name in OWN:
             return name, typer.main.get_command(importlib.import_module(f"gpuinfer.cli.{name}").app), args[1:]
         if not [record for record in registry.listing("workloads") if record.name == name]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, output
+from gpuinfer.cli import beside, flags, output
 from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.flags import anew
 from gpuinfer.cli.problems import FAILED, PARTIAL
@@ -36,7 +36,7 @@ def command(name: str) -> Any:
     def call(**values: Any) -> None:
         raise typer.Exit(execute(name, values))
 
-    return made(name, parameters, inspect.getdoc(plugin) or "", call)
+    return made(name, parameters, (inspect.getdoc(plugin) or "") + beside.mentioned(name), call)
 
 
 def made(name: str, parameters: flags.Parameters, text: str, call: Callable[..., None]) -> Any:

@@ -93,5 +93,6 @@ class Format(ABC, Generic[Row]):
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}. Name what `export` has written.") from error
         except (ValueError, RecursionError) as error:
-            why = f"{path}, after line {number}: {error}. Read what `gpuinfer rollouts export --to {self.name}` wrote."
+            what = f"{path}, after line {number}: {str(error).rstrip('.')}"
+            why = f"{what}. Read what `gpuinfer rollouts export --to {self.name}` wrote."
             raise UsageError(why) from error

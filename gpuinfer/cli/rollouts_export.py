@@ -1,0 +1,101 @@
+"""The records of a run of rollouts, as trainers read them (`export`), and as people do (`show`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gpuinfer.cli.beside import WORDS
+from gpuinfer.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from gpuinfer.rollouts.record import Group
+
+SHOWN = 40  # groups, unless --all asks for more
+COLUMNS = ("group", "games", "replaced", "turns", "tokens in", "out", "reward", "versions", "took")
+
+
+def _names() -> list[str]:
+    from gpuinfer.rollouts.export import FORMATS
+
+    return list(FORMATS)
+
+
+FOLDER = typer.Argument(help="what --out of the run named", metavar="DIR")
+TO = typer.Option(..., "--to", metavar="TRAINER", help="verl, skyrl, prime-rl, trl or art.", autocompletion=_names)
+OUT = typer.Option(..., "--out", metavar="FILE", help="Write it to this file, which must not be there.")
+ALL = typer.Option(False, "--all", help=f"Every group, not only the first {SHOWN}.")
+
+
+def export(folder: Path = FOLDER, to: str = TO, out: Path = OUT) -> None:
+    from gpuinfer.rollouts.export import FORMATS
+    from gpuinfer.rollouts.files import read
+
+    if to not in FORMATS:
+        raise UnknownName("trainer", to, FORMATS, label="Trainers")
+    if out.exists():
+        raise UsageError(f"{out} exists already. Give another --out.")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}. Create it (mkdir -p {out.parent}).")
+    written = FORMATS[to].write(read(folder), out)
+    of = f"{written.groups:,} groups, {written.samples:,} samples, {written.tokens:,} tokens to train on"
+    print(f"gpuinfer: {out} is for {to}: {of}", file=sys.stderr)
+
+
+def show(folder: Path = FOLDER, all_of_them: bool = ALL) -> None:
+    from gpuinfer.rollouts.files import header, read
+    from gpuinfer.screen.display import comparison
+
+    settings = header(folder)
+    tally = _Tally()
+    rows = list(tally.rows(read(folder), None if all_of_them else SHOWN))
+    notes = [("records", f"{settings.get('format')}, {tally.said()}")]
+    if tally.groups > len(rows):
+        notes.append(("", f"{tally.groups - len(rows):,} groups more: --all"))
+    comparison(f"rollouts in {folder}", COLUMNS, rows, notes)
+
+
+class _Tally:
+    """Adds up what is shown."""
+
+    def __init__(self) -> None:
+        self.groups = self.games = self.read = self.drawn = 0
+
+    def said(self) -> str:
+        counts = f"{self.groups:,} groups, {self.games:,} games"
+        return f"{counts}; tokens: {self.read:,} shown to the models, {self.drawn:,} drawn"
+
+    def rows(self, groups: Iterator[Group], most: int | None) -> Iterator[tuple[str, ...]]:
+        for group in groups:
+            turns = list(group.turns())
+            shown = sum(len(turn.prompt_tokens) for turn in turns)
+            drawn = sum(len(turn.completion_tokens) for turn in turns)
+            self.groups += 1
+            self.games += len(group.games)
+            self.read += shown
+            self.drawn += drawn
+            if most is None or self.groups <= most:
+                yield _row(group, len(turns), shown, drawn)
+
+
+def _row(group: Group, turns: int, shown: int, drawn: int) -> tuple[str, ...]:
+    from gpuinfer.units import duration
+
+    rewards = [one.reward for game in group.games for one in game.trajectories if one.trainable]
+    reward = f"{sum(rewards) / len(rewards):.3g} ({min(rewards):.3g}…{max(rewards):.3g})" if rewards else "–"
+    counts = (len(group.games), len(group.failed), turns, shown, drawn)
+    versions = ", ".join(version or "start" for version in group.versions) or "–"
+    return (group.id, *(f"{count:,}" for count in counts), reward, versions, duration(group.seconds))
+
+
+def _app(word: str, call: Callable[..., None]) -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command(word, help=WORDS["rollouts"][word], context_settings={"help_option_names": ["-h", "--help"]})(call)
+    return app
+
+
+COMMANDS = {word: _app(word, call) for word, call in (("export", export), ("show", show))}
