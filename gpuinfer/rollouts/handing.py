@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -16,6 +17,19 @@ class NotGiven(ValueError):
     """A batch that never was, or that somebody else has been given since."""
 
 
+class Trains(Protocol):
+    """Of a run's training, what its trainer asks."""
+
+    version: int
+    step: int
+
+    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None: ...
+    def facts(self) -> dict[str, float]: ...
+    def too_old(self, groups: Sequence[Group]) -> list[Group]: ...
+    @property
+    def starved_of(self) -> str: ...
+
+
 class Handover:
     """A `Consumer` on the side of the run; on the trainer's `want`, `next` and `done`.
 
@@ -23,8 +37,9 @@ class Handover:
     nothing, and one that did not hear the answer asks again. All methods belong to one event loop.
     """
 
-    def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
-        self._version = version
+    trains: Trains  # the run's side, from `meet` on
+
+    def __init__(self) -> None:
         self.batch: Batch | None = None  # that is out
         self.times = 0  # that it has been given
         self.last = 0  # the number of the newest batch
@@ -36,6 +51,10 @@ class Handover:
 
     # The run's side
 
+    async def meet(self, trains: Trains) -> None:
+        """The run is ready, and this is its training. Called once, before anything else of this side."""
+        self.trains = trains
+
     async def asks(self) -> int | None:
         while self.wanted is None and not self._left:
             await self._change()
@@ -45,7 +64,7 @@ class Handover:
         """Until it is done. Raises `Closed` when the trainer has left for good."""
         self.last += 1
         self.wanted, self.times = None, 0
-        self.batch = Batch(number=self.last, step=step, version=self._version(), groups=tuple(groups))
+        self.batch = Batch(number=self.last, step=step, version=self.trains.version, groups=tuple(groups))
         self._trained = asyncio.get_running_loop().create_future()
         self._tell()
         try:
@@ -91,7 +110,7 @@ class Handover:
         if self.batch is None or self._trained is None or self.batch.number != number or self._trained.done():
             return
         self._trained.set_result(
-            Trained(version=self._version(), seconds=seconds, logprobs=logprobs, metrics=dict(metrics or {}))
+            Trained(version=self.trains.version, seconds=seconds, logprobs=logprobs, metrics=dict(metrics or {}))
         )
         self.batch = None  # whoever asks from now on wants the next
 

@@ -204,8 +204,9 @@ async def other_end(
             consumer = SimulatedTrainer(own.trainer_seconds or 0.0, own.batch_groups, plan.version, weights, name)
         found = WithTrainer(infer, consumer, plan, steps)
         stack.callback(found.training.close)
+        if isinstance(consumer, Handover):
+            await consumer.meet(found.training)
         if isinstance(consumer, Listening):
-            await consumer.open(found.training)
             stack.push_async_callback(consumer.close)
             log.warning("a trainer can take groups at %s/v1/rollouts", consumer.url)
         yield found

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -17,7 +17,7 @@ from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.http.exchange import Exchange, Handler
 from gpuinfer.http.paths import Paths, Route
 from gpuinfer.http.server import HttpServer
-from gpuinfer.rollouts.handing import Handover, NotGiven
+from gpuinfer.rollouts.handing import Handover, NotGiven, Trains
 from gpuinfer.rollouts.kl import from_trainer
 from gpuinfer.rollouts.record import Group
 from gpuinfer.rollouts.trainer import Batch, Trained
@@ -33,19 +33,6 @@ LARGE = 64  # groups that are not written out on the event loop
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Struct)
-
-
-class Trains(Protocol):
-    """What is asked of a run's training here."""
-
-    version: int
-    step: int
-
-    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None: ...
-    def facts(self) -> dict[str, float]: ...
-    def too_old(self, groups: Sequence[Group]) -> list[Group]: ...
-    @property
-    def starved_of(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -88,9 +75,8 @@ class Listening(Handover):
     """
 
     def __init__(self, plan: ListenPlan, batch: int) -> None:
-        super().__init__(lambda: self._trains.version)
+        super().__init__()
         self._plan, self._groups = plan, batch
-        self._trains: Trains
         self._server: HttpServer | None = None
         self._heard = time.monotonic()  # from a trainer, the last time
         self._asking = 0  # requests under way
@@ -98,9 +84,9 @@ class Listening(Handover):
         self._told_over = asyncio.Event()
         self.port = 0
 
-    async def open(self, trains: Trains) -> None:
-        """Listen. Raises `UsageError` for an address that cannot be had."""
-        self._trains = trains
+    async def meet(self, trains: Trains) -> None:
+        """Listen from now on. Raises `UsageError` for an address that cannot be had."""
+        await super().meet(trains)
         paths = Paths(self.routes(), self._plan.access())
         self._server = HttpServer(paths, quick=paths.quick)
         self.port = await self._server.listen(self._plan.host, self._plan.port)
@@ -186,46 +172,46 @@ class Listening(Handover):
     async def _status(self, said: Told) -> Any:
         out = None if self.batch is None else {"batch": self.batch.number, "times_given": self.times}
         return {
-            "version": self._trains.version,
-            "step": self._trains.step,
+            "version": self.trains.version,
+            "step": self.trains.step,
             "over": self.over,
             "out": out,
-            "waits_for": self._trains.starved_of,
-            **self._trains.facts(),
+            "waits_for": self.trains.starved_of,
+            **self.trains.facts(),
         }
 
     async def _take(self, said: Taking) -> Given:
         self._taken = True
         await self._heed(said, said.done)
         if self.batch is not None and self.times:
-            self.without(self._trains.too_old(self.batch.groups))
+            self.without(self.trains.too_old(self.batch.groups))
             if not self.batch.groups:  # all of it has grown too old since it was given
                 self.done(self.batch.number)
         self.want(said.groups or self._groups)
         batch = await self.next(min(said.wait_s, MOST_WAIT_S))
         if batch is None:
-            waits_for = None if self.over else self._trains.starved_of
-            return Given(batch=None, version=self._trains.version, over=self.over, waits_for=waits_for)
-        return _given(batch, self._trains.version, again=self.times > 1)
+            waits_for = None if self.over else self.trains.starved_of
+            return Given(batch=None, version=self.trains.version, over=self.over, waits_for=waits_for)
+        return _given(batch, self.trains.version, again=self.times > 1)
 
     async def _ack(self, said: Done) -> Any:
         await self._heed(said, said.batch)
-        return {"batch": said.batch, "version": self._trains.version}
+        return {"batch": said.batch, "version": self.trains.version}
 
     async def _update(self, said: Updating) -> Any:
         if said.version is None:
-            raise UsageError(f'which version? Send {{"version": {self._trains.version + 1}}}.')
+            raise UsageError(f'which version? Send {{"version": {self.trains.version + 1}}}.')
         self._check(said, said.batch)
-        await self._trains.update(said.version, said.weights, said.adapter)
+        await self.trains.update(said.version, said.weights, said.adapter)
         if said.batch:
             self.done(said.batch, logprobs=said.logprobs, metrics=said.metrics)
-        return {"version": self._trains.version}
+        return {"version": self.trains.version}
 
     async def _heed(self, said: Told, done: int | None) -> None:
         """First the version: the step of the batch that is done ends with it in force."""
         self._check(said, done)
         if said.version is not None:
-            await self._trains.update(said.version)
+            await self.trains.update(said.version)
         if done:
             self.done(done, logprobs=said.logprobs, metrics=said.metrics)
 
