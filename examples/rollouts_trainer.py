@@ -13,21 +13,22 @@ import time
 import urllib.error
 import urllib.request
 
+PATIENCE_S = 30.0
+
 
 def ask(url, path, body):
-    """The answer to a request, asked again while the run is not there yet."""
-    request = urllib.request.Request(
-        f"{url}/v1/rollouts/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    for attempt in range(100):
+    """The answer to a request; asked again while nobody listens there: the run may be about to start."""
+    data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    end = time.monotonic() + PATIENCE_S
+    while True:
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/rollouts/{path}", data, kind)) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             sys.exit(json.load(error)["error"]["message"])
-        except (urllib.error.URLError, ConnectionError):
-            if attempt == 99:
-                raise
+        except (urllib.error.URLError, ConnectionError) as error:
+            if time.monotonic() > end:
+                sys.exit(f"nobody listens at {url} ({error}).")
             time.sleep(0.2)
 
 

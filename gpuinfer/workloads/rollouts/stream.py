@@ -66,7 +66,7 @@ class RolloutStream:
         return self
 
     async def __anext__(self) -> Batch:
-        """The next batch; the last one may be smaller. Raises what the run raises; `RuntimeError` before `async with`."""
+        """The next batch; the last may be smaller. Raises what the run raises; `RuntimeError` before `async with`."""
         if self._run is None:
             raise RuntimeError("a stream begins with `async with`")
         self._settle()
