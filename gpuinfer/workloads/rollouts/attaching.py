@@ -79,6 +79,7 @@ class WithTrainer(OtherEnd):
         had = {number for record in self._steps.before for number in record.numbers}
         if left := done - had:
             self.trainer.again = (group for group in files.read(folder) if group.number in left)
+            self.training.first.clear()
             log.warning("%d groups of %s that nobody has trained on go to the trainer first.", len(left), folder)
 
     trainer: Attached
@@ -115,6 +116,7 @@ class Attached:
         with contextlib.suppress(Closed):
             while (group := await asyncio.to_thread(next, self.again, None)) is not None:
                 await self._training.put_again(group)
+        self._training.first.set()
         self._given_again = True
         self._look_for_end()
 

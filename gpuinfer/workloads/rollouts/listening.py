@@ -182,6 +182,11 @@ class Listening(Handover):
 
     async def _take(self, said: Taking) -> Given:
         self._taken = True
+        if said.groups is not None and said.groups > self._groups:
+            raise UsageError(
+                f"{said.groups} groups, and the run's batches have {self._groups}: more may never be there at once. "
+                f"Ask for fewer, or run with --batch-groups {said.groups}."
+            )
         await self._heed(said, said.done)
         if self.batch is not None and self.times:
             self.without(self.trains.too_old(self.batch.groups))

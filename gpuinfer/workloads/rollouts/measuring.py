@@ -31,7 +31,7 @@ class Meter:
         self.gated = Level()
         self.in_environment, self.thinking = Level(), Level()  # games in a call, and between two calls
         self.blocked_s = 0.0  # that environments kept the event loop to themselves
-        self.calls = 0
+        self.calls = self.input_tokens = self.output_tokens = 0  # of answers that have come
         self.began = time.monotonic()
         self.reference_s: Callable[[], float] = lambda: 0.0  # a reference pass was under way, until now
         self._reference_told = 0.0
@@ -41,7 +41,11 @@ class Meter:
     def answered(self, found: Any) -> None:
         """An answer has come, whole."""
         self.calls += 1
-        if self._first_token is None and type(found) is Generation:
+        if type(found) is not Generation:
+            return
+        self.input_tokens += found.prompt_tokens
+        self.output_tokens += sum(len(one.tokens) for one in found.completions)
+        if self._first_token is None:
             self._first_token = max(self.began, time.monotonic() - found.seconds + found.first_token_s)
 
     def take(self) -> dict[str, float]:
@@ -51,7 +55,8 @@ class Meter:
         in_environment, _ = self.in_environment.take()
         thinking, _ = self.thinking.take()
         blocked, self.blocked_s = self.blocked_s, 0.0
-        calls, self.calls = self.calls, 0
+        answers = {"calls": self.calls, "input_tokens": self.input_tokens, "output_tokens": self.output_tokens}
+        self.calls = self.input_tokens = self.output_tokens = 0
         alive = in_environment + thinking
         before, self._reference_told = self._reference_told, self.reference_s()
         return {
@@ -61,7 +66,7 @@ class Meter:
             "gated_s": self.gated.take()[1],
             "environment_share": in_environment / alive if alive else 0.0,
             "blocked_s": blocked,
-            "calls": calls,
+            **answers,
             "cold_start_s": self._cold(),
         }
 
@@ -94,6 +99,7 @@ class EngineCounts:
     input_tokens: int = 0
     output_tokens: int = 0
     slots: int = 0
+    counts: bool = False  # whether tokens are told at all
 
     @classmethod
     def of(cls, wire: Mapping[str, Any]) -> EngineCounts:
@@ -114,14 +120,14 @@ class EngineCounts:
             input_tokens=tokens.get("input", 0),
             output_tokens=tokens.get("output", 0),
             slots=wire.get("slots", 0),
+            counts=bool(tokens),
         )
 
     def since(self, then: EngineCounts) -> EngineCounts:
         """What was counted in between. An engine that began anew has counted since then."""
-        names = [one.name for one in dataclasses.fields(self) if one.name != "slots"]
-        return EngineCounts(
-            **{name: max(0, getattr(self, name) - getattr(then, name)) for name in names}, slots=self.slots
-        )
+        names = [one.name for one in dataclasses.fields(self) if one.name not in ("slots", "counts")]
+        grown = {name: max(0, getattr(self, name) - getattr(then, name)) for name in names}
+        return dataclasses.replace(self, **grown)
 
 
 def _busy(stations: Mapping[str, float]) -> float:

@@ -89,6 +89,8 @@ class Training:
         self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
         self.totals = Totals()
         self.last: StepRecord | None = None
+        self.first = asyncio.Event()  # what goes to the trainer before anything new has been put
+        self.first.set()
         self._infer, self._steps, self._judge = infer, steps, judge
         self._ready: dict[int, float] = {}  # group's number → when it came
         self._began = self._ended = time.monotonic()
@@ -103,6 +105,7 @@ class Training:
 
     async def admitted(self) -> None:
         with self.meter.gated.during():
+            await self.first.wait()
             await self.gate.admitted()
 
     def started(self) -> None:
@@ -141,6 +144,7 @@ class Training:
 
     def close(self) -> None:
         """Nothing is admitted, put or taken any more."""
+        self.first.set()
         self.gate.close()
         self.buffer.close()
 
@@ -216,8 +220,7 @@ class Training:
     @property
     def starved_of(self) -> str:
         """What a trainer waits for: "rollouts", or "version": no more groups are begun before its weights are newer."""
-        idle = self.gate.waiting and not self.gate.capacity.running and not len(self.buffer)
-        return "version" if idle else "rollouts"
+        return "version" if self.gate.waiting and not self.gate.capacity.running else "rollouts"
 
     def asked_with(self) -> str | None:
         """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
@@ -264,7 +267,7 @@ class Training:
             adapter_load_s=loading_s,
             **self._of_batch(groups, version),
             **self._of_policy(groups, trained),
-            **of_engine(engine, measured, wall_s),
+            **of_engine(engine, measured, wall_s, engine.slots or slots_of(self._infer)),
             buffer_before=before,
             buffer_after=len(self.buffer),
             running=self.gate.capacity.running,
@@ -311,19 +314,28 @@ def _reference_share(group: Group) -> float:
     return group.reference_s / whole if whole else 0.0
 
 
-def of_engine(engine: EngineCounts, measured: dict[str, float], wall_s: float) -> dict[str, Any]:
+def slots_of(infer: Infer) -> int:
+    """Rows that may be under way at once."""
+    limits = infer.limits
+    return limits.max_rows * limits.in_flight if limits.slots is None else limits.slots
+
+
+def of_engine(engine: EngineCounts, measured: dict[str, float], wall_s: float, slots: int) -> dict[str, Any]:
     """The fields of a step that tell of the engine's time, and of what it was asked."""
-    slots, inference_s = engine.slots, min(engine.inference_s, wall_s)
+    inference_s = min(engine.inference_s, wall_s)
     room = slots * wall_s
+    given, drawn = engine.input_tokens, engine.output_tokens
+    if not engine.counts:  # the backend tells of none: those of the answers that have come
+        given, drawn = int(measured["input_tokens"]), int(measured["output_tokens"])
     games_s = max(measured["environment_share"] * wall_s, min(wall_s, measured["blocked_s"]))
     return {
-        "input_tokens": engine.input_tokens,
-        "output_tokens": engine.output_tokens,
+        "input_tokens": given,
+        "output_tokens": drawn,
         "calls": int(measured["calls"]),
         "slots": slots,
         "inference_s": inference_s,
-        "tokens_per_s_wall": engine.output_tokens / wall_s if wall_s else 0.0,
-        "tokens_per_s_inference": engine.output_tokens / inference_s if inference_s else 0.0,
+        "tokens_per_s_wall": drawn / wall_s if wall_s else 0.0,
+        "tokens_per_s_inference": drawn / inference_s if inference_s else 0.0,
         "occupancy": engine.row_s / (slots * engine.step_s) if slots and engine.step_s else 0.0,
         "busy": engine.row_s / room if room else 0.0,
         "offered": measured["rows_s"] / room if room else 0.0,

@@ -31,7 +31,9 @@ class Told(Struct, forbid_unknown_fields=True, kw_only=True):
 class Taking(Told, forbid_unknown_fields=True, kw_only=True):
     """The body of `take`."""
 
-    groups: Annotated[int, Meta(ge=1, le=MOST_GROUPS)] | None = None  # None: as many as the run's batches have
+    groups: Annotated[int, Meta(ge=1, le=MOST_GROUPS)] | None = (
+        None  # None: as many as the run's batches have, and no more
+    )
     wait_s: Seconds = 0.0  # a minute at most counts
     done: Number | None = None  # the batch that was taken before, and is trained on
 

@@ -1,0 +1,146 @@
+"""What is measured of a step is what was planted in it."""
+
+import asyncio
+
+import pytest
+
+from gpuinfer.generation import Completion, Generation
+from gpuinfer.rollouts.environment import Environment, Outcome
+from gpuinfer.rollouts.levels import Level
+from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
+from gpuinfer.workloads.rollouts.measuring import EngineCounts, Meter, named
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_level_is_counted_over_time():
+    clock = Clock()
+    level = Level(clock)
+    clock.now = 1.0
+    with level.during(3):
+        clock.now = 3.0
+        level.add(1)
+        clock.now = 4.0
+        level.add(-1)
+    clock.now = 10.0
+    assert level.take() == (10.0, 3.0)
+    level.add(2)
+    clock.now = 11.0
+    assert level.take() == (2.0, 1.0)
+    clock.now = 12.0
+    assert level.take() == (2.0, 1.0)  # it goes on where it was
+
+
+class Blocking(Environment):
+    """Keeps the loop to itself for a moment of `clock`, and then waits for an event."""
+
+    agents = ("a",)
+
+    def __init__(self):
+        self.roles = {"a": "policy"}
+        self.closed = False
+
+    async def reset(self, seed):
+        self.seed = seed
+
+    async def observe(self):
+        await asyncio.sleep(0)
+        return {"a": self.seed}
+
+    async def step(self, answers):
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise KeyError("cancelled inside") from None
+        return Outcome()
+
+    async def close(self):
+        self.closed = True
+
+
+def test_a_measured_environment_is_the_environment():
+    async def main():
+        meter = Meter()
+        made = meter.environments(EnvironmentMaker("toy", Blocking, ""))()
+        assert made.agents == ("a",)
+        assert made.roles == {"a": "policy"}
+        await made.reset(7)
+        assert await made.observe() == {"a": 7}
+        stepping = asyncio.create_task(made.step({}))
+        await asyncio.sleep(0)
+        assert (meter.in_environment.value, meter.thinking.value) == (1, 0)
+        stepping.cancel()
+        with pytest.raises(KeyError, match="cancelled inside"):
+            await stepping
+        assert (meter.in_environment.value, meter.thinking.value) == (0, 1)
+        await made.close()
+        assert (meter.in_environment.value, meter.thinking.value) == (0, 0)
+        assert made._own.closed
+        assert meter.take()["blocked_s"] > 0
+        assert meter.take()["blocked_s"] == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_no_environment_is_left_to_who_says_so():
+    made = EnvironmentMaker("toy", lambda: object(), "")
+    assert type(Meter().environments(made).factory()) is object
+
+
+def generation(*spans):
+    return Generation(
+        completions=(Completion(text="ab", tokens=(1, 2), finish_reason="stop", versions=spans),), prompt_tokens=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        pytest.param(((0, ""),), ((0, "v3"),), id="the backend knows of no versions"),
+        pytest.param(((0, "policy@v2"),), ((0, "policy@v2"),), id="it does"),
+        pytest.param(((0, ""), (1, "v2")), ((0, "v3"), (1, "v2")), id="it has been told in between"),
+    ],
+)
+def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_asked_for(told, known):
+    assert named(generation(*told), "v3").completions[0].versions == known
+
+
+def test_the_counters_of_a_run_become_those_of_a_step():
+    early = {
+        "batch_s": {"4": [1, 0.5]},
+        "lanes": [
+            {"name": "forward 0", "stations": {"idle": 5.0, "forward": 1.0, "constrain": 0.25}},
+            {"name": "prompts 0", "stations": {"idle": 6.0, "understand": 0.1, "constrain": 0.15}},
+        ],
+        "device": {"tokens": {"input": 10, "output": 5}},
+        "slots": 8,
+    }
+    late = {
+        **early,
+        "batch_s": {"4": [3, 1.5], "8": [1, 1.0]},
+        "device": {"tokens": {"input": 30, "output": 25}},
+    }
+    late["lanes"] = [
+        {"name": "forward 0", "stations": {"idle": 5.0, "forward": 3.0, "constrain": 0.5}},
+        early["lanes"][1],
+    ]
+    found = EngineCounts.of(late).since(EngineCounts.of(early))
+    assert found == EngineCounts(
+        inference_s=2.25,
+        row_s=12.0,
+        step_s=2.0,
+        constraint_s=0.25,
+        input_tokens=20,
+        output_tokens=20,
+        slots=8,
+        counts=True,
+    )
+
+
+def test_nothing_is_known_where_nobody_counts():
+    assert EngineCounts.of({}) == EngineCounts()
