@@ -59,9 +59,11 @@ def with_defaults(values: Values) -> dict[str, Any]:
         found["model"] = "tiny"
     if found.get("env") is None:
         found["env"] = DIPLOMACY if DIPLOMACY in registry.names("environments") else ELSE
-    if found["env"] == DIPLOMACY and found.get("model") == "tiny" and not found.get("env_option"):
-        found["env_option"] = [LINE]
-    return found | {name: amount for name, amount in DEFAULTS.items() if found.get(name) is None}
+    usual = dict(DEFAULTS)
+    if found["env"] == DIPLOMACY and found.get("model") == "tiny":
+        usual |= {"max_new_tokens": "256", "ignore_eos": "true"}
+        found["env_option"] = found.get("env_option") or [LINE]
+    return found | {name: amount for name, amount in usual.items() if found.get(name) is None}
 
 
 def execute(values: Values, own: Values) -> dict[str, Any]:
@@ -87,7 +89,8 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
         cases = Cases(values, common, own["repeats"], Path(scratch))
         cases.begin()
-        return cases.run([make(_timed(wanted, cases.game, values)) for make in makers])
+        wanted = cases.fitted(wanted)
+        return cases.run([make(wanted) for make in makers])
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -100,15 +103,6 @@ def _numbers(name: str, text: str) -> list[int]:
     if not found or not 1 <= found[0] <= found[-1] <= 64:
         raise UsageError(f"--{name} {text}: not whole numbers from 1 to 64. Write --{name} 1,2,4.")
     return found
-
-
-def _timed(wanted: Wanted, game: Group | None, values: Values) -> Wanted:
-    """With a trainer that a depth of one cannot keep up with, unless its time was given."""
-    from gpuinfer.bench.rollouts.cases import STARVED
-
-    if values.get("trainer_seconds") is not None:
-        return replace(wanted, trainer_s=float(values["trainer_seconds"]))
-    return wanted if game is None else replace(wanted, trainer_s=game.seconds / STARVED)
 
 
 @dataclass
@@ -131,6 +125,17 @@ class Cases:
         groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
         self.game = groups[0] if groups else None
         self.recorded = calls(self._record(RECORD, {}))
+
+    def fitted(self, wanted: Wanted) -> Wanted:
+        """With a trainer that a depth of one cannot keep up with, unless its time was given; with answers' lengths."""
+        from gpuinfer.bench.rollouts.cases import STARVED
+
+        lengths = [one.length for one in self.recorded]
+        mean = round(sum(lengths) / len(lengths)) if lengths else None
+        if (given := self.values.get("trainer_seconds")) is not None:
+            return replace(wanted, trainer_s=float(given), answer_tokens=mean)
+        seconds = wanted.trainer_s if self.game is None else self.game.seconds / STARVED
+        return replace(wanted, trainer_s=seconds, answer_tokens=mean)
 
     def _record(self, name: str, changes: Mapping[str, str]) -> list[Group]:
         from gpuinfer.bench.measure import Rooflines, measure

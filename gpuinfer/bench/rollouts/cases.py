@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gpuinfer.errors import UnknownName
 
-STARVED = 2.5  # the time of a group's rollout over the simulated trainer's step: between a depth of 2 and one of 3
+STARVED = 1.5  # the time of one group's rollout over the simulated trainer's step: more than a depth of 1 can hide
 BUFFERED = 12  # groups that the trainer takes, one a step: enough to see what the steps settle on
 
 
@@ -39,6 +39,7 @@ class Wanted:
     engines: Sequence[int] = (1, 2, 3, 4)
     depths: Sequence[int] = (1, 2, 3, 4)
     trainer_s: float = 1.0  # of a simulated step; see `STARVED`
+    answer_tokens: int | None = None  # of an answer, the mean of what was recorded
 
 
 def full_name(case: Case, way: Way) -> str:
@@ -91,7 +92,11 @@ def reference(wanted: Wanted) -> Case:
 
 
 def constraint(wanted: Wanted) -> Case:
-    ways = [Way("free", {"constrain": "false"}), Way("constrained", {"constrain": "true"})]
+    """Free answers are as long as the constrained ones are on average: else it is lengths that would be compared."""
+    free = {"constrain": "false"}
+    if wanted.answer_tokens is not None:
+        free |= {"ignore_eos": "true", "max_new_tokens": str(wanted.answer_tokens)}
+    ways = [Way("free", free), Way("constrained", {"constrain": "true"})]
     return Case("constraint", "Answers kept to legal orders, against any text", ways)
 
 
