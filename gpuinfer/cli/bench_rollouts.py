@@ -119,12 +119,12 @@ class Cases:
     _steps: dict[str, Path] = field(default_factory=dict)  # of each way that has some, those of its last run
 
     def begin(self) -> None:
-        """Play one game for its tokens, and the whole for its prompts: what compiles does it now."""
+        """Play the whole for its prompts: what compiles does it now. Then one game for its tokens, and its time."""
         from gpuinfer.bench.rollouts.replay import calls
 
+        self.recorded = calls(self._record(RECORD, {}))
         groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
         self.game = groups[0] if groups else None
-        self.recorded = calls(self._record(RECORD, {}))
 
     def fitted(self, wanted: Wanted) -> Wanted:
         """With a trainer that a depth of one cannot keep up with, unless its time was given; with answers' lengths."""

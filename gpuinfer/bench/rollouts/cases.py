@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gpuinfer.errors import UnknownName
 
 STARVED = 1.5  # the time of one group's rollout over the simulated trainer's step: more than a depth of 1 can hide
-BUFFERED = 12  # groups that the trainer takes, one a step: enough to see what the steps settle on
+BUFFERED = 10  # groups that the trainer takes, one a step: enough to see what the steps settle on
 
 
 @dataclass(frozen=True, slots=True)

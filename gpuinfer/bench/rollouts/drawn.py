@@ -16,15 +16,26 @@ Document = Mapping[str, Any]
 
 
 def steps(axes: Axes, document: Document) -> None:
-    """Seconds of each step, a line for each depth; what of it the trainer itself took is the dashed line."""
+    """Seconds of each step but the first, which fills the buffer, a line for each depth; what of it the trainer itself
+    took is the dashed line.
+    """
     from matplotlib.ticker import MaxNLocator
 
     found = document["rollouts"]["steps"]
     for place, one in enumerate(found):
-        at = range(1, len(one["wall_s"]) + 1)
-        axes.plot(at, one["wall_s"], "o-", color=COLOURS[place % len(COLOURS)], label=way_of(one["way"]), markersize=4)
+        lasted = one["wall_s"][1:]
+        axes.plot(
+            range(2, len(lasted) + 2),
+            lasted,
+            "o-",
+            color=COLOURS[place % len(COLOURS)],
+            label=way_of(one["way"]),
+            markersize=4,
+        )
     trained = [seconds for one in found for seconds in one["train_s"]]
-    axes.axhline(sum(trained) / len(trained), color="#999999", linestyle="--", linewidth=1, label="the trainer alone")
+    axes.axhline(
+        sum(trained) / max(1, len(trained)), color="#999999", linestyle="--", linewidth=1, label="the trainer alone"
+    )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step of the trainer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

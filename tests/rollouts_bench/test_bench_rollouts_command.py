@@ -1,0 +1,78 @@
+"""`gpuinfer bench rollouts` as people meet it, on sums and a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from gpuinfer.bench.document import schema
+
+BENCH = ["bench", "rollouts", "--env", "arithmetic", "--model", "tiny", "--quiet"]
+SMALL = ["--groups", "2", "--samples-per-group", "2", "--batch-size", "4", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_cases_are_run_shown_and_written(gpuinfer):
+    code, out, _ = gpuinfer(*BENCH, *SMALL, "--cases", "turns,peak", "--report", "told", "--json", "all.json")
+    document = json.loads(Path("all.json").read_text())
+    jsonschema.validate(document, schema())
+    assert code == 0
+    assert "one call at a time" in out
+    assert [case["name"] for case in document["rollouts"]["cases"]] == ["turns", "peak"]
+    played = {sample["variant"]: report for sample, report in zip(document["samples"], document["runs"], strict=True)}
+    assert played["peak: replayed"]["throughput"]["output_tokens_per_s"] > 0
+    assert {"bench.json", "bench.md", "bench.html", "throughput.png"} == {path.name for path in Path("told").iterdir()}
+
+
+def test_a_replay_asks_for_as_much_as_was_played(gpuinfer):
+    code, _, _ = gpuinfer(*BENCH, *SMALL, "--cases", "peak", "--json", "all.json")
+    runs = json.loads(Path("all.json").read_text())["runs"]
+    tokens = [round(run["throughput"]["output_tokens_per_s"] * run["wall_s"]) for run in runs]
+    assert code == 0
+    assert tokens[0] == tokens[1] > 0
+
+
+@pytest.mark.thorough
+def test_the_steps_of_each_depth_are_told_and_drawn(gpuinfer):
+    own = ["--cases", "buffer", "--depths", "1,2", "--trainer-seconds", "0.01"]
+    code, _, _ = gpuinfer(*BENCH, *SMALL, *own, "--report", "told", "--json", "all.json")
+    steps = json.loads(Path("all.json").read_text())["rollouts"]["steps"]
+    assert code == 0
+    assert [one["way"] for one in steps] == ["buffer: depth 1", "buffer: depth 2"]
+    assert all(len(one["wall_s"]) == len(one["stalls"]) > 2 for one in steps)
+    assert Path("told/steps.png").is_file()
+
+
+def test_backends_and_settings_are_compared_as_elsewhere(gpuinfer):
+    more = ["--compare", "constrain=true,false", "--repeats", "1", "--no-roofline", "--warmup", "0"]
+    code, _, _ = gpuinfer(*BENCH, *SMALL, *more, "--seconds", "0.5", "--json", "all.json")
+    document = json.loads(Path("all.json").read_text())
+    assert code == 0
+    assert [row["settings"] for row in document["comparison"]] == [{"constrain": "true"}, {"constrain": "false"}]
+    assert "rollouts" not in document
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        pytest.param(["--cases", "peek"], "Did you mean 'peak'?", id="no such case"),
+        pytest.param(["--engines", "0"], "--engines 0: not whole numbers", id="no engines"),
+        pytest.param(["--seconds", "3"], "run to their end", id="a length of runs that end by themselves"),
+        pytest.param(["--out", "records"], "keeps none", id="a record"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(gpuinfer, words, told):
+    code, _, err = gpuinfer(*BENCH, *words)
+    assert code == 2
+    assert told in " ".join(err.split())
