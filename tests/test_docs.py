@@ -26,6 +26,7 @@ BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
     "bench serve": ["--duration", "1s", "--warmup", "0"],
+    "bench rollouts": [],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }

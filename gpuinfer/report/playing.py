@@ -19,7 +19,7 @@ LEAST_STEPS = 3  # of the trainer: fewer say nothing
 LOST = 0.1  # of the trainer's time
 FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
 LARGE = 0.3  # of a game's time in its environment
-MOST = 64.0  # times the trainer's time: rollouts that take longer no buffer hides
+MOST = 16.0  # times the trainer's time: rollouts that take longer no buffer hides, as older ones teach little
 
 
 def trainer(case: Case) -> Verdict | None:

@@ -34,8 +34,10 @@ Kind = Literal[
 LEAST = 0.1  # of a step, lost: less is no stall
 ORDINARY = 0.15  # of the rollouts' time: a part that is less is not what keeps them
 FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
+DEEPEST = 16  # batches: older rollouts than that teach little
 GATED = 0.15  # of the step: groups were kept back for so long
 OF_THE_FIRST = ("cold start", "adapter load")  # kinds that the first step of a run can have
+OF_CROWDS = ("starvation", "too little concurrency")  # those that the last of a run cannot
 MOST = 1e9  # seconds: more is no time that a step takes
 
 
@@ -58,11 +60,12 @@ def stall_of(step: StepRecord, depth: float) -> Stall:
     """`depth`: batches that may be played ahead of the trainer, by the buffer or by the bound on staleness.
 
     It never raises, whatever the numbers; shares are between 0 and 1 and sum to 1 at most. The first step of a run
-    waits for the first rollouts whatever is done: only what was started for it can be its stall.
+    waits for the first rollouts whatever is done: only what was started for it can be its stall. At the end of a run
+    the last groups are alone: how few are played at once is no stall then.
     """
     case = _Case(step, depth)
     shares = case.shares()
-    asked = {kind: share for kind, share in shares.items() if kind in OF_THE_FIRST or not case.first}
+    asked = {kind: share for kind, share in shares.items() if case.may_be(kind)}
     kind = max(asked, key=lambda name: asked[name], default=None)
     if kind is None or math.fsum(asked.values()) < LEAST:
         return Stall(kind="healthy", share=0.0, why=case.healthy(), advice="", shares=shares)
@@ -82,6 +85,11 @@ class _Case:
         self.train_s, self.rollout_s = _sound(step.train_s), _sound(step.step_rollout_s)
         self.offered = _sound(step.offered) if step.slots > 0 else 0.0
         self.first = _sound(step.at_s) <= self.wall_s * 1.01
+        self.last = _sound(step.tail_s) > 0
+
+    def may_be(self, kind: Kind) -> bool:
+        """Whether this kind can be what kept the step."""
+        return kind in OF_THE_FIRST if self.first else not (self.last and kind in OF_CROWDS)
 
     def parts(self) -> dict[Kind, float]:
         """Parts of the rollouts' time: a group's in its reference pass, a game's in its environment, the engine's in
@@ -120,6 +128,8 @@ class _Case:
     def healthy(self) -> str:
         if self.first and self.wait_s >= LEAST * self.wall_s:
             return f"The first step waits for the first rollouts: {self.waited()}."
+        if self.last and self.wait_s >= LEAST * self.wall_s:
+            return f"No more groups were left to be begun: {self.waited()}."
         return f"The trainer was at work {self.train_s / self.wall_s:.0%} of the step: {self.waited()}."
 
     def waited(self) -> str:
@@ -136,10 +146,11 @@ def _starvation(case: _Case) -> tuple[str, str]:
         )
     else:
         why = f"Groups were kept back for {short(_sound(case.step.gated_s))} of {short(case.wall_s)}: {case.waited()}."
-    if train_s <= 0 or rollout_s / train_s > 64:
-        return why, "The trainer is much faster than the rollouts: give it larger batches, --batch-groups."
-    wanted = max(math.ceil(rollout_s / train_s), math.floor(depth) + 1)
-    return why, f"Let more be played ahead: --buffer-depth {wanted} --max-staleness {wanted}."
+    if rollout_s > DEEPEST * train_s:
+        return why, "No buffer hides that: give the trainer larger batches (--batch-groups), or games that are shorter."
+    wanted = max(math.ceil(rollout_s / max(train_s, 1e-9)), math.floor(min(depth, DEEPEST)) + 1)
+    groups = wanted * max(1, case.step.groups)
+    return why, f"Let {wanted} batches be played ahead: --buffer-depth {groups}, and no smaller --max-staleness."
 
 
 def _reference(case: _Case) -> tuple[str, str]:

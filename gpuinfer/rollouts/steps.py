@@ -50,6 +50,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     buffer_after: int = 0  # and when the step ended
     running: int = 0  # groups under way at the end
     dropped: int = 0  # as too old, in this step
+    tail_s: float = 0.0  # no more groups were there to be begun
 
     # The engine, in this time
     input_tokens: int = 0

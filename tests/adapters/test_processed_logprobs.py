@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from adapters.test_version_spans import stepped
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from text.sampling_reference import PATHS, draw, edited, filtered, mask_of, samp
 from text.test_generator_driver import prompt
 from text.toy import alone, joined, run, toy_generator
 
-from adapters.test_version_spans import stepped
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling
 from gpuinfer.text.resuming import Had

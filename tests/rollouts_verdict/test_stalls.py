@@ -73,6 +73,7 @@ def test_starvation_is_told_with_its_arithmetic():
         wait_s=5.1,
         train_s=3.1,
         step_rollout_s=12.4,
+        groups=4,
         slots=8,
         offered=0.4,
         gated_s=7.0,
@@ -82,7 +83,7 @@ def test_starvation_is_told_with_its_arithmetic():
     assert (
         "starves when rollouts take longer than 2 × 3.10 s = 6.20 s: the trainer waited 5.10 s of 8.20 s" in found.why
     )
-    assert found.advice == "Let more be played ahead: --buffer-depth 4 --max-staleness 4."
+    assert found.advice == "Let 4 batches be played ahead: --buffer-depth 16, and no smaller --max-staleness."
 
 
 def test_too_little_concurrency_says_how_many_groups_would_fill_the_slots():
@@ -96,6 +97,17 @@ def test_the_first_step_waits_for_the_first_rollouts_whatever_is_done():
     step = StepRecord(step=0, version=0, at_s=10.0, wall_s=10.0, wait_s=9.0, train_s=1.0, slots=4, offered=1.0)
     assert stall_of(step, 2).kind == "healthy"
     assert stall_of(msgspec.structs.replace(step, cold_start_s=5.0), 2).kind == "cold start"
+
+
+def test_the_last_groups_of_a_run_are_alone_and_that_is_no_stall():
+    step = StepRecord(step=3, version=3, at_s=99.0, wall_s=10.0, wait_s=6.0, train_s=4.0, slots=16, offered=0.25)
+    assert stall_of(step, 4).kind == "too little concurrency"
+    found = stall_of(msgspec.structs.replace(step, tail_s=2.0), 4)
+    assert (found.kind, found.why) == (
+        "healthy",
+        "No more groups were left to be begun: the trainer waited 6 s of 10 s.",
+    )
+    assert stall_of(msgspec.structs.replace(step, tail_s=2.0, reference_share=0.9), 4).kind == "reference pass"
 
 
 def test_a_verdict_stands_in_the_steps_line():

@@ -108,6 +108,9 @@ class Attached:
             if isinstance(self._consumer, Handover):
                 self._consumer.end()
 
+    def all_begun(self) -> None:
+        self._training.all_begun()
+
     def end(self) -> None:
         self._ended = True
         self._look_for_end()

@@ -20,6 +20,7 @@ from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
 
 T = TypeVar("T")
 
+COLD = 4.0  # times as long as usual
 METHODS = ("reset", "observe", "step", "close")  # of an environment
 
 
@@ -36,6 +37,7 @@ class Meter:
         self.reference_s: Callable[[], float] = lambda: 0.0  # a reference pass was under way, until now
         self._reference_told = 0.0
         self._first_token: float | None = None  # when it came
+        self._usual_s: float | None = None  # the longest until a first token, of answers that were begun after that
         self._cold_told = False
 
     def answered(self, found: Any) -> None:
@@ -45,8 +47,13 @@ class Meter:
             return
         self.input_tokens += found.prompt_tokens
         self.output_tokens += sum(len(one.tokens) for one in found.completions)
+        if self._cold_told:
+            return
+        begun = time.monotonic() - found.seconds
         if self._first_token is None:
-            self._first_token = max(self.began, time.monotonic() - found.seconds + found.first_token_s)
+            self._first_token = max(self.began, begun + found.first_token_s)
+        elif begun > self._first_token:
+            self._usual_s = max(self._usual_s or 0.0, found.first_token_s)
 
     def take(self) -> dict[str, float]:
         """The fields of a `StepRecord` that are measured here, those that are not shares of anything; and `rows_s`."""
@@ -71,10 +78,14 @@ class Meter:
         }
 
     def _cold(self) -> float:
+        """What the first token of all took beyond what those of later answers took; 0 where there were none in the
+        first step, or it was no more than a few times as long: many begin at once then.
+        """
         if self._cold_told or self._first_token is None:
             return 0.0
         self._cold_told = True
-        return self._first_token - self.began
+        first_s = self._first_token - self.began
+        return 0.0 if self._usual_s is None or first_s < COLD * self._usual_s else first_s - self._usual_s
 
     def environments(self, make: EnvironmentMaker) -> EnvironmentMaker:
         """The same, each of its games measured."""

@@ -35,6 +35,10 @@ class Trainer(Protocol):
         """Until it has all that it is going to get."""
         ...
 
+    def all_begun(self) -> None:
+        """No more groups will be begun."""
+        ...
+
     def end(self) -> None:
         """No more groups will come."""
         ...
@@ -58,6 +62,9 @@ class NoTrainer:
         pass
 
     async def run(self) -> None:
+        pass
+
+    def all_begun(self) -> None:
         pass
 
     def end(self) -> None:
@@ -107,6 +114,7 @@ class Loop:
             async with asyncio.TaskGroup() as groups:
                 async for number in self._feed:
                     groups.create_task(self._one(number))
+                self._trainer.all_begun()
             await self._keeper.flush()
             self._trainer.end()
 

@@ -96,6 +96,7 @@ class Training:
         self._began = self._ended = time.monotonic()
         self._engine = EngineCounts()
         self._loading_s = 0.0
+        self._tail_from: float | None = None  # since when no more groups are begun
         self._dropped = 0
         self._gone = set[int]()  # of the batch that is out
         self._names_weights = False  # the backend has been given versions
@@ -137,6 +138,10 @@ class Training:
         self.gate.started()
         self.gate.accepted()
         await self.put(group)
+
+    def all_begun(self) -> None:
+        """No more groups will be begun."""
+        self._tail_from = time.monotonic()
 
     def end(self) -> None:
         """No more groups will come."""
@@ -272,6 +277,7 @@ class Training:
             buffer_after=len(self.buffer),
             running=self.gate.capacity.running,
             dropped=dropped,
+            tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
             metrics=trained.metrics,
         )
         record = self._judge(record)
