@@ -11,14 +11,14 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from gpuinfer.api import ModelSpec, Roofline, Setup, Strategy
+from gpuinfer.api import Backend, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
 from gpuinfer.central.desk import Desk
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
@@ -55,6 +55,17 @@ class ServerTuning:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Another model of text than our own: a backend, which may start processes, at work in the server process."""
+
+    backend: type[Backend]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    called: str = "the central server"  # in errors
+    start_s: float = 3600.0  # that it may take to come up
+    log: str | None = None  # a file for all that it and its processes print; None: our standard error
+
+
+@dataclass(frozen=True)
 class ServerOrder:
     """All that a server process is told at its start."""
 
@@ -68,11 +79,14 @@ class ServerOrder:
     most_clients: int
     batch_timeout_s: float
     owner: int  # the process that starts it
+    texts: Texts | None = None
 
 
 def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: ServerOrder) -> None:
     """The life of the process, which beats in the memory of `pulse`."""
-    children.settle_in()
+    children.settle_in(group=order.texts is not None)
+    if order.texts is not None and order.texts.log is not None:
+        _print_to(order.texts.log)
     _allow_descriptors()
     descriptor = pulse.number
     SharedHeart(memory.attach(os.dup(descriptor), PULSE_SIZE))
@@ -81,7 +95,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
             desk, opened, recorder = _open(order, listener, descriptor)
         except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
             line.send_bytes(msgpack.packb({"error": _told(error)}))
-            return _leave(1)
+            return _leave(1, order)
         pauses.keep_short()
         desk.start()
         limits = desk.limits
@@ -89,7 +103,13 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
             _obey(line, desk, opened, order.batch_timeout_s, order.owner, order.setup)
-    return _leave(0)
+    return _leave(0, order)
+
+
+def _print_to(path: str) -> None:
+    with open(path, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def _allow_descriptors() -> None:
@@ -98,7 +118,9 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _leave(code: int) -> None:
+def _leave(code: int, order: ServerOrder) -> None:
+    if order.texts is not None:
+        children.kill_descendants()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking torch apart first would cost up to a second
@@ -112,9 +134,14 @@ def _open(order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
 
 
 def _open_text(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
-    from gpuinfer.central.text_desk import TextDesk, Texts
+    from gpuinfer.central.text_desk import OwnTexts, TextDesk
 
-    backend, strategy = Texts(spec, order.setup, order.tuning), _strategy(order)
+    strategy = _strategy(order)
+    backend: Backend = (
+        OwnTexts(spec, order.setup, order.tuning)
+        if order.texts is None
+        else order.texts.backend(order.setup, **order.texts.options)
+    )
     recorder = Recorder.of(order.setup, None, type(strategy).__name__.lower())
     desk = TextDesk(
         backend,

@@ -24,13 +24,14 @@ import msgpack
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import address, memory
-from gpuinfer.central.child import ServerOrder, ServerTuning, main
+from gpuinfer.central.child import ServerOrder, ServerTuning, Texts, main
 from gpuinfer.central.client import Client
 from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.host import children, machine
 from gpuinfer.host.error_wire import error_from_wire
+from gpuinfer.host.logs import last_words
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class CentralServer:
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
 
+    _texts: Texts | None = None
+
     @classmethod
     def of(
         cls,
@@ -106,9 +109,11 @@ class CentralServer:
         max_clients: int = 256,
         batch_timeout: float = 300.0,
         restart: bool = False,
+        texts: Texts | None = None,
     ) -> CentralServer:
-        """A server from a run's own terms."""
+        """A server from a run's own terms. `texts`: what answers prompts there, if not our own model of text."""
         server = cls.__new__(cls)
+        server._texts = texts
         server._prepare(setup, tuning, strategy, roofline, max_clients, batch_timeout, restart)
         return server
 
@@ -126,6 +131,7 @@ class CentralServer:
         self._setup, self._tuning, self._strategy = setup, tuning, strategy
         self._roofline, self._max_clients = roofline, max_clients
         self._batch_timeout, self._restart = batch_timeout, restart
+        self._called = "the central server" if self._texts is None else self._texts.called
         self._owner = os.getpid()
         self._process: BaseProcess | None = None
         self._watcher: threading.Thread | None = None  # once it has served
@@ -174,7 +180,7 @@ class CentralServer:
         line, theirs = multiprocessing.Pipe()
         what = theirs, self._listener, self._heart, self._order()
         try:
-            with children.threads_each(1):
+            with children.threads_each(1) if self._texts is None else contextlib.nullcontext():
                 process = children.spawn(main, *what, name="gpuinfer server")
         except Exception as error:
             raise UsageError(
@@ -191,19 +197,21 @@ class CentralServer:
         self._pulse.late_s()  # from here on it counts
 
     def _first_words(self, line: Connection) -> dict[str, Any]:
-        seconds = START_TEXT_S if self._is_text else START_S
+        seconds = self._start_s
         until = time.monotonic() + seconds
         while not line.poll(LOOK_S):
             if time.monotonic() > until or self._closing.is_set():
                 self._kill()
                 self._refuse_when_closed()
-                raise BackendDied(f"the central server did not come up within {seconds:g} s. Try a smaller model.")
+                raise BackendDied(
+                    f"{self._called} did not come up within {seconds:g} s.{self._words} Try a smaller model."
+                )
         try:
             told = msgpack.unpackb(line.recv_bytes())
         except (EOFError, OSError):
             self._refuse_when_closed()
             raise BackendDied(
-                f"the central server {self._obituary()} before it served anybody. See its last words above."
+                f"{self._called} {self._obituary()} before it served anybody.{self._words or ' See its last words above.'}"
             ) from None
         if "error" in told:
             self._kill()
@@ -228,6 +236,7 @@ class CentralServer:
             most_clients=self._max_clients,
             batch_timeout_s=self._batch_timeout,
             owner=self._owner,
+            texts=self._texts,
         )
 
     def _shares(self) -> ServerTuning:
@@ -261,7 +270,13 @@ class CentralServer:
     def restarts_within_s(self) -> float:
         if not self._restart:
             return 0.0
-        return START_TEXT_S if self._is_text else BACK_S
+        return self._start_s if self._is_text else BACK_S
+
+    @property
+    def _start_s(self) -> float:
+        if self._texts is not None:
+            return self._texts.start_s
+        return START_TEXT_S if self._is_text else START_S
 
     @property
     def _is_text(self) -> bool:
@@ -327,8 +342,9 @@ class CentralServer:
                 self._take_in()
         self._kill()
         why = f"gave no sign of life for {LATE_S:g} s" if stopped else self._obituary()
-        cure = "See its last words, if any" + ("." if self._restart else ". With the option restart it comes back.")
-        error = self._error = self._error or BackendDied(f"the central server {why}. {cure}")
+        cure = "" if self._words else " See its last words, if any."
+        cure += "" if self._restart else " With the option restart it comes back."
+        error = self._error = self._error or BackendDied(f"{self._called} {why}.{self._words}{cure}")
         with self._line_lock:
             self._before.append(self._latest)
             self._latest = Snapshot()
@@ -341,11 +357,17 @@ class CentralServer:
             self._spawn()
         except GpuinferError as error:
             if not self._closing.is_set():
-                log.warning("the central server cannot be brought back: %s", error)
+                log.warning("%s cannot be brought back: %s", self._called, error)
             self._error = error
             return False
         self._error = None
         return True
+
+    @property
+    def _words(self) -> str:
+        """What it printed last, where that goes to a file."""
+        path = None if self._texts is None else self._texts.log
+        return "" if path is None else f' Its last words, in {path}: "{last_words(path)}".'
 
     def _obituary(self) -> str:
         process = self._process
@@ -407,7 +429,7 @@ class CentralServer:
 
     def _kill(self) -> None:
         if (process := self._process) is not None:
-            children.end(process, CLOSE_S)
+            (children.end if self._texts is None else children.end_group)(process, CLOSE_S)
 
 
 _RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()

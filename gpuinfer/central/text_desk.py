@@ -47,7 +47,7 @@ SNAPSHOT_S = 1.0  # that the loop may take to count
 PRIORITIES = tuple(Priority)
 
 
-class Texts(Backend):
+class OwnTexts(Backend):
     """The model, as the engine here asks it."""
 
     def __init__(self, spec: ModelSpec, setup: Setup, tuning: Any) -> None:
@@ -87,7 +87,7 @@ class TextDesk:
 
     def __init__(
         self,
-        backend: Texts,
+        backend: Backend,
         strategy: Strategy,
         listener: socket.socket,
         token: bytes,

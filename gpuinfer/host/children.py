@@ -47,20 +47,32 @@ def kill_descendants() -> None:
                     child.kill()
 
 
-def settle_in() -> None:
-    """The first thing that a child does."""
+def end_group(process: BaseProcess, within_s: float) -> None:
+    """End it and all that it has started, where it has settled in with a group of its own. It may be dead already."""
+    if process.pid is not None and process.pid > 1:
+        with contextlib.suppress(OSError):  # nobody of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+    end(process, within_s)
+
+
+def settle_in(group: bool = False) -> None:
+    """The first thing that a child does. `group`: it starts processes itself, which end with it."""
+    if group:
+        os.setsid()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:  # a terminal or a scheduler signals the whole group: the parent decides
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked since the parent started us
     faulthandler.enable()
     os.dup2(2, 1)  # standard output belongs to the parent's report
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(group,), daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(group: bool) -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
+        if group:
+            kill_descendants()
         os._exit(1)
 
 

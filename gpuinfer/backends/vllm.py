@@ -1,0 +1,168 @@
+"""vLLM as the engine: in a process of its own that is started for the run, or a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.central.address import Address
+from gpuinfer.central.child import ServerTuning, Texts
+from gpuinfer.central.server import CentralServer
+from gpuinfer.central.text_client import TextConnection, TextLink
+from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.host import machine
+from gpuinfer.vllm import installed
+from gpuinfer.vllm.arguments import PASSED_ON, EngineOptions
+from gpuinfer.vllm.texts import Texts as Engine
+
+CALLED = "the vLLM engine's process"
+
+
+class Remote(Backend):
+    """A way to an engine's process that somebody else has started."""
+
+    serves = ("text",)
+    remote = True
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        /,
+        address: Address | None = None,
+        restarts_within_s: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(setup, **options)
+        self.limits = Limits(1)
+        self._address, self._restarts_within_s = address, restarts_within_s
+        self._link: TextLink | None = None
+
+    async def start(self, context: BackendContext) -> None:
+        if self._address is None:
+            raise UsageError("there is no engine to connect to. Start one with the backend 'vllm'.")
+        soon = asyncio.get_running_loop().call_soon
+        self._link = TextLink(TextConnection(self._address, self._restarts_within_s, soon))
+        await self._link.open()
+        self.limits = self._link.limits
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
+        return [answers[request] for request in batch]
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
+        if self._link is None:
+            raise BackendDied("the backend 'vllm' is not running. Await start() first, and not after close().")
+        async for event in self._link.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        if self._link is not None:
+            self._link.cancel(request)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a worker process gets to the engine."""
+
+    setup: Setup
+    address: Address
+    restarts_within_s: float
+
+    def open(self) -> Backend:
+        return Remote(self.setup, address=self.address, restarts_within_s=self.restarts_within_s)
+
+
+class Vllm(Remote):
+    """Starts vLLM in a process of its own; a process whose engine dies is replaced, and what was asked is asked again."""
+
+    class Options(EngineOptions):
+        adapters: dict[str, str] = Field({}, description='LoRA adapters: {"name": "PEFT folder"}')
+        start_timeout: float = Field(1800.0, gt=0, description="seconds that the engine may take to come up")
+        batch_timeout: float = Field(300.0, gt=0, description="seconds without a step after which it is given up")
+        restart: bool = Field(True, description="replace an engine that died; what was asked of it is asked again")
+        max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
+        log: Path | None = Field(None, description="file for all that vLLM prints; default one for the run")
+
+    options: Options
+    several_devices = True
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self._server: CentralServer | None = None
+        self._room: Path | None = None
+        self._on_cpu = not machine.wants_cuda(self.setup.devices)
+        self.notices = _notices(self.options) if self._on_cpu else ()
+
+    @property
+    def compute(self) -> str:
+        return self.options.dtype or self.setup.dtype
+
+    async def start(self, context: BackendContext) -> None:
+        """Start the engine and wait until it serves. Raises `UsageError` without vLLM, or for a model that it cannot
+        be given.
+        """
+        installed.require()
+        spec = self.setup.model
+        if spec is None or spec.kind != "text":
+            raise UsageError("the backend 'vllm' serves models of text, and this run has none. Use another --backend.")
+        if context.strategy is None:
+            raise UsageError("the backend 'vllm' forms its queue itself. Give start() a context with a strategy.")
+        own = self.options
+        self._room = Path(tempfile.mkdtemp(prefix="gpuinfer-vllm-"))
+        engine = {name: getattr(own, name) for name in (*PASSED_ON, "dtype", "engine_args", "adapters")}
+        self._server = CentralServer.of(
+            self.setup,
+            ServerTuning(),
+            context.strategy,
+            max_clients=own.max_clients,
+            batch_timeout=own.batch_timeout,
+            restart=own.restart,
+            texts=Texts(
+                Engine,
+                {**engine, "room": str(self._room), "on_cpu": self._on_cpu},
+                called=CALLED,
+                start_s=own.start_timeout,
+                log=str(own.log or self._room / "vllm.log"),
+            ),
+        )
+        await asyncio.to_thread(self._server.start)
+        self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
+        await super().start(context)
+
+    def connect(self) -> Connector:
+        if self._server is None:
+            raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
+        return Way(self.setup, self._server.address, self._server.restarts_within_s)
+
+    async def stats(self) -> Mapping[str, Any] | None:
+        return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()
+
+    def device(self) -> Mapping[str, Any]:
+        return {}  # in the engine's own snapshot
+
+    async def close(self) -> None:
+        await super().close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close, quiet=True)
+        if self._room is not None:
+            await asyncio.to_thread(shutil.rmtree, self._room, ignore_errors=True)
+
+
+def _notices(own: EngineOptions) -> Sequence[str]:
+    given = own.kv_cache_memory_bytes
+    room = "" if given else "1 GiB for keys and values (-B kv_cache_memory_bytes=BYTES), "
+    return (f"vLLM on a CPU: {room}all cores compute, nothing is compiled (-B enforce_eager=false).",)

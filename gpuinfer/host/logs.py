@@ -1,0 +1,24 @@
+"""What a process has printed last, from the file that it prints to."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+READ = 16_384  # bytes at a log's end
+LINE = 400  # characters of a line
+_ERROR = re.compile(r"\b\w*(?:Error|Exception|Killed|killed)\b: ?\S")
+
+
+def last_words(path: Path | str) -> str:
+    """The last line of a log that speaks of an error; its last line when none does; "" for none at all."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ))
+            said = file.read(READ).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [line.strip()[:LINE] for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if _ERROR.search(line)]
+    return (telling or lines or [""])[-1]

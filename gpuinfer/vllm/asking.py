@@ -1,0 +1,75 @@
+"""Prompts made ready for vLLM: tokens, limits and constraint, as our own generator makes them ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from msgspec import structs
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Prompt
+from gpuinfer.text.generator.prepared import Prepared, prepare
+from gpuinfer.text.language.grammars import grammar_of, key_of
+from gpuinfer.text.language.language import Language
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Decoder
+from gpuinfer.vllm import sampling as mapping
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A prompt that vLLM can be asked."""
+
+    prepared: Prepared
+    language: Language
+    adapter: str | None = None
+    grammar: str | None = None  # llguidance's, as our own engine would have it
+    parts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What `prepare` reads of a decoder."""
+
+    shape: Shape
+    slots: int
+    length: int
+
+
+class Prompts:
+    """What `text.model.TextModel` asks of a generator, but for the steps, which are vLLM's."""
+
+    def __init__(
+        self, language: Language, shape: Shape, slots: int, length: int, facts: Mapping[str, Any], constrains: bool
+    ) -> None:
+        self.slots, self.facts = slots, facts
+        self._language, self._constrains = language, constrains
+        self._room = cast(Decoder, Room(shape, slots, length))
+
+    def prepare(
+        self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Asked | Exception]:
+        """Each ready to be asked, or the `BadPrompt` that says why not. Thread-safe."""
+        plain = [one if one.adapter is None else structs.replace(one, adapter=None) for one in prompts]
+        found = prepare(self._language, plain, self._room, enter)
+        return [
+            one if isinstance(one, Exception) else self._asked(prompt, one)
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
+
+    def _asked(self, prompt: Prompt, prepared: Prepared) -> Asked | Exception:
+        try:
+            mapping.check(prompt.sampling, bool(prepared.begun))
+            grammar = self._grammar(prompt.sampling.constraint)
+        except BadPrompt as error:
+            return error
+        return Asked(prepared, self._language, prompt.adapter, grammar)
+
+    def _grammar(self, constraint: Constraint | None) -> str | None:
+        if constraint is None:
+            return None
+        if not self._constrains:
+            raise BadPrompt("vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder.")
+        return grammar_of(key_of(constraint))

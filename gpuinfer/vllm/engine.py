@@ -1,0 +1,186 @@
+"""One vLLM engine: started, asked, told of adapters and weights, closed. Runs in the engine's process alone.
+
+All that touches vLLM's own classes lies here and in `counting.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import types
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
+from gpuinfer.vllm.adapters import Loaded
+from gpuinfer.vllm.arguments import refuse_unknown
+from gpuinfer.vllm.counting import Counting, factory
+
+USUAL = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder: nothing is looked for elsewhere
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # all cores compute
+    "TORCHDYNAMO_DISABLE": "1",  # this process has threads, and lines that nobody may inherit
+}
+WAIT_S = 600.0  # for what the engine is asked beside prompts
+
+
+class Engine:
+    """AsyncLLM. `dead` says why it answers no more."""
+
+    def __init__(self, llm: Any, counting: Counting) -> None:
+        self._llm, self.counting = llm, counting
+        self._dead: BackendDied | None = None
+
+    @classmethod
+    def open(cls, arguments: Mapping[str, Any], counting: Counting) -> Engine:
+        """Start it, which takes as long. On the event loop that will ask it. Raises `UsageError`, `BackendDied`."""
+        for name, value in USUAL.items():
+            os.environ.setdefault(name, value)
+        _spare_main()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except Exception as error:
+            raise UsageError(
+                f"vLLM does not take these engine arguments: {_line(error)} Correct the -B option that says so."
+            ) from error
+        try:
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[factory(counting)], disable_log_stats=True)
+        except Exception as error:
+            raise BackendDied(f"the vLLM engine did not start: {_line(error)}") from error
+        return cls(llm, counting)
+
+    @property
+    def rows(self) -> int:
+        return int(self._llm.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def length(self) -> int:
+        return int(self._llm.vllm_config.model_config.max_model_len)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        config = self._llm.vllm_config
+        return {
+            "slots": self.rows,
+            "context": self.length,
+            "step_tokens": int(config.scheduler_config.max_num_batched_tokens),
+            "computes_in": str(config.model_config.dtype).removeprefix("torch."),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "cache_tokens": int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0),
+            "model_runner": "v2" if config.use_v2_model_runner else "v1",
+        }
+
+    @property
+    def dead(self) -> BackendDied | None:
+        if self._dead is None and self._llm.errored:
+            self._dead = BackendDied("the vLLM engine died. Its requests are asked again of another one.")
+        return self._dead
+
+    async def generate(
+        self,
+        number: str,
+        tokens: Sequence[int],
+        fields: Mapping[str, Any],
+        *,
+        adapter: Loaded | None = None,
+        grammar: str | None = None,
+        growing: bool = False,
+        priority: int = 0,
+    ) -> AsyncIterator[Any]:
+        """vLLM's outputs: what is new each time when `growing`, else one at the end. Leaving early aborts it.
+
+        Raises `BadPrompt` for what vLLM refuses, `BackendDied` when the engine dies.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if (dead := self.dead) is not None:
+            raise dead
+        try:
+            sampling = SamplingParams(
+                **fields,
+                output_kind=RequestOutputKind.DELTA if growing else RequestOutputKind.FINAL_ONLY,
+                structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
+            )
+            asked = self._llm.generate(
+                {"type": "token", "prompt_token_ids": tokens},
+                sampling,
+                number,
+                lora_request=None if adapter is None else _lora(adapter),
+            )
+            try:
+                async for output in asked:
+                    yield output
+            finally:
+                await asked.aclose()
+        except EngineDeadError:
+            raise self.dead or BackendDied("the vLLM engine died. Ask again.") from None
+        except ValueError as error:  # vLLM's own validation errors are ValueErrors too
+            raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
+
+    async def load(self, one: Loaded) -> None:
+        """Raises `UsageError` for an adapter that does not fit."""
+        config = self._llm.vllm_config.lora_config
+        if config is None:
+            raise UsageError("this vLLM engine was started without room for adapters. Start it with -B enable_lora=true.")
+        try:
+            added = await asyncio.wait_for(self._llm.add_lora(_lora(one)), WAIT_S)
+        except Exception as error:
+            raise self._told(error, f"the adapter in '{one.folder}' cannot be used") from error
+        if not added:
+            raise UsageError(f"vLLM has not loaded the adapter in '{one.folder}'. See the engine's log.")
+
+    async def unload(self, one: Loaded) -> None:
+        if self.dead is None:
+            await asyncio.wait_for(self._llm.remove_lora(one.number), WAIT_S)
+
+    async def reload(self, folder: str, *, drain: bool) -> None:
+        """Other weights of the same shape. With `drain` what is under way is finished first; without, it goes on."""
+        try:
+            await self._llm.pause_generation(mode="wait" if drain else "keep", clear_cache=drain)
+            try:
+                await asyncio.wait_for(
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder}), WAIT_S
+                )
+                if not await self._llm.reset_prefix_cache(reset_running_requests=not drain):
+                    raise RuntimeError("the prefix cache could not be emptied")
+            finally:
+                await self._llm.resume_generation()
+        except Exception as error:
+            raise self._told(error, f"the weights in '{folder}' cannot be used") from error
+
+    def _told(self, error: Exception, what: str) -> GpuinferError:
+        return self.dead or UsageError(f"{what}: {_line(error)} Give one that was made for this model.")
+
+    def close(self) -> None:
+        """End its processes."""
+        self._llm.shutdown(timeout=2.0)
+
+
+def _spare_main() -> None:
+    """Processes that vLLM spawns import no program of ours or a user's: it costs seconds, and vLLM does not start in
+    one that has imported Numba.
+    """
+    sys.modules["__main__"] = types.ModuleType("__main__")
+
+
+def _lora(one: Loaded) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(one.called, one.number, one.folder)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what it says, with a stop at its end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:3])[:400] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,89 @@
+"""`Sampling` as vLLM's `SamplingParams`: the same meaning, or a `BadPrompt` that names the field.
+
+Plain values go out of here, so that all of it can be tried without vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Sampling
+
+HOTTEST, COLDEST = 2.0, 0.01  # temperatures that vLLM takes; a lower one, but for 0, it would raise to that
+SEEDS = 1 << 62
+
+
+def seed_of(run: int, sampling: Sampling, key: str, sample: int, begun: int = 0) -> int:
+    """The seed of one sample: another for each key and number, the same in every run with the same seed.
+
+    `begun`: tokens that have been drawn already. vLLM draws from the beginning of a seed's numbers, so an answer that
+    goes on elsewhere has other numbers than one that never stopped.
+    """
+    named = key if sampling.seed is None else ""
+    base = run if sampling.seed is None else sampling.seed
+    text = f"{base}\0{sample}\0{begun}\0{named}"
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % SEEDS
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from the model's own distribution, changed by nothing; or the likeliest is taken."""
+    return (
+        sampling.temperature in (0.0, 1.0)
+        and (sampling.temperature == 0.0 or (not sampling.top_k and sampling.top_p == 1.0 and sampling.min_p == 0.0))
+        and sampling.repetition_penalty == 1.0
+        and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+        and not sampling.logit_bias
+        and not sampling.min_tokens
+        and sampling.constraint is None
+    )
+
+
+def check(sampling: Sampling, begun: bool) -> None:
+    """Raises `BadPrompt` for what vLLM would do in another way than asked. Ranges have been checked."""
+    if sampling.temperature > HOTTEST or 0.0 < sampling.temperature < COLDEST:
+        raise BadPrompt(
+            f"temperature is {sampling.temperature:g}, and vLLM takes 0, or {COLDEST:g} to {HOTTEST:g}. Use one of those."
+        )
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
+    if not begun:
+        return
+    unknown = sampling.processed_logprobs and sampling.temperature > 0.0 and not is_plain(sampling)
+    if penalised or unknown or sampling.constraint is not None:
+        what = "a constraint" if sampling.constraint is not None else "penalties" if penalised else "processed_logprobs"
+        raise BadPrompt(f"vLLM cannot go on with an answer with {what} that has begun elsewhere. Ask for it anew.")
+
+
+def parameters(
+    sampling: Sampling, *, limit: int, seed: int, ends: Sequence[int], logprobs: int | None, growing: bool
+) -> dict[str, Any]:
+    """The fields of `SamplingParams` of one sample, but for output_kind, prompt log-probabilities and constraint.
+
+    `ends` are the model's end tokens: they go as stop tokens, so that all of them count, whatever the tokenizer calls
+    its end. `limit`: at most so many tokens. `growing`: tokens are wanted as they come.
+    """
+    stops = [*([] if sampling.ignore_eos else ends), *sampling.stop_token_ids]
+    fields: dict[str, Any] = {
+        "max_tokens": max(1, limit),
+        "min_tokens": min(sampling.min_tokens, max(1, limit)),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop_token_ids": list(dict.fromkeys(stops)),
+        "ignore_eos": True,
+        "detokenize": False,
+        "skip_clone": True,
+    }
+    if sampling.temperature > 0.0:
+        fields["seed"] = seed
+    if sampling.logit_bias:
+        fields["logit_bias"] = dict(sampling.logit_bias)
+    if logprobs is not None:
+        fields["logprobs"] = logprobs
+    return fields

@@ -1,0 +1,125 @@
+"""The backend in the engine's process: `central.child` opens it, and its event loop asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
+from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.vllm import state
+from gpuinfer.vllm.adapters import Adapters, parsed
+from gpuinfer.vllm.arguments import EngineOptions, engine_arguments
+from gpuinfer.vllm.counting import Counting
+from gpuinfer.vllm.engine import Engine
+from gpuinfer.vllm.folder import folder_of, has_tokenizer
+from gpuinfer.vllm.state import State
+
+AHEAD = 0.25  # rows with vLLM beyond those that it computes, as a share of them: its queue is never empty
+
+
+class Texts(Backend):
+    """A text model whose engine is vLLM."""
+
+    class Options(EngineOptions):
+        room: str = Field(description="a folder for what this run needs on disk")
+        on_cpu: bool = Field(False, description="whether the engine computes on the CPU")
+        adapters: dict[str, str] = Field({}, description="LoRA adapters: name → PEFT folder")
+
+    options: Options
+    serves = ("text",)
+
+    async def start(self, context: BackendContext) -> None:
+        """Open the model's language, start vLLM, load the adapters; those of the engine before, if there was one."""
+        from gpuinfer.text.checkpoint import open_checkpoint
+        from gpuinfer.text.language import open_language
+        from gpuinfer.text.model import TextModel
+        from gpuinfer.vllm.asking import Prompts
+        from gpuinfer.vllm.driver import Driver
+
+        own, spec = self.options, self.setup.model
+        if spec is None:
+            raise UsageError("vLLM serves a model, and none was named. Name one.")
+        room = Path(own.room)
+        self._room, found = room, state.read(room)
+        self._state = found or State(adapters=parsed(own.adapters))
+        checkpoint = open_checkpoint(spec)
+        folder = folder_of(spec, room)
+        tokenizer = has_tokenizer(folder)
+        arguments = engine_arguments(
+            own,
+            self.setup,
+            str(folder),
+            tokenizer=tokenizer,
+            on_cpu=own.on_cpu,
+            adapters=bool(self._state.adapters),
+        )
+        counting = Counting()
+        self._engine = Engine.open(arguments, counting)
+        language = open_language(checkpoint.language_files(), checkpoint.shape)
+        facts = {"model": checkpoint.name, "device": _device(), **self._engine.facts}
+        length = self._engine.length - 1  # it draws a token also where none is asked for
+        prompts = Prompts(
+            language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer
+        )
+        processed = arguments["logprobs_mode"] == "processed_logprobs"
+        self._adapters = Adapters(self._engine.load, self._engine.unload)
+        self._driver = Driver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
+        self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
+        self._updating = asyncio.Lock()
+        await self._restore()
+        rows = self._engine.rows
+        ahead = rows + max(1, int(AHEAD * rows))
+        self.limits = Limits(rows, in_flight=ahead, slots=ahead)
+
+    async def _restore(self) -> None:
+        if self._state.weights is not None:
+            await self._engine.reload(self._state.weights, drain=True)
+        self._driver.version = self._state.version
+        for one in self._state.adapters:
+            await self._adapters.add(one.name, one.version, one.folder)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
+        return [answers[request] for request in batch]
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        async for event in self._text.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        self._text.cancel(request)
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """An adapter's new version, or other weights for all of the model. It is written down before it counts."""
+        async with self._updating:
+            if adapter is not None:
+                await self._adapters.add(adapter, version, weights)
+                self._state = State(tuple(self._adapters.newest), self._state.version, self._state.weights)
+            else:
+                await self._engine.reload(weights, drain=drain)
+                self._driver.version = version
+                self._state = State(tuple(self._adapters.newest), version, weights)
+            await asyncio.to_thread(state.write, self._room, self._state)
+
+    def device(self) -> Mapping[str, Any]:
+        if not hasattr(self, "_text"):
+            return {}
+        return {**self._text.device(), "engine": self._engine.counting.engine(), "adapters": list(self._adapters.names)}
+
+    async def close(self) -> None:
+        if hasattr(self, "_text"):
+            await self._text.close()
+        elif hasattr(self, "_engine"):
+            await asyncio.to_thread(self._engine.close)
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name(0))
