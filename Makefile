@@ -17,11 +17,11 @@ demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu and not system" tests plugins
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
 
 thorough: $(READY)
 	TEST_COUNTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
-		-m "(thorough or property) and not soak and not gpu and not system" tests plugins
+		-m "(thorough or property) and not soak and not gpu and not system and not vllm" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
@@ -30,10 +30,10 @@ DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
 	dpkg -s $(DEBIAN) >/dev/null 2>&1 || { apt-get -qq update; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null; }
-	$(BIN)/python -m pytest -m "system and not soak and not gpu" tests plugins
+	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm" tests plugins
 
 soak: $(READY)
-	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm" --timeout 21600 tests plugins
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

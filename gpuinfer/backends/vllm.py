@@ -87,7 +87,7 @@ class Way:
 
 
 class Vllm(Remote):
-    """Starts vLLM in a process of its own; a process whose engine dies is replaced, and what was asked is asked again."""
+    """vLLM in a process of its own. One whose engine dies is replaced, and what was asked of it is asked again."""
 
     class Options(EngineOptions):
         adapters: dict[str, str] = Field({}, description='LoRA adapters: {"name": "PEFT folder"}')
@@ -142,6 +142,13 @@ class Vllm(Remote):
         await asyncio.to_thread(self._server.start)
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
         await super().start(context)
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """An adapter's next version, or weights for all of the model, from a folder on this machine."""
+        if self._server is None:
+            raise UsageError("the backend 'vllm' has not been started. Await start() before update().")
+        where = str(await asyncio.to_thread(Path(weights).resolve))
+        await asyncio.to_thread(self._server.update, version, where, adapter=adapter, drain=drain)
 
     def connect(self) -> Connector:
         if self._server is None:

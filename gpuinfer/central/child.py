@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gpuinfer.central.text_desk import TextDesk
 
 _Opened = tuple["Desk | TextDesk", Any, Recorder | None]  # the model, whose `device()` says where it is
+UPDATE_LOOK_S = 0.02  # between two looks at whether an update has ended
 LOOK_S = 0.5  # between two looks at how long batches take
 DRAIN_S = 5.0  # for batches to end when the owner closes
 
@@ -201,8 +203,11 @@ def _obey(
 
     watchdog = Watchdog(Patience.of(setup), give_up, name="the central server")
     watchdog.watch(partial(desk.held, watchdog.patience))
+    updates = Updates(desk)
     while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
-        asked = line.poll(LOOK_S)
+        asked = line.poll(UPDATE_LOOK_S if updates.under_way else LOOK_S)
+        for done in updates.done():
+            line.send_bytes(msgpack.packb(done))
         watchdog.look_again()
         if (fault := desk.fault or _overdue(desk, batch_timeout_s)) is not None:  # also while it is asked
             desk.dismiss_all(fault)
@@ -211,11 +216,39 @@ def _obey(
         if not asked:
             continue
         wanted = msgpack.unpackb(line.recv_bytes())
+        if "update" in wanted:
+            updates.begin(wanted["number"], wanted["update"])
+            continue
         if closing := "close" in wanted:
             desk.close(DRAIN_S)
         line.send_bytes(msgpack.packb({"stats": _stats(desk, opened), "number": wanted["number"]}))
         if closing:
             return
+
+
+class Updates:
+    """Changes of weights and adapters that the owner has asked for and has not been told the end of."""
+
+    def __init__(self, desk: Desk | TextDesk) -> None:
+        self._desk = desk
+        self.under_way: dict[int, Future[None]] = {}
+
+    def begin(self, number: int, wanted: Mapping[str, Any]) -> None:
+        if isinstance(self._desk, Desk):
+            raise UsageError("a server of rows does not change its weights.")
+        self.under_way[number] = self._desk.update(**wanted)
+
+    def done(self) -> list[dict[str, Any]]:
+        """What has ended since the last time, as the owner is told it."""
+        ended = [number for number, future in self.under_way.items() if future.done()]
+        return [{"updated": number, "failed": _why(self.under_way.pop(number))} for number in ended]
+
+
+def _why(update: Future[None]) -> dict[str, Any] | None:
+    if (error := update.exception()) is None:
+        return None
+    known = isinstance(error, GpuinferError)
+    return error_to_wire(error if known else BackendError(f"the update failed: {error!r}. Report this."))
 
 
 def _overdue(desk: Desk | TextDesk, batch_timeout_s: float) -> BackendDied | None:

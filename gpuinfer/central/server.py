@@ -41,6 +41,7 @@ START_TEXT_S = 3600.0  # of text: hundreds of gigabytes, perhaps over a network
 BACK_S = 60.0  # for a server that died to be there again
 LOOK_S = 0.5
 STATS_S = 2.0
+UPDATE_LOOK_S = 0.02
 CLOSE_S = 10.0
 TRIES = 3  # deaths in a row, each within `BACK_S` of its start, after which it is not started again
 
@@ -137,6 +138,7 @@ class CentralServer:
         self._watcher: threading.Thread | None = None  # once it has served
         self._address: address.Address | None = None
         self._line_lock = threading.Lock()  # one question to the process at a time
+        self._updated: dict[int, Mapping[str, Any] | None] = {}  # by number of the question: why it failed, if so
         self._questions = 0  # asked so far: an answer that comes too late is not taken for the next one's
         self._error: GpuinferError | None = None  # why it is not there
         self._gone = False  # for good
@@ -210,9 +212,8 @@ class CentralServer:
             told = msgpack.unpackb(line.recv_bytes())
         except (EOFError, OSError):
             self._refuse_when_closed()
-            raise BackendDied(
-                f"{self._called} {self._obituary()} before it served anybody.{self._words or ' See its last words above.'}"
-            ) from None
+            words = self._words or " See its last words above."
+            raise BackendDied(f"{self._called} {self._obituary()} before it served anybody.{words}") from None
         if "error" in told:
             self._kill()
             raise error_from_wire(told["error"])
@@ -292,6 +293,27 @@ class CentralServer:
         with self._line_lock:
             return merge_in_turn([*self._before, self._latest])
 
+    def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
+        """As `Backend.update`, of a model of text. Blocks. Raises `BackendDied` when the process ends meanwhile."""
+        wanted = {"version": version, "weights": weights, "adapter": adapter, "drain": drain}
+        with self._line_lock:
+            process = self._process
+            self._questions += 1
+            number = self._questions
+            try:
+                self._line.send_bytes(msgpack.packb({"update": wanted, "number": number}))
+            except OSError:
+                raise BackendDied(f"{self._called} is gone. Update it again when it is back.") from None
+        while number not in self._updated:
+            with self._line_lock, contextlib.suppress(OSError, EOFError):
+                while self._process is process and self._line.poll(0):
+                    self._take_in()
+            if number not in self._updated and (self._process is not process or self._gone or self._closing.is_set()):
+                raise BackendDied(f"{self._called} ended before its update had. Update it again when it is back.")
+            time.sleep(UPDATE_LOOK_S)
+        if (failed := self._updated.pop(number)) is not None:
+            raise error_from_wire(failed)
+
     def _ask(self, question: Mapping[str, Any], seconds: float = STATS_S) -> bool:
         """Put a question to the process; its answer is the latest snapshot. Whether it came."""
         with self._line_lock, contextlib.suppress(OSError, EOFError):
@@ -308,6 +330,9 @@ class CentralServer:
         told = msgpack.unpackb(self._line.recv_bytes(), strict_map_key=False)
         if "error" in told:
             self._error = error_from_wire(told["error"])
+            return 0
+        if "updated" in told:
+            self._updated[told["updated"]] = told["failed"]
             return 0
         self._latest = Snapshot.from_wire(told["stats"])
         return int(told["number"])

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
@@ -153,6 +154,11 @@ class TextDesk:
     def held(self, patience: Patience) -> Iterator[Held]:
         """As `desk.Desk.held`."""
         return (one for one in self._engine.held(patience) if one.plugin is self._engine.strategy)
+
+    def update(self, version: str, weights: str, adapter: str | None, drain: bool) -> Future[None]:
+        """As `Backend.update`, begun."""
+        work = self._engine.update(version, weights, adapter=adapter, drain=drain)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # On the loop
 

@@ -1,4 +1,4 @@
-"""What vLLM drew, as `Completion`, `Part` and `Logprob`: when an answer ends and what it says is decided as for ours."""
+"""What vLLM drew, as `Completion`, `Part` and `Logprob`: an answer ends, and says, what one of our own engine would."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from gpuinfer.generation import Candidate, Completion, Logprob, Part, Sampling
-from gpuinfer.text.generator.ending import END_TOKEN, FULL, Ending, completion, ending
+from gpuinfer.text.generator.ending import END_TOKEN, FULL, NOTHING, Ending, completion, ending
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.seams import Growing, Language, Matcher
+from gpuinfer.text.versions import START, Spans, then, until
 
 
 class Answer:
@@ -22,9 +24,12 @@ class Answer:
         self._ends = frozenset(() if prepared.sampling.ignore_eos else language.end_tokens)
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] | None = None if prepared.sampling.logprobs is None else []
-        self.processed: list[float] | None = [] if prepared.sampling.processed_logprobs else None
         begun = prepared.begun[number] if prepared.begun else None
-        self.begun = [] if begun is None else begun.tokens.tolist()
+        self.processed: list[float] | None = None
+        if prepared.sampling.processed_logprobs:
+            self.processed = [] if begun is None else list(begun.processed)
+        self.begun: list[int] = [] if begun is None else begun.tokens.tolist()
+        self.versions: Spans = START if begun is None else begun.versions or START
         self.growing: Growing | None = None
         self.given: Given | None = None
         self._watch(prepared, number)
@@ -64,23 +69,35 @@ class Answer:
         full = count >= self._limit
         return ending(self.sampling, self.growing, self.matcher, token, count, full=full)
 
+    def changed(self, version: str, at: int | None = None) -> None:
+        """From token `at` on it is computed by these weights; None: from the next that comes."""
+        self.versions = then(self.versions, len(self.tokens) if at is None else at, version)
+
     def more(self) -> Part | None:
         """What has become certain since the last time."""
-        return None if self.given is None else self.given.more(np.asarray(self.tokens, np.int32), self.logprobs)
+        if self.given is None:
+            return None
+        return self.given.more(np.asarray(self.tokens, np.int32), self.logprobs, self.processed, self.versions)
 
     def complete(self) -> tuple[Completion, Part | None]:
         """The whole answer, and the last part where it is given out."""
         growing = self.growing if self.sampling.stop else None
-        answer = completion(self._language, self.sampling, growing, self.tokens, self.logprobs, self.end or FULL)
-        if self.processed is not None:
-            answer = _with(answer, processed=tuple(self.processed[: len(answer.tokens)]))
+        answer = completion(
+            self._language,
+            self.sampling,
+            growing,
+            self.tokens,
+            self.logprobs,
+            self.end or FULL,
+            self.versions,
+            self.processed,
+        )
         return answer, None if self.given is None else self.given.rest(answer)
 
-
-def _with(answer: Completion, **fields: Any) -> Completion:
-    from msgspec import structs
-
-    return structs.replace(answer, **fields)
+    def nothing(self) -> tuple[Completion, Part | None]:
+        """The answer of which no token is wanted."""
+        answer = structs.replace(NOTHING, versions=until(self.versions, 0))
+        return answer, None if self.given is None else self.given.finish(answer)
 
 
 def logprob_of(token: int, found: Mapping[int, Any], most: int) -> Logprob:
@@ -96,9 +113,7 @@ def logprob_of(token: int, found: Mapping[int, Any], most: int) -> Logprob:
 
 def echo_of(tokens: Sequence[int], found: Sequence[Any], most: int) -> tuple[Logprob | None, ...]:
     """vLLM's log-probabilities of a prompt; the first token has none."""
-    return tuple(
-        None if of is None else logprob_of(token, of, most) for token, of in zip(tokens, found, strict=False)
-    )
+    return tuple(None if of is None else logprob_of(token, of, most) for token, of in zip(tokens, found, strict=False))
 
 
 def processed_of(sampling: Sampling, token: int, found: Mapping[int, Any] | None) -> float:

@@ -60,7 +60,9 @@ class EngineOptions(api.Options):
     max_num_seqs: int | None = Field(None, ge=1, le=65_536, description="rows generated at once; default 64 on a CPU")
     max_model_len: int | None = Field(None, ge=1, description="most tokens of prompt and answer; default 4096")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="most tokens of one forward step")
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="share of the GPU's memory that it takes")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of the GPU's memory that it takes"
+    )
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="for keys and values; default 1 GiB on a CPU")
     kv_cache_dtype: str | None = Field(None, description="number format of keys and values: auto, fp8, …")
     block_size: int | None = Field(None, ge=1, description="tokens in one block of keys and values")

@@ -13,6 +13,7 @@ from gpuinfer.generation import Constraint, Prompt
 from gpuinfer.text.generator.prepared import Prepared, prepare
 from gpuinfer.text.language.grammars import grammar_of, key_of
 from gpuinfer.text.language.language import Language
+from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Decoder
 from gpuinfer.vllm import sampling as mapping
@@ -61,8 +62,12 @@ class Prompts:
 
     def _asked(self, prompt: Prompt, prepared: Prepared) -> Asked | Exception:
         try:
-            mapping.check(prompt.sampling, bool(prepared.begun))
-            grammar = self._grammar(prompt.sampling.constraint)
+            sampling = prompt.sampling
+            check_sampling(
+                structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), self._room.shape.vocabulary
+            )
+            mapping.check(sampling, bool(prepared.begun))
+            grammar = self._grammar(sampling.constraint)
         except BadPrompt as error:
             return error
         return Asked(prepared, self._language, prompt.adapter, grammar)
@@ -71,5 +76,7 @@ class Prompts:
         if constraint is None:
             return None
         if not self._constrains:
-            raise BadPrompt("vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder.")
+            raise BadPrompt(
+                "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
+            )
         return grammar_of(key_of(constraint))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gpuinfer.api import Lane
@@ -23,6 +23,12 @@ class Counting:
         self.prefix_queries = self.prefix_hits = 0
         self.cache_usage = self.seconds = self.held_s = 0.0
         self._since: float | None = None  # when the step under way began; None: nothing is under way
+
+    def forget(self) -> None:
+        """What has been counted so far was only tried."""
+        told = self.on_step, self.lane
+        Counting.__init__(self)
+        self.on_step, self.lane = told
 
     def begin(self) -> None:
         """Something has been asked for."""

@@ -11,13 +11,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part, Sampling
-from gpuinfer.text.generator.ending import NOTHING
 from gpuinfer.vllm import sampling as mapping
 from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.answers import Answer, echo_of, logprob_of, processed_of
@@ -25,6 +24,7 @@ from gpuinfer.vllm.asking import Asked
 from gpuinfer.vllm.engine import Engine
 
 Outcome = Generation | Exception
+NAMELESS = "default"  # vLLM's name for the weights of the start
 CLOSE_S = 10.0  # for vLLM to hear that nobody wants its answers any more
 
 
@@ -38,6 +38,7 @@ class Driver:
         self._tickets = itertools.count()
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Task[None]] = {}
+        self._works: dict[int, _Work] = {}
         self._loop = asyncio.get_running_loop()
         self.version = ""  # of the weights
 
@@ -73,16 +74,24 @@ class Driver:
         if (task := self._open.get(ticket)) is not None:
             task.cancel()
 
+    def change_version(self, version: str) -> None:
+        """What the weights are called that compute from now on."""
+        self.version = version
+        for work in self._works.values():
+            work.change_version(version)
+
     async def _serve(self, ticket: int, asked: Asked) -> None:
         outcome: Outcome
         try:
-            outcome = await _Work(self, ticket, asked).generation()
+            work = self._works[ticket] = _Work(self, ticket, asked)
+            outcome = await work.generation()
         except GpuinferError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001  whatever it is, whoever asked must hear of it
             outcome = BackendError(f"vLLM failed on this prompt ({type(error).__name__}: {error}). Leave it out.")
         finally:
             del self._open[ticket]
+            self._works.pop(ticket, None)
             if not self._open:
                 self._engine.counting.rest()
         self.tell((), ((ticket, outcome),))
@@ -124,6 +133,7 @@ class _Work:
         self._started = self._first = time.monotonic()
         self._adapter: Loaded | None = None
         self._again = self._needs_scoring()
+        self._answers: list[Answer] = []
 
     def _needs_scoring(self) -> bool:
         """Whether raw log-probabilities are wanted, and a step gives others."""
@@ -131,11 +141,8 @@ class _Work:
         return wanted and self._driver._processed and not mapping.is_plain(self._sampling)
 
     async def generation(self) -> Generation:
-        name = self._asked.adapter
-        version = self._driver.version
-        if name is not None:
+        if (name := self._asked.adapter) is not None:
             self._adapter = self._driver.adapters.use(name)
-            version = self._adapter.called
         try:
             completions = await self._samples()
         finally:
@@ -143,19 +150,20 @@ class _Work:
                 await self._driver.adapters.release(self._adapter)
         now = time.monotonic()
         return Generation(
-            completions=tuple(self._named(one, version) for one in completions),
+            completions=tuple(completions),
             prompt_tokens=len(self._tokens),
             cached_tokens=self._cached,
             prompt_logprobs=self._echo,
             first_token_s=self._first - self._started,
             seconds=now - self._started,
-            versions=(version,),
+            versions=tuple(dict.fromkeys(version for one in completions for _, version in one.versions)),
         )
 
-    def _named(self, completion: Completion, version: str) -> Completion:
-        from msgspec import structs
-
-        return completion if not version else structs.replace(completion, versions=((0, version),))
+    def change_version(self, version: str) -> None:
+        """Other weights compute its answers from the next step on."""
+        if self._adapter is None:
+            for answer in self._answers:
+                answer.changed(version)
 
     async def _samples(self) -> Sequence[Completion]:
         count = self._prepared.samples
@@ -177,8 +185,10 @@ class _Work:
 
     async def _sample(self, number: int) -> Completion:
         answer = Answer(self._asked.language, self._prepared, number)
+        answer.changed(self._driver.version if self._adapter is None else self._adapter.called)
+        self._answers.append(answer)
         if not self._prepared.computes(number):
-            return self._finished(answer, NOTHING if answer.end is None else None)
+            return self._finished(*(answer.nothing() if answer.end is None else answer.complete()))
         growing = answer.watched and self._prepared.limit > 0
         fields = self._fields(answer, number)
         known = self._tokens + answer.begun
@@ -187,12 +197,11 @@ class _Work:
             if self._took(answer, number, output):
                 done = True
                 break
-            if (part := answer.more()) is not None:
+            if not self._again and (part := answer.more()) is not None:
                 self._driver.tell(((self._ticket, part),), ())
         if self._again and answer.tokens:
             await self._score(answer, number)
-        empty = self._prepared.limit <= 0
-        return self._finished(answer, NOTHING if empty and not done else None)
+        return self._finished(*(answer.complete() if done or self._prepared.limit > 0 else answer.nothing()))
 
     def _asking(self, number: int, known: Sequence[int], fields: Any, growing: bool) -> Any:
         return self._engine.generate(
@@ -224,8 +233,8 @@ class _Work:
             fields["min_tokens"] = max(0, wanted.min_tokens - begun)
         if number == 0 and wanted.prompt_logprobs is not None:
             fields["prompt_logprobs"] = wanted.prompt_logprobs
-        if begun and logprobs is not None:
-            fields["prompt_logprobs"] = max(logprobs, fields.get("prompt_logprobs", 0))
+        if begun and wanted.logprobs is not None and not self._again:
+            fields["prompt_logprobs"] = max(wanted.logprobs, fields.get("prompt_logprobs", 0))
         return fields
 
     def _took(self, answer: Answer, number: int, output: Any) -> bool:
@@ -239,6 +248,8 @@ class _Work:
         if self._prepared.limit <= 0 or answer.end is not None:
             return answer.end is not None
         tokens = list(drawn.token_ids)
+        if self._adapter is None and not answer.watched:
+            self._note_versions(answer, drawn)
         self._note_drawn(answer, tokens, drawn.logprobs)
         return answer.push(tokens)
 
@@ -247,13 +258,23 @@ class _Work:
         wanted, count = self._sampling, len(self._tokens)
         if number == 0 and wanted.prompt_logprobs is not None and self._echo is None:
             self._echo = echo_of(self._tokens, found[:count], wanted.prompt_logprobs)
-        if answer.begun:
-            self._note_drawn(answer, answer.begun, found[count:])
+        if answer.begun and answer.logprobs is not None and not self._again and not answer.logprobs:
+            most = wanted.logprobs or 0
+            pairs = zip(answer.begun, found[count:], strict=True)
+            answer.logprobs += [logprob_of(token, of, most) for token, of in pairs]
+
+    def _note_versions(self, answer: Answer, drawn: Any) -> None:
+        """Where its weights changed while nobody looked: vLLM's own spans, of the tokens that it drew."""
+        for span in getattr(drawn, "weight_versions", None) or ():
+            if span.start and span.version != NAMELESS:
+                answer.changed(span.version, len(answer.begun) + span.start)
 
     def _note_drawn(self, answer: Answer, tokens: Sequence[int], found: Sequence[Any] | None) -> None:
         wanted = self._sampling
         if answer.logprobs is not None and not self._again and found is not None:
-            answer.logprobs += [logprob_of(token, of, wanted.logprobs or 0) for token, of in zip(tokens, found, strict=True)]
+            answer.logprobs += [
+                logprob_of(token, of, wanted.logprobs or 0) for token, of in zip(tokens, found, strict=True)
+            ]
         if answer.processed is not None:
             each = found if found is not None else [None] * len(tokens)
             answer.processed += [processed_of(wanted, token, of) for token, of in zip(tokens, each, strict=True)]
@@ -269,12 +290,7 @@ class _Work:
             found = output.prompt_logprobs[len(self._tokens) :]
             answer.logprobs = [logprob_of(token, of, most) for token, of in zip(answer.tokens, found, strict=True)]
 
-    def _finished(self, answer: Answer, instead: Completion | None) -> Completion:
-        if instead is not None:
-            completion, part = instead, None if answer.given is None else answer.given.finish(instead)
-        else:
-            completion, part = answer.complete()
+    def _finished(self, completion: Completion, part: Part | None) -> Completion:
         if part is not None:
             self._driver.tell(((self._ticket, part),), ())
         return completion
-

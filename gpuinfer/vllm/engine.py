@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 import types
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
@@ -25,6 +25,10 @@ USUAL = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # all cores compute
     "TORCHDYNAMO_DISABLE": "1",  # this process has threads, and lines that nobody may inherit
 }
+TRIED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1, "logprobs": 1, "prompt_logprobs": 0},
+)
 WAIT_S = 600.0  # for what the engine is asked beside prompts
 
 
@@ -100,6 +104,7 @@ class Engine:
         Raises `BadPrompt` for what vLLM refuses, `BackendDied` when the engine dies.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -124,14 +129,23 @@ class Engine:
                 await asked.aclose()
         except EngineDeadError:
             raise self.dead or BackendDied("the vLLM engine died. Ask again.") from None
-        except ValueError as error:  # vLLM's own validation errors are ValueErrors too
+        except (ValueError, VLLMClientError) as error:
             raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
+
+    async def try_out(self) -> None:
+        """Have it answer once, so that what it makes ready at first use is ready before work comes."""
+        for number, fields in enumerate(TRIED):
+            async for _ in self.generate(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False}):
+                pass
+        self.counting.forget()
 
     async def load(self, one: Loaded) -> None:
         """Raises `UsageError` for an adapter that does not fit."""
         config = self._llm.vllm_config.lora_config
         if config is None:
-            raise UsageError("this vLLM engine was started without room for adapters. Start it with -B enable_lora=true.")
+            raise UsageError(
+                "this vLLM engine was started without room for adapters. Start it with -B enable_lora=true."
+            )
         try:
             added = await asyncio.wait_for(self._llm.add_lora(_lora(one)), WAIT_S)
         except Exception as error:
@@ -143,8 +157,10 @@ class Engine:
         if self.dead is None:
             await asyncio.wait_for(self._llm.remove_lora(one.number), WAIT_S)
 
-    async def reload(self, folder: str, *, drain: bool) -> None:
-        """Other weights of the same shape. With `drain` what is under way is finished first; without, it goes on."""
+    async def reload(self, folder: str, *, version: str, drain: bool, changed: Callable[[], None]) -> None:
+        """Other weights of the same shape. With `drain` what is under way is finished first; without, it goes on, and
+        what was cached of it is computed anew. `changed` is called when nothing is computed by the old ones any more.
+        """
         try:
             await self._llm.pause_generation(mode="wait" if drain else "keep", clear_cache=drain)
             try:
@@ -153,6 +169,8 @@ class Engine:
                 )
                 if not await self._llm.reset_prefix_cache(reset_running_requests=not drain):
                     raise RuntimeError("the prefix cache could not be emptied")
+                await self._llm.engine_core.set_weight_version_async(version)
+                changed()
             finally:
                 await self._llm.resume_generation()
         except Exception as error:

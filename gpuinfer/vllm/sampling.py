@@ -45,14 +45,13 @@ def check(sampling: Sampling, begun: bool) -> None:
     """Raises `BadPrompt` for what vLLM would do in another way than asked. Ranges have been checked."""
     if sampling.temperature > HOTTEST or 0.0 < sampling.temperature < COLDEST:
         raise BadPrompt(
-            f"temperature is {sampling.temperature:g}, and vLLM takes 0, or {COLDEST:g} to {HOTTEST:g}. Use one of those."
+            f"temperature is {sampling.temperature:g}, and vLLM takes 0, or {COLDEST:g} to {HOTTEST:g}. Use such a one."
         )
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     if not begun:
         return
-    unknown = sampling.processed_logprobs and sampling.temperature > 0.0 and not is_plain(sampling)
-    if penalised or unknown or sampling.constraint is not None:
-        what = "a constraint" if sampling.constraint is not None else "penalties" if penalised else "processed_logprobs"
+    if penalised or sampling.constraint is not None:
+        what = "a constraint" if sampling.constraint is not None else "presence or frequency penalty"
         raise BadPrompt(f"vLLM cannot go on with an answer with {what} that has begun elsewhere. Ask for it anew.")
 
 

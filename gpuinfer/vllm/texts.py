@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import Field
 
-from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
-from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.vllm import state
 from gpuinfer.vllm.adapters import Adapters, parsed
 from gpuinfer.vllm.arguments import EngineOptions, engine_arguments
@@ -72,6 +72,7 @@ class Texts(Backend):
         self._driver = Driver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
         self._updating = asyncio.Lock()
+        await self._engine.try_out()
         await self._restore()
         rows = self._engine.rows
         ahead = rows + max(1, int(AHEAD * rows))
@@ -79,8 +80,7 @@ class Texts(Backend):
 
     async def _restore(self) -> None:
         if self._state.weights is not None:
-            await self._engine.reload(self._state.weights, drain=True)
-        self._driver.version = self._state.version
+            await self._reload(self._state.version, self._state.weights, True)
         for one in self._state.adapters:
             await self._adapters.add(one.name, one.version, one.folder)
 
@@ -102,10 +102,14 @@ class Texts(Backend):
                 await self._adapters.add(adapter, version, weights)
                 self._state = State(tuple(self._adapters.newest), self._state.version, self._state.weights)
             else:
-                await self._engine.reload(weights, drain=drain)
-                self._driver.version = version
+                await self._reload(version, weights, drain)
                 self._state = State(tuple(self._adapters.newest), version, weights)
             await asyncio.to_thread(state.write, self._room, self._state)
+
+    async def _reload(self, version: str, weights: str, drain: bool) -> None:
+        await asyncio.to_thread(refuse_no_folder, weights)
+        changed = partial(self._driver.change_version, version)
+        await self._engine.reload(weights, version=version, drain=drain, changed=changed)
 
     def device(self) -> Mapping[str, Any]:
         if not hasattr(self, "_text"):
@@ -117,6 +121,12 @@ class Texts(Backend):
             await self._text.close()
         elif hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.close)
+
+
+def refuse_no_folder(weights: str) -> None:
+    """Raises `UsageError` for what is no Hugging Face folder."""
+    if not Path(weights, "config.json").is_file():
+        raise UsageError(f"there is no model folder '{weights}'. Give one with config.json and safetensors files.")
 
 
 def _device() -> str:

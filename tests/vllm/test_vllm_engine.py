@@ -1,0 +1,241 @@
+"""A real vLLM, asked as any other backend is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from msgspec import structs
+from peft import adapter
+
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Generation, Part, Prompt, Sampling
+
+pytestmark = pytest.mark.vllm
+TEXTS = ("The capital", "once upon a time", "1 2 3 4", "gpuinfer", "a", "Zürich", "{", "one more prompt of them")
+CLOSE = 1e-4  # of log-probabilities, and of the top two at a tie
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)
+DRAWN = Sampling(max_tokens=12, temperature=0.8, top_p=0.9, ignore_eos=True)
+
+
+def own(*prompts: Prompt) -> list[Generation]:
+    """The same prompts answered by our own engine."""
+
+    async def answered() -> list[Generation]:
+        backend = InProcess(Setup(ModelSpec("tiny", kind="text")))
+        await backend.start(BackendContext())
+        try:
+            requests = [Request(prompt, rows=prompt.samples) for prompt in prompts]
+            answers = {event.request: event.value async for event in backend.stream(requests)}
+        finally:
+            await backend.close()
+        return [answers[request] for request in requests]
+
+    return asyncio.run(answered())
+
+
+def scored(held, prompt: Prompt, tokens: tuple[int, ...]) -> np.ndarray:
+    """The log-probability of each of these tokens after the prompt, by a forward of our own engine."""
+    whole = tuple((prompt.text or "").encode()) + tokens
+    (echo,) = own(Prompt(tokens=whole, sampling=Sampling(max_tokens=0, prompt_logprobs=0)))
+    assert echo.prompt_logprobs is not None
+    return np.array([one.chosen.logprob for one in echo.prompt_logprobs[-len(tokens) :] if one])
+
+
+def test_greedy_answers_are_those_of_our_own_engine_up_to_ties(held):
+    prompts = [Prompt(text=text, key=text, sampling=GREEDY) for text in TEXTS]
+    for theirs, ours in zip(held.asked(*prompts), own(*prompts), strict=True):
+        (mine,), (other,) = ours.completions, theirs.completions
+        apart = next(
+            (i for i, pair in enumerate(zip(mine.tokens, other.tokens, strict=True)) if len(set(pair)) > 1), None
+        )
+        if apart is None:
+            assert mine.text == other.text
+            continue
+        first, second = mine.logprobs[apart].likeliest
+        assert first.logprob - second.logprob < CLOSE
+
+
+def test_raw_and_processed_logprobs_are_those_of_a_separate_forward(held):
+    prompt = Prompt(text="The capital", sampling=structs.replace(DRAWN, logprobs=1, processed_logprobs=True))
+    plain = Prompt(text="The capital", sampling=Sampling(max_tokens=12, logprobs=0, processed_logprobs=True))
+    drawn, undisturbed = held.asked(prompt, plain)
+    for asked, answer in ((prompt, drawn), (plain, undisturbed)):
+        (one,) = answer.completions
+        raw = np.array([position.chosen.logprob for position in one.logprobs])
+        np.testing.assert_allclose(raw, scored(held, asked, one.tokens), atol=CLOSE)
+    (one,) = undisturbed.completions
+    np.testing.assert_allclose([position.chosen.logprob for position in one.logprobs], one.processed, atol=CLOSE)
+    (one,) = drawn.completions
+    assert all(
+        kept >= position.chosen.logprob - 1.5 for kept, position in zip(one.processed, one.logprobs, strict=True)
+    )
+    assert list(one.processed) != [position.chosen.logprob for position in one.logprobs]
+
+
+def test_the_likeliest_token_is_taken_for_certain(held):
+    (answer,) = held.asked(Prompt(text="a", sampling=structs.replace(GREEDY, processed_logprobs=True)))
+    assert set(answer.completions[0].processed) == {0.0}
+
+
+def test_prompt_logprobs_are_those_of_our_own_engine(held):
+    prompt = Prompt(text="once upon a time", sampling=Sampling(max_tokens=0, prompt_logprobs=2))
+    (theirs,), (ours,) = held.asked(prompt), own(prompt)
+    assert theirs.completions[0].tokens == ()
+    assert theirs.prompt_logprobs[0] is None
+    for one, other in zip(theirs.prompt_logprobs[1:], ours.prompt_logprobs[1:], strict=True):
+        assert abs(one.chosen.logprob - other.chosen.logprob) < CLOSE
+        assert [like.token for like in one.likeliest] == [like.token for like in other.likeliest]
+
+
+def test_the_same_seed_draws_the_same_and_samples_differ_by_their_numbers(held):
+    prompt = Prompt(text="gpuinfer", key="k", samples=3, sampling=DRAWN)
+    first, again = held.asked(prompt)[0], held.asked(prompt)[0]
+    assert first.completions == again.completions
+    assert len({one.tokens for one in first.completions}) == 3
+    (third,) = held.asked(structs.replace(prompt, samples=1, first_sample=2))
+    assert third.completions[0] == first.completions[2]
+    (other,) = held.asked(structs.replace(prompt, key="another"))
+    assert other.completions[0].tokens != first.completions[0].tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(structs.replace(GREEDY, logprobs=1), id="greedy, with logprobs"),
+        pytest.param(DRAWN, id="drawn"),
+        pytest.param(structs.replace(GREEDY, stop=("e", "~~"), min_tokens=2), id="stop strings"),
+    ],
+)
+def test_parts_make_the_answer(held, sampling):
+    prompt, parts = Prompt(text="once upon a time", samples=2, sampling=sampling), list[Part]()
+    whole = held.run(held.ask(prompt, parts))
+    assert len(parts) >= 2
+    for number, answer in enumerate(whole.completions):
+        own_parts = [part for part in parts if part.sample == number]
+        assert "".join(part.text for part in own_parts) == answer.text
+        assert sum((part.tokens for part in own_parts), ()) == answer.tokens
+        assert [part.finish_reason for part in own_parts[:-1]] == [None] * (len(own_parts) - 1)
+        assert own_parts[-1].finish_reason == answer.finish_reason
+        if sampling.logprobs is not None:
+            assert sum((part.logprobs for part in own_parts), ()) == answer.logprobs
+
+
+def test_stop_strings_stop_tokens_and_the_end_token_are_told_apart(held):
+    (free,) = held.asked(Prompt(text="a", sampling=structs.replace(GREEDY, ignore_eos=True, logprobs=None)))
+    text, tokens = free.completions[0].text, free.completions[0].tokens
+    stopped, cut = held.asked(
+        Prompt(text="a", sampling=structs.replace(GREEDY, logprobs=None, stop=(text[3:5],))),
+        Prompt(text="a", sampling=structs.replace(GREEDY, logprobs=None, stop_token_ids=(tokens[4],))),
+    )
+    assert stopped.completions[0].stop_reason == text[3:5]
+    assert stopped.completions[0].text == text[: text.index(text[3:5])]
+    assert cut.completions[0].stop_reason == tokens[4]
+    assert cut.completions[0].tokens == tokens[: tokens.index(tokens[4]) + 1]
+    assert free.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        (Constraint(choice=("yes it is", "no")), {"yes it is", "no"}.__contains__),
+        (Constraint(regex="[0-9]{3}-[a-c]"), lambda text: text[:3].isdigit() and text[3] == "-" and len(text) == 5),
+        (Constraint(json_schema={"enum": ["x", 1]}), {'"x"', "1"}.__contains__),
+        (Constraint(grammar='start: "q" ("w" | "e")'), {"qw", "qe"}.__contains__),
+    ],
+    ids=["choice", "regex", "json", "grammar"],
+)
+def test_answers_match_their_constraint(held, constraint, fits):
+    sampling = Sampling(max_tokens=40, constraint=constraint)
+    for answer in held.asked(*(Prompt(text="x", key=str(n), sampling=sampling) for n in range(4))):
+        (one,) = answer.completions
+        assert fits(one.text), one.text
+        assert one.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        (Prompt(text="a", sampling=Sampling(temperature=3.0)), "temperature is 3"),
+        (Prompt(text="a", adapter="nobody"), "the adapter 'nobody'"),
+        (Prompt(tokens=(5000,)), "token 5000"),
+        (Prompt(tokens=(1,) * 3000), "3000 tokens"),
+        (Prompt(text="a", sampling=Sampling(logit_bias={9999: 1.0})), "logit_bias"),
+        (Prompt(text="a", sampling=Sampling(constraint=Constraint(regex="("))), "regex"),
+    ],
+    ids=["temperature", "adapter", "token", "length", "bias", "regex"],
+)
+def test_what_cannot_be_served_fails_alone_and_names_its_field(held, prompt, why):
+    async def both() -> list[object]:
+        return list(await asyncio.gather(held.ask(prompt), held.ask(Prompt(text="a")), return_exceptions=True))
+
+    bad, good = held.run(both())
+    assert isinstance(bad, BadPrompt)
+    assert why in str(bad)
+    assert isinstance(good, Generation)
+
+
+def test_a_request_that_nobody_wants_any_more_is_taken_from_the_engine(held):
+    request = Request(Prompt(text="long", sampling=Sampling(max_tokens=2000, ignore_eos=True)))
+
+    async def left() -> None:
+        stream = held.backend.stream([request])
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: busy(held), 60)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await stream.aclose()
+
+    async def until(condition, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not await condition():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+
+    async def busy(held) -> bool:
+        return (await held.backend.stats())["device"]["engine"]["running"] > 0
+
+    held.run(left())
+    held.asked(Prompt(text="a"))  # a step after it, which counts what is left
+    assert held.device()["engine"]["running"] == 0
+
+
+def test_what_the_engine_counts_is_told(held):
+    before = held.device()
+    held.asked(
+        *(Prompt(text="counted " * 40, key=str(n), sampling=structs.replace(DRAWN, max_tokens=8)) for n in range(4))
+    )
+    after = held.device()
+    assert after["tokens"]["output"] - before["tokens"]["output"] == 32
+    assert after["tokens"]["input"] - before["tokens"]["input"] == 4 * 320
+    assert after["steps"]["steps"] > before["steps"]["steps"]
+    assert after["engine"].keys() >= {
+        "running",
+        "waiting",
+        "preemptions",
+        "cache_usage",
+        "prefix_queries",
+        "prefix_hits",
+    }
+    assert after["model"]["slots"] == 64
+
+
+def test_adapters_have_a_name_and_a_number_for_each_version(held, tmp_path):
+    base = Prompt(text="adapt", sampling=GREEDY)
+    asked = structs.replace(base, adapter="policy")
+    plain = held.asked(base)[0]
+    held.run(held.backend.update("v1", str(adapter(tmp_path / "1", 1)), adapter="policy"))
+    first = held.asked(asked)[0]
+    held.run(held.backend.update("v2", str(adapter(tmp_path / "2", 2)), adapter="policy"))
+    second, still = held.asked(asked, base)
+    assert first.versions == ("policy@v1",)
+    assert second.completions[0].versions == ((0, "policy@v2"),)
+    assert len({one.completions[0].tokens for one in (plain, first, second)}) == 3
+    assert still.completions[0].tokens == plain.completions[0].tokens
+    assert held.device()["adapters"] == ["policy@v2"]
+    with pytest.raises(BadPrompt, match="policy@v1"):
+        held.asked(structs.replace(base, adapter="policy@v1"))
