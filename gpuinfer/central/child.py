@@ -247,8 +247,9 @@ class Updates:
 def _why(update: Future[None]) -> dict[str, Any] | None:
     if (error := update.exception()) is None:
         return None
-    known = isinstance(error, GpuinferError)
-    return error_to_wire(error if known else BackendError(f"the update failed: {error!r}. Report this."))
+    if isinstance(error, GpuinferError):
+        return error_to_wire(error)
+    return error_to_wire(BackendError(f"the update failed: {error!r}. Report this."))
 
 
 def _overdue(desk: Desk | TextDesk, batch_timeout_s: float) -> BackendDied | None:
