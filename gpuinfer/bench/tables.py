@@ -59,7 +59,7 @@ def columns(document: Mapping[str, Any]) -> tuple[str, ...]:
     if "serve" in document:
         return tuple(shown.columns(document))
     if "rollouts" in document:
-        return rollouts.COLUMNS
+        return tuple(rollouts.columns(document))
     return LOAD if document["of_load"] else WORK
 
 
@@ -87,7 +87,8 @@ def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]
         names, cells = shown.brief(document)
         return tuple(names), cells
     if "rollouts" in document:
-        return rollouts.BRIEF_COLUMNS, rollouts.brief(document)
+        names, cells = rollouts.brief(document)
+        return tuple(names), cells
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
 

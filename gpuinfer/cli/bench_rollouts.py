@@ -46,6 +46,7 @@ def more_flags() -> flags.Parameters:
         "cases": own_flag("cases", str | None, "A,B", f"What to compare. [default: {names}]"),
         "engines": own_flag("engines", str, "N,N", "Engines behind a router. [default: 1,2,3,4]", default="1,2,3,4"),
         "depths": own_flag("depths", str, "N,N", "Depths of the buffer. [default: 1,2,3,4]", default="1,2,3,4"),
+        "processor": own_flag("processor", bool, "", "Measure decoding between tags, and nothing else.", default=False),
         "repeats": own_flag(
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
         ),
@@ -74,6 +75,8 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     from gpuinfer.cli.variants import parts
     from gpuinfer.cli.workload import log_to_people
 
+    if own["processor"]:
+        return _processor(values, own)
     for key in NOT_HERE:
         if own[key]:
             raise UsageError(
@@ -91,6 +94,21 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
         cases.begin()
         wanted = cases.fitted(wanted)
         return cases.run([make(wanted) for make in makers])
+
+
+def _processor(values: Values, own: Values) -> dict[str, Any]:
+    """What constraints that are lists cost in a step."""
+    from gpuinfer.bench import document
+    from gpuinfer.bench.compare import compare
+    from gpuinfer.bench.rollouts.processor import measure
+    from gpuinfer.bench.rollouts.section import of_processor
+    from gpuinfer.bench.series import Course, Outcome
+    from gpuinfer.cli.building import merge
+
+    course = Course(own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False)
+    began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), Outcome([])
+    made = document.build(TARGET, nothing, compare(nothing), course, began)
+    return of_processor(made, [one.row() for one in measure()])
 
 
 def _numbers(name: str, text: str) -> list[int]:

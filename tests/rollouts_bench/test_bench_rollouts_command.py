@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from gpuinfer.bench.document import schema
+from gpuinfer.bench.rollouts import processor
 
 BENCH = ["bench", "rollouts", "--env", "arithmetic", "--model", "tiny", "--quiet"]
 SMALL = ["--groups", "2", "--samples-per-group", "2", "--batch-size", "4", "--max-new-tokens", "6"]
@@ -52,6 +54,16 @@ def test_the_steps_of_each_depth_are_told_and_drawn(gpuinfer):
     assert [one["way"] for one in steps] == ["buffer: depth 1", "buffer: depth 2"]
     assert all(len(one["wall_s"]) == len(one["stalls"]) > 2 for one in steps)
     assert Path("told/steps.png").is_file()
+
+
+def test_decoding_between_tags_is_measured_by_itself(gpuinfer, monkeypatch):
+    monkeypatch.setattr(processor, "measure", partial(processor.measure, 4, 4096, 50, 10))
+    code, out, _ = gpuinfer("bench", "rollouts", "--processor", "--json", "all.json")
+    document = json.loads(Path("all.json").read_text())
+    jsonschema.validate(document, schema())
+    assert code == 0
+    assert "vLLM's processor on the logits" in out
+    assert all(one["ms"] > 0 for one in document["rollouts"]["processor"])
 
 
 def test_backends_and_settings_are_compared_as_elsewhere(gpuinfer):

@@ -10,7 +10,8 @@ from bench_rollouts_games import BUFFER, TURNS, document, game, turn
 
 from gpuinfer.bench import pages, plots, tables
 from gpuinfer.bench.document import below, schema
-from gpuinfer.bench.rollouts.section import joined, of_one_game, of_steps
+from gpuinfer.bench.rollouts.processor import Cost
+from gpuinfer.bench.rollouts.section import joined, of_one_game, of_processor, of_steps
 from gpuinfer.rollouts.steps import StepRecord
 
 
@@ -89,4 +90,16 @@ def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
     jsonschema.validate(json.loads(json.dumps(alone)), schema())
     assert list(plots.plots(alone)) == ["throughput"]
     assert "only 'one' was measured" in alone["verdict"]
+    pages.write(tmp_path, alone)
+
+
+def test_decoding_between_tags_stands_alone(tmp_path):
+    costs = [Cost("build 9 orders", 1.5), Cost("one step", 0.1, "with masks", 2.0)]
+    alone = of_processor(document(TURNS, {}), [one.row() for one in costs])
+    jsonschema.validate(json.loads(json.dumps(alone)), schema())
+    assert alone["verdict"] == "one step: 0.05× with masks."
+    assert list(tables.rows(alone)) == [
+        ["build 9 orders", "1.500", "", "", ""],
+        ["one step", "0.100", "with masks", "2.000", "0.05"],
+    ]
     pages.write(tmp_path, alone)

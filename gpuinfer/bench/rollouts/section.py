@@ -11,6 +11,7 @@ from gpuinfer.bench.rollouts.counted import Tokens, by_agent, by_step, of_game
 from gpuinfer.bench.words import between
 from gpuinfer.rollouts.record import Game
 from gpuinfer.rollouts.steps import StepRecord
+from gpuinfer.units import number
 
 Document = Mapping[str, Any]
 TOGETHER = ("runs", "samples", "comparison", "skipped", "failed")  # lists of a document that are those of all cases
@@ -36,8 +37,21 @@ def joined(found: Sequence[tuple[Case, Document]], left_out: Mapping[str, str]) 
         "command": None,
         "verdict": " ".join(verdict(case, document) for case, document in found if document["comparison"])
         or "Nothing was measured to the end.",
-        "rollouts": {"cases": [_of_case(case, document) for case, document in found], "game": None, "steps": []},
+        "rollouts": {
+            "cases": [_of_case(case, document) for case, document in found],
+            "game": None,
+            "steps": [],
+            "processor": [],
+        },
     }
+
+
+def of_processor(document: dict[str, Any], costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document of nothing but decoding between tags."""
+    pairs = [one for one in costs if one["ratio"] is not None]
+    said = "; ".join(f"{one['name']}: {number(one['ratio'])}× {one['beside']}" for one in pairs)
+    section = {"cases": [], "game": None, "steps": [], "processor": list(costs)}
+    return {**document, "verdict": f"{said}.", "rollouts": section}
 
 
 def _of_case(case: Case, document: Document) -> dict[str, Any]:

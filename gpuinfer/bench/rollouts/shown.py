@@ -15,20 +15,34 @@ Document = Mapping[str, Any]
 Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
 
 COLUMNS = ("", "tokens/s", "× first", "95 %", "input tokens/s", "rows/step", "held back by")
-BRIEF_COLUMNS = COLUMNS[:3]  # on a terminal
+BRIEF = 3  # of them on a terminal
+PROCESSOR = ("in one step", "ms", "beside it", "ms", "ratio")
 TOKENS = ("", "calls", "prompt", "cached", "completion", "completion / call")
 STEPS = ("", "steps", "median step", "trainer", "wait", "rollout", "starved steps", "stalls")
 WAITING = 0.1  # of a step, from which it counts as starved
 
 
 def about(document: Document) -> str:
+    """What the figures are."""
+    if processor_alone(document):
+        return "decoding between tags, medians"
     runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
     count = f"median of {runs} runs in turn, ratios pair by pair" if runs > 1 else "one run of each"
     return f"output tokens/s by the wall clock; {count}; × first: of its case" if runs else "nothing was measured"
 
 
+def processor_alone(document: Document) -> bool:
+    """Whether it is decoding between tags that was measured, and no rollouts."""
+    return bool(document["rollouts"]["processor"])
+
+
+def columns(document: Document) -> Sequence[str]:
+    return PROCESSOR if processor_alone(document) else COLUMNS
+
+
 def rows(document: Document) -> Iterator[list[str]]:
     """A line for each case, and one for each of its ways."""
+    yield from map(_piece, document["rollouts"]["processor"])
     found = {row["name"]: row for row in document["comparison"]}
     reports = _reports(document)
     for case in document["rollouts"]["cases"]:
@@ -36,8 +50,17 @@ def rows(document: Document) -> Iterator[list[str]]:
         yield from (_row(found[name], reports.get(name)) for name in case["ways"])
 
 
-def brief(document: Document) -> list[list[str]]:
-    return [row[: len(BRIEF_COLUMNS)] for row in rows(document)]
+def brief(document: Document) -> tuple[Sequence[str], list[list[str]]]:
+    """Columns and rows for a terminal."""
+    width = len(PROCESSOR) if processor_alone(document) else BRIEF
+    return columns(document)[:width], [row[:width] for row in rows(document)]
+
+
+def _piece(one: Mapping[str, Any]) -> list[str]:
+    """Of decoding between tags."""
+    beside = "" if one["beside_ms"] is None else f"{one['beside_ms']:.3f}"
+    ratio = "" if one["ratio"] is None else number(one["ratio"])
+    return [one["name"], f"{one['ms']:.3f}", one["beside"], beside, ratio]
 
 
 def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
