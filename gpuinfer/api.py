@@ -291,10 +291,14 @@ class Backend(Plugin, ABC):
         """Compute with other weights from now on, and name them `version`: a request that comes after the return is
         answered by them alone.
 
-        `weights` is a folder or a safetensors file with weights of the same shape; with `adapter`, those of the adapter
-        that prompts call so. With `drain` answers under way are finished with the old weights, and what comes meanwhile
-        waits for that; without, they go on with the new ones, over what the old ones have cached of them. Nothing that
-        old weights have cached serves another request. Each answer says in `Generation.versions` what computed it.
+        `weights` is a folder or a safetensors file with weights of the same shape. With `drain` answers under way are
+        finished with the old weights, and what comes meanwhile waits for that; without, they go on with the new ones,
+        over what the old ones have cached of them. Nothing that old weights have cached serves another request. Each
+        answer says in `Generation.versions` what computed it.
+
+        With `adapter` they are those of an adapter (a folder), which is loaded beside the base as `adapter@version`:
+        prompts may ask for that as long as it is there, and `adapter` means it from now on. Answers under way keep what
+        they began with, and nothing drains.
 
         Raises `UsageError` for weights that do not fit, with the old ones in force, and where this cannot be done.
         """
@@ -302,6 +306,17 @@ class Backend(Plugin, ABC):
             f"the backend '{type(self).__name__.lower()}' cannot change its weights while it runs. "
             "End the run, and start another with the new ones."
         )
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """What `Prompt.adapter` may be now: names, and names with versions (`policy`, `policy@v7`)."""
+        return ()
+
+    async def unload(self, adapter: str) -> None:
+        """No prompt may ask for this adapter any more, all its versions or the one that is named. Answers under way
+        keep it. Raises `UsageError` for one that is not there.
+        """
+        raise UsageError(f"the backend '{type(self).__name__.lower()}' has no adapter '{adapter}'. Name another.")
 
     def connect(self) -> Connector:
         """A picklable way in for a worker process. The default gives each process its own copy of this backend."""

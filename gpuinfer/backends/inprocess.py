@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -17,6 +18,13 @@ from gpuinfer.models import processor
 from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
 from gpuinfer.text import arithmetic
+from gpuinfer.text.adapter_options import (
+    ADAPTERS,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_SAID,
+    MOST_ADAPTERS,
+    AdapterFolders,
+)
 from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
@@ -35,6 +43,8 @@ class InProcess(Backend):
         )
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
         step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        adapters: AdapterFolders = Field(None, description=ADAPTERS)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
@@ -127,9 +137,24 @@ class InProcess(Backend):
         if self._text is None:
             await super().update(version, weights, adapter=adapter, drain=drain)
         elif adapter is not None:
-            raise UsageError(f"the backend 'inprocess' serves no adapters, '{adapter}' neither. Merge it into a model.")
+            await self._text.load_adapter(adapter, version, weights)
         else:
             await self._text.update(version, weights, drain=drain)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return () if self._text is None else self._text.adapters
+
+    async def unload(self, adapter: str) -> None:
+        if self._text is None:
+            await super().unload(adapter)
+        else:
+            await self._text.unload_adapter(adapter)
+
+    def beside(self, spec: ModelSpec) -> Backend:
+        """Without the adapters, which are of this model."""
+        options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
+        return InProcess(replace(self.setup, model=spec), **options)
 
     def device(self) -> Mapping[str, Any]:
         serving = self._opened or self._text

@@ -29,6 +29,7 @@ from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
 from gpuinfer.host import children, machine, pauses
 from gpuinfer.host.error_wire import error_to_wire
+from gpuinfer.text.adapter_options import MAX_ADAPTERS
 from gpuinfer.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ class ServerTuning:
     compute: str = "auto"
     compile: bool = False
     graphs: bool = True
-    slots: int | None = None  # these three of text
+    slots: int | None = None  # from here on of text
     context: int | None = None
     step_tokens: int | None = None
+    adapters: Mapping[str, str] | None = None
+    max_adapters: int = MAX_ADAPTERS
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,14 @@ class Engine:
             if not await self._ends(self.backend.update(version, weights, adapter=adapter, drain=drain)):
                 raise self._given_up or Closed("the engine was closed before the weights were changed.")
 
+    async def unload(self, adapter: str) -> None:
+        """Have the backend unload an adapter: see `Backend.unload`. Raises what it raises, and `Closed`."""
+        if self._shut is not None:
+            raise self._given_up or Closed(f"the engine {self._shut}")
+        with blame.calling(self.backend, "unload"):
+            if not await self._ends(self.backend.unload(adapter)):
+                raise self._given_up or Closed("the engine was closed before the adapter was unloaded.")
+
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
         self._core.join(client, self._clock())

@@ -184,6 +184,17 @@ class Session(Infer):
         await self.ready()
         await self._engine.update(version, weights, adapter=adapter, drain=drain)
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """What `Prompt.adapter` may be now."""
+        with blame.calling(self._backend, "adapters"):
+            return tuple(self._backend.adapters) if self._started else ()
+
+    async def unload(self, adapter: str) -> None:
+        """See `Backend.unload`."""
+        await self.ready()
+        await self._engine.unload(adapter)
+
     def block(self, rows: int) -> Any:
         with blame.calling(self._backend, "block"):
             return self._backend.block(rows)

@@ -134,6 +134,22 @@ class TextModel:
             found = await asyncio.to_thread(self._driver.generator.read_weights, weights)
             await asyncio.wrap_future(self._driver.update(version, found, drain=drain))
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """What `Backend.adapters` tells."""
+        return self._driver.generator.adapters
+
+    async def load_adapter(self, name: str, version: str, place: str) -> None:
+        """As `Backend.update` of an adapter: it is read and packed beside the steps, and nothing waits for it."""
+        async with self._updating:
+            found = await asyncio.to_thread(self._driver.generator.read_adapter, name, place)
+            await asyncio.wrap_future(self._driver.load_adapter(name, version, found))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `Backend.unload`."""
+        async with self._updating:
+            await asyncio.wrap_future(self._driver.unload_adapter(name))
+
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
         await asyncio.to_thread(self._driver.close)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,9 @@ class Step:
     starts: NDArray[np.int32]  # [segments]
     lengths: NDArray[np.int32]  # [segments], each 1 or more
     wanted: NDArray[np.int32]  # [outputs] indices into `tokens`, ascending: whose logits are asked for
+    adapters: NDArray[np.int32] | None = (
+        None  # [segments] the number of each one's adapter, 0: none; None: none has any
+    )
 
 
 class Decoder(Protocol):
@@ -61,6 +64,18 @@ class Decoder(Protocol):
 
     def swap(self, packed: object) -> None:
         """Compute with these weights from the next step on. The cache keeps what the old ones have computed."""
+        ...
+
+    def pack_adapter(self, adapter: Adapter) -> object:
+        """An adapter as `load` takes it. From any thread."""
+        ...
+
+    def load(self, number: int, packed: object) -> None:
+        """Steps may name this adapter from now on, by a number from 1 that no other has."""
+        ...
+
+    def unload(self, number: int) -> None:
+        """No step names it any more."""
         ...
 
     def cache_bytes(self) -> int:

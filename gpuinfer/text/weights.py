@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,3 +50,41 @@ class Weights:
     norm: Norm
     head: Linear  # [vocabulary, hidden]; the embedding itself when tied
     positions: Tensor | None = None  # learned: [positions, hidden]
+
+
+Product = Literal["qkv", "out", "up", "down"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to some outputs of a product, for inputs x: x · downᵀ · upᵀ (Hu et al. 2021, "LoRA").
+
+    `down` float32 [rank, in], `up` float32 [outputs, rank] with the adapter's scale in it. `first` is the first of
+    those outputs among the product's: of qkv they are all queries, all keys or all values; of a gated up all gates, or
+    none.
+    """
+
+    product: Product
+    first: int
+    down: Tensor
+    up: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of low rank, on the CPU: of each layer what it adds to which products."""
+
+    layers: tuple[tuple[LowRank, ...], ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its ranks."""
+        return max((low.rank for layer in self.layers for low in layer), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(low.down.nbytes + low.up.nbytes for layer in self.layers for low in layer)

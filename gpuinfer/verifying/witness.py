@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.step import Decoder, Step
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Witness:
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         logits = self._decoder.forward(
-            Step(step.tokens, self._order[step.slots], step.starts, step.lengths, step.wanted)
+            Step(step.tokens, self._order[step.slots], step.starts, step.lengths, step.wanted, step.adapters)
         )
         self._note(self._heard(step), logits)
         return logits
@@ -71,6 +71,15 @@ class Witness:
 
     def swap(self, packed: object) -> None:
         self._decoder.swap(packed)
+
+    def pack_adapter(self, adapter: Adapter) -> object:
+        return self._decoder.pack_adapter(adapter)
+
+    def load(self, number: int, packed: object) -> None:
+        self._decoder.load(number, packed)
+
+    def unload(self, number: int) -> None:
+        self._decoder.unload(number)
 
     def cache_bytes(self) -> int:
         return self._decoder.cache_bytes()

@@ -11,6 +11,7 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from run_adapters import stepped
 from text.sampling_reference import PATHS, draw, edited, filtered, mask_of, sampler
 from text.test_generator_driver import prompt
 from text.toy import alone, joined, run, toy_generator

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from helpers import AtOnce, Doubler
 from msgspec import structs
+from run_adapters import stepped
 from text.test_generator_driver import prompt
 from text.tiny import tiny_checkpoint
 from text.toy import alone, joined, toy_generator
@@ -20,29 +21,6 @@ from gpuinfer.text.resuming import Had
 from gpuinfer.text.versions import begun_in, then, until
 
 WAIT_S = 60.0
-
-
-def stepped(generator, asked, changes, *, parts=True):
-    """The answer and the parts of one prompt, with other weights before the steps of these numbers."""
-    [prepared] = generator.prepare([asked])
-    if isinstance(prepared, Exception):
-        raise prepared
-    generator.add(0, structs_of(prepared, parts))
-    given, number = [], 0
-    while True:
-        if number in changes:
-            generator.update(*changes[number])
-        step = generator.step()
-        given += [part for _, part in step.parts]
-        number += 1
-        if step.finished:
-            return step.finished[0][1], given
-
-
-def structs_of(prepared, parts):
-    import dataclasses
-
-    return dataclasses.replace(prepared, parts=parts)
 
 
 def test_spans_are_joined_where_the_version_stays():

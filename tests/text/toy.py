@@ -67,6 +67,8 @@ class ToyDecoder:
         self.poison: int | None = None  # a token that no step survives
         self.room: int | None = None  # tokens of a step for which there is memory
         self.weights = 0  # whatever they are, they change all that is computed
+        self.loaded: dict[int, int] = {}  # adapters: numbers that change it too
+        self.unloaded: list[int] = []
 
     def forward(self, step: Step) -> torch.Tensor:
         self.check(step)
@@ -75,10 +77,12 @@ class ToyDecoder:
         if self.poison is not None and self.poison in step.tokens:
             raise RuntimeError("a token that this model cannot stand")
         found, place = [], 0
-        for slot, start, length in zip(step.slots, step.starts, step.lengths, strict=True):
+        adapters = np.zeros_like(step.slots) if step.adapters is None else step.adapters
+        for slot, start, length, adapter in zip(step.slots, step.starts, step.lengths, adapters.tolist(), strict=True):
             history = self.cache[slot, start - 1] if start else NOWHERE
+            weights = self.weights ^ (self.loaded[adapter] if adapter else 0)
             for position in range(start, start + length):
-                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position, self.weights)
+                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position, weights)
                 found.append(history)
                 place += 1
         self.steps.append(
@@ -110,6 +114,18 @@ class ToyDecoder:
     def swap(self, packed: int) -> None:
         self.weights = packed
 
+    def pack_adapter(self, adapter: int) -> int:
+        return adapter
+
+    def load(self, number: int, packed: int) -> None:
+        assert number not in self.loaded
+        assert number > 0
+        self.loaded[number] = packed
+
+    def unload(self, number: int) -> None:
+        del self.loaded[number]
+        self.unloaded.append(number)
+
     def cache_bytes(self) -> int:
         return int(self.cache.nbytes)
 
@@ -140,6 +156,7 @@ def toy_generator(
     seed: int = 7,
     gather_steps: int = 0,
     most_parts_s: float = math.inf,
+    max_adapters: int = 8,
 ) -> Generator:
     return Generator(
         ToyDecoder(slots, length),
@@ -151,6 +168,8 @@ def toy_generator(
         deterministic=True,
         gather_steps=gather_steps,
         most_parts_s=most_parts_s,
+        max_adapters=max_adapters,
+        read_adapter=int,
     )
 
 

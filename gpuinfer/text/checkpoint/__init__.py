@@ -14,14 +14,17 @@ assembly.py          which stored tensors make which weights, checked and read
 safetensors.py       files of tensors
 estimate.py          bytes before anything is loaded        digests.py   what --resume compares
 replacement.py       other weights for a model that is at work
+adapter.py           adapters as PEFT saves them          adapter_config.py   what they say of themselves
 checkpoint.py        what comes of it all                   export.py    a folder written
 ```
 """
 
 import gpuinfer.text.passive  # noqa: F401  before torch
+from gpuinfer.text.checkpoint.adapter import read_adapter as read_adapter
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint as Checkpoint
 from gpuinfer.text.checkpoint.checkpoint import LanguageFiles as LanguageFiles
 from gpuinfer.text.checkpoint.estimate import Estimate as Estimate
+from gpuinfer.text.checkpoint.estimate import adapter_bytes as adapter_bytes
 from gpuinfer.text.checkpoint.estimate import refuse_unfit as refuse_unfit
 from gpuinfer.text.checkpoint.export import save_folder as save_folder
 from gpuinfer.text.checkpoint.names import open_checkpoint as open_checkpoint

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Layout, TensorPart
 from gpuinfer.text.shape import Shape
+from gpuinfer.text.weights import Adapter
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
 SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
@@ -28,8 +29,8 @@ class Estimate:
     peak_bytes: int
 
 
-def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype) -> Estimate:
-    weights = weight_bytes(layout, dtype)
+def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype, beside: int = 0) -> Estimate:
+    weights = weight_bytes(layout, dtype) + beside
     cache = slots * slot_bytes(layout.shape, length, dtype)
     step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype)
     return Estimate(weights, cache, weights + cache + step)
@@ -46,6 +47,16 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
 
     layout.weights(take)
     return total
+
+
+def adapter_bytes(adapter: Adapter) -> int:
+    """What one takes as a decoder holds it: float32, its ranks and outputs in portions of 16."""
+
+    def portions(count: int) -> int:
+        return -(-count // 16) * 16
+
+    sizes = [(low.rank, low.down.shape[1], low.up.shape[0]) for layer in adapter.layers for low in layer]
+    return 4 * sum(portions(rank) * inputs + rank * portions(outputs) for rank, inputs, outputs in sizes)
 
 
 def rounded(length: int) -> int:

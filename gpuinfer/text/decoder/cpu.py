@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.arithmetic import FLOAT32, computes_in
-from gpuinfer.text.decoder import blas, cpu_product, cpu_sizes
+from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
+from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, pack
 from gpuinfer.text.decoder.cpu_product import aligned
 from gpuinfer.text.decoder.cpu_step import Lanes
 from gpuinfer.text.decoder.cpu_vectors import TILE
@@ -30,7 +31,7 @@ from gpuinfer.text.decoder.cpu_weights import (
 )
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 LEAST_CAPACITY = 64  # rows of a step for which there is room at first
 
@@ -81,7 +82,9 @@ class CpuDecoder:
         self._caches = [self._cache(len(share.kv_heads)) for share in self._shares]
         self._packed = self.pack(weights)
         self._sizes = [self._lane_sizes(share) for share in self._shares]
+        self._adapters = LoadedAdapters(len(self._shares), shape.layers)
         self._room = (0, 0, 0)
+        self._step: tuple[NDArray[Any], ...] = ()
         self._lanes: Lanes | None = None
 
     def forward(self, step: Step) -> Tensor:
@@ -89,12 +92,15 @@ class CpuDecoder:
         rows, segments, outputs = len(step.tokens), len(step.slots), len(step.wanted)
         if rows > self._room[0] or segments > self._room[1] or outputs > self._room[2]:
             self._make_room(rows, segments, outputs)
-        tokens, slots, starts, lengths, wanted, positions = self._step
+        by_adapter = self._adapters.sorted(step)
+        step = by_adapter.step
+        tokens, slots, starts, lengths, wanted, positions, runs = self._step
+        runs[: len(by_adapter.runs)] = by_adapter.runs
         tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
         slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
         positions[:rows] = step.starts if rows == segments else _positions(step)
         for sizes in self._sizes:
-            sizes[cpu_sizes.ROWS : cpu_sizes.OUTPUTS + 1] = rows, segments, outputs
+            sizes[cpu_sizes.ROWS : cpu_sizes.RUNS + 1] = rows, segments, outputs, len(by_adapter.runs)
         assert self._lanes is not None  # made with the room
         self._lanes.step()
         return self._logits[:outputs]
@@ -119,6 +125,20 @@ class CpuDecoder:
         assert isinstance(packed, PackedWeights)
         self.close()
         self._packed = packed
+
+    def pack_adapter(self, adapter: Adapter) -> PackedAdapter:
+        """See `step.Decoder.pack_adapter`."""
+        return pack(adapter, self.shape, self._shares)
+
+    def load(self, number: int, packed: object) -> None:
+        """See `step.Decoder.load`. The lanes are made anew where there is no room for it."""
+        assert isinstance(packed, PackedAdapter)
+        if self._adapters.load(number, packed):
+            self.close()
+
+    def unload(self, number: int) -> None:
+        """See `step.Decoder.unload`."""
+        self._adapters.unload(number)
 
     def cache_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
@@ -195,7 +215,10 @@ class CpuDecoder:
         self._room = rows, segments, outputs
         shape, multiplied = self.shape, self._multiplied
         counts = (rows, segments, segments, segments, outputs, rows)
-        self._step = tuple(np.zeros(count, np.int32) for count in counts)
+        step = [np.zeros(count, np.int32) for count in counts]
+        self._step = (*step, np.zeros((segments, cpu_adapters.RUN), np.int64))
+        for sizes in self._sizes:
+            sizes[cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)
         self._logits = torch.from_numpy(logits)
         shared = (
@@ -209,11 +232,19 @@ class CpuDecoder:
         )
         self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
 
+    def _widest(self, own: LaneWeights) -> tuple[int, int]:
+        """The most inputs of a product, and the most outputs of a lane's."""
+        shape = self.shape
+        inputs = max(shape.hidden, shape.heads * shape.head_dim, shape.intermediate)
+        return inputs, max(shape.hidden, own.qkv_biases.shape[1], own.up_biases.shape[1])
+
     def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
         own = self._packed.lanes[lane]
-        mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded))
+        room = self._adapters.room(lane, rows, self._widest(own), self._blas is not None)
+        mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded), *room)
         product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
-        addresses = np.array([product, _sched_yield(), *own.addresses], np.int64)
+        low_product = cpu_product.product_with(np.dtype(np.float32)).address if self._adapters.rank else 0
+        addresses = np.array([product, _sched_yield(), low_product, *own.addresses], np.int64)
         eps = np.float32(self.shape.norm_eps)
         return self._sizes[lane], addresses, eps, self._step, self._packed.model, self._caches[lane], shared, mine
 

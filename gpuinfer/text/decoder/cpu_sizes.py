@@ -36,11 +36,20 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     ROWS,
     SEGMENTS,
     OUTPUTS,
+    RUNS,  # of rows that have an adapter
+    RANKS,  # values of a row between the two products of an adapter that there is room for
     SIZES,
-) = range(28)
+) = range(30)
 
 # in `addresses`
-PRODUCT, YIELD, FIRST_WEIGHT = 0, 1, 2  # qkv, out, up, down of each layer; then the head
+PRODUCT, YIELD, LOW_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head
+
+# in a lane's table of adapters, [adapters, layers, PARTS, FACTS]
+PARTS = 7  # of qkv three, of out one, of up two, of down one: each begins at its place below
+QKV, OUT, UP, DOWN, END = 0, 3, 4, 6, 7
+DOWNWARDS, UPWARDS, RANK, FIRST, COUNT, FACTS = range(
+    6
+)  # addresses; 0: no such part; the lane's columns of the product
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 SILU, GELU, GELU_TANH, RELU = ACTIVATIONS.values()

@@ -109,17 +109,18 @@ def spin(spins, addresses):
 @inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
-    tokens, slots, starts, lengths, wanted, positions = step
+    tokens, slots, starts, lengths, wanted, positions, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
         model
     )
     keys, values = cache
     x, normed, mixed, inner, added, last, logits = shared
-    qkv, up, qkv_biases, up_biases, scores, query, mix = own
+    qkv, up, qkv_biases, up_biases, scores, query, mix, adapters, wide, low, delta = own
     lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
     first, end = rows * lane // lanes, rows * (lane + 1) // lanes
     product = addresses[at.PRODUCT]
-    into = added.ctypes.data + 4 * sizes[at.ADDED_BEGIN]
+    added_begin = sizes[at.ADDED_BEGIN]
+    into = added.ctypes.data + 4 * added_begin
     inner_begin, inner_end = sizes[at.INNER_BEGIN], sizes[at.INNER_BEGIN] + sizes[at.INNER]
     for row in range(first, end):
         embed(embedding[tokens[row]], places, positions[row], sizes[at.LEARNED_POSITIONS], x[row])
@@ -128,6 +129,8 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     for layer in range(layers):
         weight = at.FIRST_WEIGHT + 4 * layer
         multiply(product, rows, qkv.shape[1], normed, addresses[weight], qkv.ctypes.data, qkv.shape[1])
+        if sizes[at.RUNS]:
+            adapt(at.QKV, at.OUT, layer, normed, qkv, 0, sizes, addresses, runs, adapters, wide, low, delta)
         row = 0
         for segment in range(sizes[at.SEGMENTS]):
             attend_segment(
@@ -138,12 +141,16 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             row += lengths[segment]
         barrier(control, lanes, addresses)
         multiply(product, rows, sizes[at.ADDED], mixed, addresses[weight + 1], into, hidden)
+        if sizes[at.RUNS]:
+            adapt(at.OUT, at.UP, layer, mixed, added, added_begin, sizes, addresses, runs, adapters, wide, low, delta)
         barrier(control, lanes, addresses)
         for row in range(first, end):
             add(x[row], added[row], out_biases[layer])
             norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
         barrier(control, lanes, addresses)
         multiply(product, rows, up.shape[1], normed, addresses[weight + 2], up.ctypes.data, up.shape[1])
+        if sizes[at.RUNS]:
+            adapt(at.UP, at.DOWN, layer, normed, up, 0, sizes, addresses, runs, adapters, wide, low, delta)
         for row in range(rows):
             activate(
                 up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER],
@@ -151,6 +158,8 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             )  # fmt: skip
         barrier(control, lanes, addresses)
         multiply(product, rows, sizes[at.ADDED], inner, addresses[weight + 3], into, hidden)
+        if sizes[at.RUNS]:
+            adapt(at.DOWN, at.END, layer, inner, added, added_begin, sizes, addresses, runs, adapters, wide, low, delta)
         barrier(control, lanes, addresses)
         for row in range(first, end):
             add(x[row], added[row], down_biases[layer])
@@ -177,6 +186,37 @@ def multiply(product, rows, columns, a, weight, c, stride):
         gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
     else:
         call_product(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
+
+
+@compiled
+def adapt(part, end, layer, a, c, column, sizes, addresses, runs, adapters, wide, low, delta):
+    """Add what adapters add to rows of a product, c [rows, columns from `column` on] += a · downᵀ · upᵀ, in float32.
+
+    `runs` [runs, 3]: rows from the second to before the third number have the adapter at the first's place. Its parts
+    of this product are those from `part` to before `end`. A row's bits depend on it and its adapter alone, as those of
+    any product. `wide`, `low` and `delta` are room for rows.
+    """
+    product, inner, ranks = addresses[at.LOW_PRODUCT], a.shape[1], sizes[at.RANKS]
+    for number in range(sizes[at.RUNS]):
+        place, first, last = runs[number, 0], runs[number, 1], runs[number, 2]
+        rows = last - first
+        source = a.ctypes.data + 4 * first * inner
+        if a.itemsize == 2:
+            source = wide.ctypes.data
+            for row in range(rows):
+                for i in range(inner):
+                    wide[row * inner + i] = widen(a[first + row, i])
+        for which in range(part, end):
+            facts = adapters[place, layer, which]
+            rank, count = facts[at.RANK], facts[at.COUNT]
+            if rank == 0 or count == 0:
+                continue
+            call_product(product, rows, rank, inner, source, inner, facts[at.DOWNWARDS], low.ctypes.data, ranks)
+            upwards, begin = facts[at.UPWARDS], column + facts[at.FIRST]
+            call_product(product, rows, count, rank, low.ctypes.data, ranks, upwards, delta.ctypes.data, count)
+            for row in range(rows):
+                for i in range(count):
+                    c[first + row, begin + i] += delta[row * count + i]
 
 
 @inlined

@@ -16,7 +16,7 @@ from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Decoder, Step
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
@@ -49,6 +49,15 @@ class NullDecoder:
         return weights
 
     def swap(self, packed: object) -> None:
+        pass
+
+    def pack_adapter(self, adapter: Adapter) -> object:
+        return adapter
+
+    def load(self, number: int, packed: object) -> None:
+        pass
+
+    def unload(self, number: int) -> None:
         pass
 
     def cache_bytes(self) -> int:

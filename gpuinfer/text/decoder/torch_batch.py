@@ -109,7 +109,7 @@ def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> StepB
         slots, asking_rows, asked_from = rest[3 * i : 3 * i + 3]
         masks = {window: mask_of(part, asked_from, window, dtype) for window in windows}
         groups.append(Group(part.width, part.reach, where_to_read(part, step, slots), asking_rows, masks))
-    return StepBatch(tokens, where, into, tuple(groups), backward)
+    return StepBatch(tokens, where, into, tuple(groups), back=backward)
 
 
 def rows_of(step: Step, part: BatchPart) -> Integers:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.torch_batch import Integers, batch_of, positions_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import StepBatch, attend
+from gpuinfer.text.decoder.torch_layers import Adapted, StepBatch, attend
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at once, padded
 
@@ -29,6 +31,9 @@ class TorchDecoder:
     that its logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add
     up in another order for another number of rows, but not for another row of the same. `compile` merges what lies
     between the matrix products; raises `UsageError` when torch cannot.
+
+    A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
+    for its rows together; with `deterministic`, for all rows of each tile.
 
     Gradients are off, but not by `torch.inference_mode`: whoever samples may write over the logits.
     """
@@ -50,6 +55,7 @@ class TorchDecoder:
         self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs = deterministic, graphs
         self._windows = shape.windows or (None,) * shape.layers
+        self._adapters: dict[int, Adapter] = {}
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
         self._further: Callable[..., Tensor] = partial(torch_layers.further, shape)
         if compile:
@@ -84,9 +90,11 @@ class TorchDecoder:
         self._cache.begin(step)
         if self.deterministic:
             return self._in_tiles(step)
-        if self._graphs and len(step.tokens) == len(step.slots):
+        adapted = self._adapted(step)
+        if self._graphs and len(step.tokens) == len(step.slots) and not adapted:
             return self._one_each(step)
-        found = self._hidden(batch_of(step, self._cache, set(self._windows)))
+        batch = batch_of(step, self._cache, set(self._windows))
+        found = self._hidden(replace(batch, adapted=adapted) if adapted else batch)
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
         return self._logits(found.index_select(0, wanted))
 
@@ -105,6 +113,20 @@ class TorchDecoder:
         assert isinstance(packed, Weights)
         for own, other in zip(torch_layers.tensors_of(self._weights), torch_layers.tensors_of(packed), strict=True):
             own.copy_(other)
+
+    @torch.no_grad()
+    def pack_adapter(self, adapter: Adapter) -> Adapter:
+        """See `step.Decoder.pack_adapter`."""
+        return torch_layers.adapter_on_device(adapter, self.device, self.dtype)
+
+    def load(self, number: int, packed: object) -> None:
+        """See `step.Decoder.load`."""
+        assert isinstance(packed, Adapter)
+        self._adapters[number] = packed
+
+    def unload(self, number: int) -> None:
+        """See `step.Decoder.unload`."""
+        del self._adapters[number]
 
     @torch.no_grad()
     def empty(self) -> None:
@@ -128,6 +150,19 @@ class TorchDecoder:
         found, where = self._static.decode(tokens, starts, slots, answered=len(step.wanted) > 0)
         return self._picked(found, where[step.wanted])
 
+    def _adapted(self, step: Step) -> tuple[Adapted, ...]:
+        """Which rows of the step have which adapters. Such a step is launched kernel by kernel: a captured graph would
+        compute the adapters of the step that it was captured with.
+        """
+        if step.adapters is None:
+            return ()
+        of_rows = np.repeat(step.adapters, step.lengths)
+        return tuple(
+            Adapted(self._adapters[number], torch.from_numpy(np.flatnonzero(of_rows == number)).to(self.device))
+            for number in np.unique(of_rows).tolist()
+            if number
+        )
+
     def _picked(self, found: Tensor, rows: Integers) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
             return found[: len(rows)]
@@ -137,16 +172,28 @@ class TorchDecoder:
         """Any step, tile after tile."""
         tokens, positions = step.tokens.astype(np.int64), positions_of(step)
         slots = np.repeat(step.slots.astype(np.int64), step.lengths)
+        adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
         rows = self._static.row_buckets[-1]
         for members, reach in tiles(positions, rows, self._static.reach_buckets):
             asked_for = np.isin(members, step.wanted)
             form = GraphForm(rows, reach, in_place=False, answered=bool(asked_for.any()))
             where = np.arange(len(members))
-            found, _ = self._static.compute(form, where, tokens[members], positions[members], slots[members])
+            adapted = self._adapted_tile(adapters[members], rows)
+            found, _ = self._static.compute(form, where, tokens[members], positions[members], slots[members], adapted)
             into = np.searchsorted(step.wanted, members[asked_for])
             answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
         return answers
+
+    def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
+        """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
+        padded = np.zeros(rows, np.int32)
+        padded[: len(numbers)] = numbers
+        return tuple(
+            Adapted(self._adapters[number], torch.from_numpy(padded == number).to(self.device))
+            for number in np.unique(padded).tolist()
+            if number
+        )
 
     def _hidden(self, batch: StepBatch) -> Tensor:
         """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""
@@ -156,10 +203,17 @@ class TorchDecoder:
             x = x + weights.positions[batch.positions]
         cosines, sines = (table[batch.positions] for table in self._angles) if self._angles else (None, None)
         for number, layer in enumerate(weights.layers):
-            queries, keys, values = self._asked(layer, x, cosines, sines)
+            if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
+                added = torch_layers.of_layer(batch.adapted, number)
+                queries, keys, values = torch_layers.asked(self.shape, layer, x, cosines, sines, added)
+            else:
+                queries, keys, values = self._asked(layer, x, cosines, sines)
             self._cache.write(number, batch.places, keys, values)
             mixed = attend(batch, queries, self._cache, number, self._windows[number])
-            x = self._further(layer, x, mixed)
+            if batch.adapted:
+                x = torch_layers.further(self.shape, layer, x, mixed, added)
+            else:
+                x = self._further(layer, x, mixed)
         return x
 
     def _logits(self, found: Tensor) -> Tensor:

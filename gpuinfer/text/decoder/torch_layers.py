@@ -8,8 +8,8 @@ Attention of many rows over the cache, in groups of segments that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Norm, Product, Weights
 
 
 def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -80,6 +80,48 @@ def projected(x: Tensor, weights: Linear) -> Tensor:
     return F.linear(x, weights.weight, weights.bias)
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """Rows of a batch and the adapter that they have. `chosen`: their numbers, int64; or bool [rows], where all rows go
+    through the adapter and only these are changed, so that no size of its products depends on how many they are.
+    """
+
+    adapter: Adapter
+    chosen: Tensor
+
+
+Added = Sequence[tuple[Tensor, Sequence[LowRank]]]
+"""The same of one layer."""
+
+
+def of_layer(adapted: Sequence[Adapted], layer: int) -> Added:
+    return [(one.chosen, one.adapter.layers[layer]) for one in adapted]
+
+
+def with_adapters(x: Tensor, weights: Linear, product: Product, added: Added) -> Tensor:
+    """`projected`, and what adapters add to their rows."""
+    out = projected(x, weights)
+    for chosen, lows in added:
+        for low in lows:
+            if low.product == product:
+                _add(out[:, low.first : low.first + len(low.up)], x, chosen, low)
+    return out
+
+
+def _add(out: Tensor, x: Tensor, chosen: Tensor, low: LowRank) -> None:
+    if chosen.dtype == torch.bool:
+        out.copy_(torch.where(chosen[:, None], out + F.linear(F.linear(x, low.down), low.up), out))
+    else:
+        out.index_add_(0, chosen, F.linear(F.linear(x.index_select(0, chosen), low.down), low.up))
+
+
+def adapter_on_device(adapter: Adapter, device: torch.device, dtype: torch.dtype) -> Adapter:
+    def low(given: LowRank) -> LowRank:
+        return replace(given, down=given.down.to(device, dtype), up=given.up.to(device, dtype))
+
+    return Adapter(tuple(tuple(low(one) for one in layer) for layer in adapter.layers))
+
+
 def turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotary embedding: `heads` [rows, heads, head_dim] by the angles whose `cosines` and `sines` are [rows, half]."""
     half = cosines.shape[-1]
@@ -100,10 +142,10 @@ def angles(shape: Shape, positions: int, device: torch.device) -> tuple[Tensor, 
 
 
 def asked(
-    shape: Shape, layer: Layer, x: Tensor, cosines: Tensor | None, sines: Tensor | None
+    shape: Shape, layer: Layer, x: Tensor, cosines: Tensor | None, sines: Tensor | None, added: Added = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What comes before attention: queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim]."""
-    qkv = projected(normed(x, layer.attention_norm, shape.norm, shape.norm_eps), layer.qkv)
+    qkv = with_adapters(normed(x, layer.attention_norm, shape.norm, shape.norm_eps), layer.qkv, "qkv", added)
     heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     queries, keys, values = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -114,16 +156,16 @@ def asked(
     return queries, keys, values
 
 
-def further(shape: Shape, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+def further(shape: Shape, layer: Layer, x: Tensor, mixed: Tensor, added: Added = ()) -> Tensor:
     """What comes after attention, whose `mixed` values are [rows, heads × head_dim]."""
-    x = x + projected(mixed, layer.out)
-    inner = projected(normed(x, layer.mlp_norm, shape.norm, shape.norm_eps), layer.up)
+    x = x + with_adapters(mixed, layer.out, "out", added)
+    inner = with_adapters(normed(x, layer.mlp_norm, shape.norm, shape.norm_eps), layer.up, "up", added)
     if shape.gated:
         gate, value = inner.chunk(2, dim=-1)
         inner = activated(gate, shape.activation) * value
     else:
         inner = activated(inner, shape.activation)
-    return x + projected(inner, layer.down)
+    return x + with_adapters(inner, layer.down, "down", added)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -160,6 +202,7 @@ class StepBatch:
     positions: Tensor  # [rows]
     places: Tensor  # [rows] in the cache: slot × room + position
     groups: tuple[Group, ...]
+    adapted: tuple[Adapted, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
 
 

@@ -21,7 +21,7 @@ from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.torch_batch import Integers, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Window, mask
 
 logger = logging.getLogger("gpuinfer")
 
@@ -120,26 +120,35 @@ class StaticBatches:
         )
 
     def compute(
-        self, form: GraphForm, where: Integers, tokens: Integers, positions: Integers, slots: Integers
+        self,
+        form: GraphForm,
+        where: Integers,
+        tokens: Integers,
+        positions: Integers,
+        slots: Integers,
+        adapted: tuple[Adapted, ...] = (),
     ) -> tuple[Tensor, Integers]:
-        """The same in a form that is given, with the rows at the places `where`."""
+        """The same in a form that is given, with the rows at the places `where`. With adapters it is no graph."""
         inputs = self._host[:, : form.rows].numpy()
         inputs[:2], inputs[2] = 0, self.cache.spare
         inputs[0, where], inputs[1, where], inputs[2, where] = tokens, positions, slots
         self._inputs[:, : form.rows].copy_(self._host[:, : form.rows])
-        self._run(self._compute, form)
+        if adapted:
+            self._compute(form, adapted)
+        else:
+            self._run(self._compute, form)
         return self._outputs[: form.rows], where
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes
 
-    def _compute(self, form: GraphForm) -> None:
+    def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
         tokens, positions, slots = self._inputs[:, : form.rows].unbind()
         reading = slice(0, form.rows) if form.in_place else slots
         dtype = self.cache.keys.dtype
         masks = {window: mask(positions[:, None], form.reach, window, dtype) for window in self.windows}
         group = Group(1, form.reach, reading, None, {**masks})
-        found = self._hidden(StepBatch(tokens, positions, slots * self.cache.room + positions, (group,)))
+        found = self._hidden(StepBatch(tokens, positions, slots * self.cache.room + positions, (group,), adapted))
         if form.answered:
             self._outputs[: form.rows].copy_(self._logits(found))
 

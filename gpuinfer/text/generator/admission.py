@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from gpuinfer.text.generator.cache import LEAST, Copies, Places, Prefixes, PrefixMatch, SlotTable
 from gpuinfer.text.generator.prepared import NO_TOKENS, PromptWork, Row, row_of
 from gpuinfer.text.generator.seams import Language, Sampler
@@ -71,6 +73,13 @@ class Admission:
         for row in self.prefilling:
             row.owner = None  # it computes itself what it waited for
 
+    def forget_adapter(self, number: int) -> None:
+        """It has been unloaded: no prompt will begin with what it has computed."""
+        for slot in np.flatnonzero(self._table.adapter == number).tolist():
+            if self._table.rows[slot] is None:
+                self._prefixes.drop(slot)
+                self._places.spoil(slot)
+
     def _give_back(self, slot: int) -> None:
         if self._table.filled[slot] >= LEAST and not self._table.outdated[slot]:
             self._prefixes.add(slot)
@@ -100,7 +109,8 @@ class Admission:
         """Rows that go through the same tokens at first."""
         leader, *others = rows
         # Tokens whose logits are wanted may not come from a copy: the last one, and those that are echoed.
-        match = self._prefixes.find(leader.known[: min(leader.first, leader.echoed_from + 1)])
+        fresh = leader.known[: min(leader.first, leader.echoed_from + 1)]
+        match = self._prefixes.find(fresh, leader.work.adapter_number)
         slots = self._take(match, len(rows))
         for row, slot in zip(rows, slots, strict=True):
             row.slot = slot

@@ -57,6 +57,12 @@ class Places:
         self._blank += self._kept
         self._kept.clear()
 
+    def spoil(self, slot: int) -> None:
+        """What this one holds serves nobody any more."""
+        if slot in self._kept:
+            del self._kept[slot]
+            self._blank.append(slot)
+
     def used(self, slot: int) -> None:
         """Something has been copied from it: if it is free, it is worth keeping."""
         if slot in self._kept:
@@ -82,6 +88,8 @@ class SlotTable:
         self.ends = np.zeros(slots, np.bool_)  # the end token ends it
         self.watched = np.zeros(slots, np.bool_)  # every token of it is looked at
         self.constrained = np.zeros(slots, np.bool_)
+        self.adapter = np.zeros(slots, np.int32)  # the number of that which has computed it; 0: none has
+        self.adapted = 0  # living rows that have one
         self.outdated = np.zeros(slots, np.bool_)  # other weights than the present ones have computed some of it
         self.processed: NDArray[np.float64] | None = (
             None  # [slots, length] once a row wants it: what each token was worth
@@ -104,6 +112,8 @@ class SlotTable:
         self.first[slot] = row.first
         self.filled[slot] = 0
         self.outdated[slot] = False
+        self.adapter[slot] = number = row.work.adapter_number
+        self.adapted += int(number > 0)
         self.prompt[slot] = prompt
         self.final[slot] = prompt + prepared.limit - 1
         self.ends[slot] = not sampling.ignore_eos
@@ -131,6 +141,7 @@ class SlotTable:
         if row is not None and row.walk is not None and self.walks is not None:
             self.walks.leave(slot)
             self.listed -= 1
+        self.adapted -= int(self.adapter[slot] > 0)
         self.prompt[slot] = self.first[slot] = 0
         self.decodes[slot] = False
         if self.watched[slot]:
@@ -175,7 +186,7 @@ class Prefixes:
         """The slot's content, LEAST tokens or more, can be found from now on, unless it is outdated."""
         if self._keys[slot] is not None or self._table.outdated[slot]:
             return
-        key = self._table.tokens[slot, :LEAST].tobytes()
+        key = _key(self._table.tokens[slot], int(self._table.adapter[slot]))
         self._keys[slot] = key
         self._slots.setdefault(key, {})[slot] = None
 
@@ -194,15 +205,15 @@ class Prefixes:
         self._keys = [None] * self._table.slots
         self._slots.clear()
 
-    def find(self, tokens: Ints) -> PrefixMatch | None:
-        """The longest beginning of `tokens` that is worth taking over. The last token is never part of it: its logits
-        are wanted.
+    def find(self, tokens: Ints, adapter: int = 0) -> PrefixMatch | None:
+        """The longest beginning of `tokens` that is worth taking over, computed with the very same adapter. The last
+        token is never part of it: its logits are wanted.
 
         One that another row is still computing is preferred if it is longer by as much as a copy is worth: that row
         comes before whoever asks, so waiting for it costs nothing.
         """
         most = len(tokens) - 1
-        if most < LEAST or (alike := self._slots.get(tokens[:LEAST].tobytes())) is None:
+        if most < LEAST or (alike := self._slots.get(_key(tokens, adapter))) is None:
             return None
         slots = np.array(list(alike)[-CANDIDATES:], np.int32)
         known = np.minimum(self._table.known(slots), most)
@@ -223,6 +234,11 @@ class Prefixes:
         """Of equals one that is free: it need not be copied."""
         free = np.flatnonzero(best & (self._table.prompt[slots] == 0))
         return int(free[0]) if len(free) else otherwise
+
+
+def _key(tokens: Ints, adapter: int) -> bytes:
+    first = tokens[:LEAST].tobytes()
+    return first + adapter.to_bytes(4, "little") if adapter else first
 
 
 logger = logging.getLogger("gpuinfer")

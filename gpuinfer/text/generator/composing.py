@@ -150,7 +150,8 @@ class Composer:
     def _plain(self, decoding: Ints) -> StepPlan:
         rows = len(decoding)
         counting = self._counting[:rows]
-        step = Step(self._tokens[:rows], decoding, self._starts[:rows], self._ones[:rows], counting)
+        adapters = self._table.adapter[decoding] if self._table.adapted else None
+        step = Step(self._tokens[:rows], decoding, self._starts[:rows], self._ones[:rows], counting, adapters)
         return StepPlan(step, decoding, (), draws=decoding)
 
     def _refresh(self, step: Step) -> None:
@@ -166,12 +167,18 @@ class Composer:
             followed(table.filled[decoding], [chunk.start for chunk in chunks]),
             followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
             followed(self._counting[:rows], wanted(chunks, rows)),
+            self._adapters(decoding, chunks),
         )
         slots, picks = drawing(chunks)
         draws = followed(decoding, slots)
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
             return StepPlan(step, decoding, chunks, draws)
         return StepPlan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
+
+    def _adapters(self, decoding: Ints, chunks: Sequence[Chunk]) -> Ints | None:
+        if not self._table.adapted:
+            return None
+        return followed(self._table.adapter[decoding], [chunk.row.work.adapter_number for chunk in chunks])
 
 
 def followed(first: Ints, then: list[int]) -> Ints:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 from gpuinfer.api import Lane
-from gpuinfer.errors import BackendDied, Closed
+from gpuinfer.errors import BackendDied, Closed, UsageError
 from gpuinfer.generation import Generation, Part
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.prepared import Prepared
@@ -55,11 +55,10 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
-    """Weights that the generator is to compute with; `drain`: when nothing is under way any more."""
+class _Change:
+    """What is to be done to the generator between two steps; `drain`: when nothing is under way any more."""
 
-    version: str
-    weights: object  # as `TextGenerator.update` takes them
+    apply: Callable[[], None]
     drain: bool
     done: Future[None]
 
@@ -87,7 +86,7 @@ class Driver:
         self._inbox: list[tuple[int, Prepared]] = []
         self._cancelled: list[int] = []
         self._waiting: deque[tuple[int, Prepared]] = deque()  # for free slots; the driver's own
-        self._updates: deque[_Update] = deque()
+        self._updates: deque[_Change] = deque()
         self._open: dict[int, Done | None] = {}  # tickets without an outcome
         self._tickets = 0
         self._asleep = self._closing = False
@@ -145,12 +144,23 @@ class Driver:
         It is done between two steps. With `drain` answers under way come to their ends before, and prompts that are
         not under way wait for it. Cancelled in time it is not done. Raises `BackendDied` or `Closed`, as it may.
         """
-        update = _Update(version, weights, drain, Future())
+        return self._between_steps(lambda: self.generator.update(version, weights), drain)
+
+    def load_adapter(self, name: str, version: str, adapter: object) -> Future[None]:
+        """Have `TextGenerator.load_adapter` done between two steps, from any thread. Nothing drains for it."""
+        return self._between_steps(lambda: self.generator.load_adapter(name, version, adapter))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        """The same of `TextGenerator.unload_adapter`."""
+        return self._between_steps(lambda: self.generator.unload_adapter(name))
+
+    def _between_steps(self, apply: Callable[[], None], drain: bool = False) -> Future[None]:
+        change = _Change(apply, drain, Future())
         with self._wake:
             self._refuse_if_gone()
-            self._updates.append(update)
+            self._updates.append(change)
             self._rouse()
-        return update.done
+        return change.done
 
     def counters(self) -> dict[str, float]:
         """The fields of `Counters`."""
@@ -223,9 +233,12 @@ class Driver:
         while self._updates and not (self._updates[0].drain and self.generator.busy):
             update = self._updates[0]
             if update.done.set_running_or_notify_cancel():
-                # what raises here ends the thread, since some of the weights may be the new ones: `_fail_all` tells it
-                self.generator.update(update.version, update.weights)
-                update.done.set_result(None)
+                try:
+                    update.apply()
+                except UsageError as error:  # with nothing changed
+                    update.done.set_exception(error)
+                else:  # what else is raised ends the thread, as some weights may be the new ones: `_fail_all` tells it
+                    update.done.set_result(None)
             self._updates.popleft()
 
     def _withdraw(self, tickets: set[int]) -> None:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
+from gpuinfer.text.adapter_options import MAX_ADAPTERS
+from gpuinfer.text.generator.adapters import Adapters, check_name
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
@@ -27,7 +29,7 @@ from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
 from gpuinfer.text.sampling.slots import Rules
 from gpuinfer.text.step import Decoder
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.weights import Adapter, Weights
 
 
 class Generator:
@@ -51,21 +53,30 @@ class Generator:
         sampler: Sampler | None = None,
         facts: Mapping[str, Any] | None = None,
         read: Callable[[str], Weights] | None = None,
+        read_adapter: Callable[[str], Adapter] | None = None,
+        max_adapters: int = MAX_ADAPTERS,
         most_parts_s: float = MOST_PARTS_S,
     ) -> None:
-        """`read` finds other weights for the same model (`read_weights`); None: there are none."""
+        """`read` finds other weights for the same model (`read_weights`), `read_adapter` adapters; if any."""
         vocabulary = decoder.shape.vocabulary
         self.decoder, self.language = decoder, language
         self.sampler = sampler or _sampler(decoder, seed, end_tokens, threads, deterministic)
         self.facts: Mapping[str, Any] = facts or {}
-        self._read = read
+        self._read, self._read_adapter = read, read_adapter
         self.enter: Callable[[str], None] = lambda station: None
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language)
         self._settling = Settling(
-            self._table, self._admission, self._composer, language, lambda station: self.enter(station), most_parts_s
+            self._table,
+            self._admission,
+            self._composer,
+            language,
+            lambda station: self.enter(station),
+            most_parts_s,
+            lambda adapter: self._adapters.give_back(adapter),
         )
+        self._adapters = Adapters(decoder, max_adapters, self._admission.forget_adapter)
         self._troubles = Troubles(self._table)
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._queued = decoder.device.type == "cuda"
@@ -89,7 +100,7 @@ class Generator:
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:
-        return list(prepare(self.language, prompts, self.decoder, enter))
+        return list(prepare(self.language, prompts, self.decoder, enter, self._adapters.refuse_unknown))
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
         if ticket in self._settling.works:
@@ -97,7 +108,12 @@ class Generator:
         if prepared.samples > self.free_slots:
             raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
         now = time.perf_counter()
-        work = PromptWork(ticket, prepared, now)
+        try:
+            adapter = None if prepared.adapter is None else self._adapters.take(prepared.adapter)
+        except BadPrompt as error:  # it has been unloaded since the prompt was prepared
+            self._settling.finished.append((ticket, error))
+            return
+        work = PromptWork(ticket, prepared, now, adapter)
         self._settling.begin(work, now)
         if work.left:
             self._admission.add(work)
@@ -143,6 +159,23 @@ class Generator:
         self.decoder.swap(weights)
         self._admission.forget()
         self._settling.change_version(version)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters.known
+
+    def read_adapter(self, name: str, place: str) -> object:
+        if self._read_adapter is None:
+            raise UsageError("this model takes no adapters. Start another model.")
+        check_name(name)
+        self._adapters.refuse_full(name)
+        return self.decoder.pack_adapter(self._read_adapter(place))
+
+    def load_adapter(self, name: str, version: str, adapter: object) -> None:
+        self._adapters.load(name, version, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
 
     def close(self) -> None:
         self.sampler.close()

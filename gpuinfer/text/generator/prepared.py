@@ -14,6 +14,7 @@ from msgspec import structs
 
 from gpuinfer.errors import BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Logprob, Prompt, Sampling
+from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.begun import Begun, begun_of
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher, Walk
@@ -35,6 +36,7 @@ class Prepared:
     matcher: Matcher | None  # each sample works on a copy
     parts: bool = False  # the answers are given out while they grow
     begun: tuple[Begun, ...] = ()  # of each sample, if any has begun
+    adapter: str | None = None  # as the prompt asks for it: what it means is seen when it is added
 
     def computes(self, number: int) -> bool:
         """Whether the sample of this number needs any step at all."""
@@ -49,26 +51,39 @@ MOST_SAMPLES = 1 << 32  # of one prompt, in all its parts: random numbers tell n
 
 
 def prepare(
-    language: Language, prompts: Sequence[Prompt], decoder: Decoder, enter: Enter = lambda station: None
+    language: Language,
+    prompts: Sequence[Prompt],
+    decoder: Decoder,
+    enter: Enter = lambda station: None,
+    refuse_adapter: Callable[[str], None] = lambda name: None,
 ) -> list[Prepared | BadPrompt]:
     """Each prompt made ready for this decoder, or why that cannot be. The sampler checks the rest as it is admitted.
 
     Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop. `enter` is told
-    which it is: "understand" or "constrain".
+    which it is: "understand" or "constrain". `refuse_adapter` raises `BadPrompt` for one that is not loaded.
     """
     return [
-        tokens if isinstance(tokens, BadPrompt) else _prepare_one(language, prompt, tokens, decoder, enter)
+        tokens
+        if isinstance(tokens, BadPrompt)
+        else _prepare_one(language, prompt, tokens, decoder, enter, refuse_adapter)
         for prompt, tokens in zip(prompts, language.encode(prompts), strict=True)
     ]
 
 
 def _prepare_one(
-    language: Language, prompt: Prompt, tokens: Ints, decoder: Decoder, enter: Enter
+    language: Language,
+    prompt: Prompt,
+    tokens: Ints,
+    decoder: Decoder,
+    enter: Enter,
+    refuse_adapter: Callable[[str], None],
 ) -> Prepared | BadPrompt:
     sampling, length = prompt.sampling, decoder.length
     matcher: Matcher | None = None
     begun: tuple[Begun, ...] = ()
     try:
+        if prompt.adapter is not None:
+            refuse_adapter(prompt.adapter)
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)
@@ -83,13 +98,11 @@ def _prepare_one(
         enter("understand")
         return problem
     samples, first_sample, key = prompt.samples, prompt.first_sample, prompt.key
-    return Prepared(tokens, sampling, limit, samples, first_sample, key, matcher, begun=begun)
+    return Prepared(tokens, sampling, limit, samples, first_sample, key, matcher, begun=begun, adapter=prompt.adapter)
 
 
 def _check(prompt: Prompt, decoder: Decoder) -> None:
     sampling, slots = prompt.sampling, decoder.slots
-    if prompt.adapter is not None:
-        raise BadPrompt(f"it asks for the adapter '{prompt.adapter}', and this model has none. Leave `adapter` out.")
     if not sampling.max_tokens or prompt.begun:  # the sampler may not see it
         check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
@@ -189,11 +202,12 @@ class PromptWork:
     """
 
     __slots__ = (
-        "cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket", "versions",
+        "adapter", "cached", "completions", "echo", "first_token", "left", "prepared", "rows", "started", "ticket",
+        "versions",
     )  # fmt: skip
 
-    def __init__(self, ticket: Hashable, prepared: Prepared, started: float) -> None:
-        self.ticket, self.prepared, self.started = ticket, prepared, started
+    def __init__(self, ticket: Hashable, prepared: Prepared, started: float, adapter: Loaded | None = None) -> None:
+        self.ticket, self.prepared, self.started, self.adapter = ticket, prepared, started, adapter
         self.rows: list[Row] = []  # those that compute; empty until it is placed
         self.left = prepared.samples
         self.completions: list[Completion | None] = [None] * prepared.samples
@@ -201,3 +215,8 @@ class PromptWork:
         self.echo: list[Logprob | None] | None = None  # of the prompt's tokens
         self.first_token = started
         self.versions: tuple[str, ...] = ()  # of the weights that have computed it
+
+    @property
+    def adapter_number(self) -> int:
+        """As steps name it; 0: none."""
+        return 0 if self.adapter is None else self.adapter.number

@@ -89,6 +89,25 @@ class TextGenerator(Protocol):
         """
         ...
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """What `Prompt.adapter` may be: names, and names with versions. From any thread."""
+        ...
+
+    def read_adapter(self, name: str, place: str) -> object:
+        """An adapter, as `load_adapter` takes it, that is to be called so. From any thread. Raises `UsageError`."""
+        ...
+
+    def load_adapter(self, name: str, version: str, adapter: object) -> None:
+        """Have `name` mean this one for prompts that are added from now on, and `name@version` while it is there.
+        Answers under way keep theirs. Raises `UsageError`, with nothing changed.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """No prompt may ask for it any more; answers under way keep it. Raises `UsageError` for one that is unknown."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and memory."""
         ...

@@ -11,6 +11,7 @@ from msgspec import structs
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part
 from gpuinfer.models.memory import first_line
+from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
@@ -39,7 +40,9 @@ class Settling:
         language: Language,
         enter: Callable[[str], None] = lambda station: None,
         most_parts_s: float = MOST_PARTS_S,
+        give_back: Callable[[Loaded], None] = lambda adapter: None,
     ) -> None:
+        self._give_back = give_back  # told of each answer's adapter when it is complete, or wanted no more
         self._table, self._admission, self._composer, self._language = table, admission, composer, language
         self.version = ""  # of the weights: "" are those of the start
         self._enter, self._most_parts_s = enter, most_parts_s
@@ -50,7 +53,7 @@ class Settling:
 
     def begin(self, work: PromptWork, now: float) -> None:
         """It is under way from now on. What there is of it that needs no step is complete at once."""
-        work.versions = (self.version,)
+        work.versions = (self._name(work),)
         self.works[work.ticket] = work
         for number in range(work.prepared.samples):
             if not work.prepared.computes(number):
@@ -62,10 +65,17 @@ class Settling:
         table = self._table
         for work in self.works.values():
             begun = any(table.filled[row.slot] for row in work.rows)
-            work.versions = (*work.versions, version) if begun else (version,)
+            name = self._name(work)
+            work.versions = (*work.versions, name) if begun else (name,)
             for row in work.rows:
                 if table.rows[row.slot] is row:
-                    row.versions = then(row.versions, self._drawn(row), version)
+                    row.versions = then(row.versions, self._drawn(row), name)
+
+    def _name(self, work: PromptWork) -> str:
+        """Of what computes it now: an adapter's, with the base's behind it where that is not the one of the start."""
+        if work.adapter is None:
+            return self.version
+        return f"{work.adapter.label}+{self.version}" if self.version else work.adapter.label
 
     def _drawn(self, row: Row) -> int:
         """How many tokens of its answer are known."""
@@ -116,10 +126,12 @@ class Settling:
 
     def withdraw(self, work: PromptWork) -> None:
         """Nobody waits for it any more."""
-        self.works.pop(work.ticket, None)
+        known = self.works.pop(work.ticket, None) is not None
         self._admission.withdraw(work)
         self._composer.changed()
         work.rows = []
+        if known and work.adapter is not None:
+            self._give_back(work.adapter)
 
     def complete(self, work: PromptWork, now: float) -> None:
         """All of its answers are there."""
@@ -135,6 +147,8 @@ class Settling:
             versions=work.versions,
         )
         self.finished.append((work.ticket, answer))
+        if work.adapter is not None:
+            self._give_back(work.adapter)
 
     def _settle_chunks(self, chunks: Sequence[Chunk], echoes: Sequence[Echo], now: float) -> None:
         echo = iter(echoes)

@@ -20,6 +20,8 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
 from gpuinfer.models.device import resolve_device, resolve_dtype
 from gpuinfer.models.memory import keep_freed_memory
+from gpuinfer.text.adapter_options import FIRST, MAX_ADAPTERS, folders_given
+from gpuinfer.text.generator.adapters import check_name
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.shape import Shape
@@ -33,9 +35,15 @@ SHARE = 0.9  # of what is free: the rest of the program grows too
 
 
 def fitted(
-    checkpoint: Checkpoint, slots: int | None, context: int | None, dtype: torch.dtype, free_bytes: int
+    checkpoint: Checkpoint,
+    slots: int | None,
+    context: int | None,
+    dtype: torch.dtype,
+    free_bytes: int,
+    beside: int = 0,
 ) -> tuple[int, Estimate]:
-    """Positions in a slot, and what that takes with `slots` (None: one, the least that makes sense).
+    """Positions in a slot, and what that takes with `slots` (None: one, the least that makes sense), and `beside` bytes
+    of adapters.
 
     A context that nobody asked for is halved until it fits. Raises `UsageError` with the numbers when nothing does.
     """
@@ -43,10 +51,10 @@ def fitted(
 
     count, room = slots or 1, int(free_bytes * SHARE)
     length = checked_context(checkpoint.shape, context)
-    estimate = checkpoint.estimate(count, length, dtype)
+    estimate = checkpoint.estimate(count, length, dtype, beside)
     while context is None and estimate.peak_bytes > room and length > SHORTEST:
         length = max(SHORTEST, length // 2)
-        estimate = checkpoint.estimate(count, length, dtype)
+        estimate = checkpoint.estimate(count, length, dtype, beside)
     refuse_unfit(checkpoint.name, estimate, room, slots=count, length=length, dtype=dtype)
     return length, estimate
 
@@ -73,6 +81,8 @@ class Tuning:
     threads: int | None = None  # of the decoder and the sampler on a CPU; None: this process's share of the cores
     compile: bool = False  # torch.compile what lies between the matrix products
     graphs: bool = True  # on CUDA, steps of one token a row are captured graphs
+    adapters: Mapping[str, str] | None = None  # folders by name, that are loaded from the start
+    max_adapters: int = MAX_ADAPTERS  # loaded at once
 
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
@@ -95,6 +105,10 @@ class Options(Protocol):
     def compile(self) -> bool: ...
     @property
     def graphs(self) -> bool: ...
+    @property
+    def adapters(self) -> Mapping[str, str] | None: ...
+    @property
+    def max_adapters(self) -> int: ...
 
 
 def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
@@ -103,15 +117,20 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
 
     Raises `UsageError` when the model cannot be had on this device, or does not fit.
     """
-    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
     from gpuinfer.text.decoder.sizing import free_memory
 
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
     wanted = asked(spec, tuning, setup, device, computes=checkpoint.shape.layers > 0)
-    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device))
+    adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
+    beside = sum(adapter_bytes(one) for one in adapters.values())
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device), beside)
     generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+    for name, adapter in adapters.items():
+        check_name(name)
+        generator.load_adapter(name, FIRST, generator.decoder.pack_adapter(adapter))
     _warm_up(generator)
     return generator
 
@@ -137,7 +156,16 @@ def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, 
     usual = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
     step_tokens = given["step_tokens"] or (usual if computes else NULL_STEP_TOKENS)
     threads = tuning.threads or max(1, cores() // setup.processes)
-    return Tuning(given["slots"], given["context"], step_tokens, threads, tuning.compile, tuning.graphs)
+    return Tuning(
+        given["slots"],
+        given["context"],
+        step_tokens,
+        threads,
+        tuning.compile,
+        tuning.graphs,
+        folders_given(tuning.adapters, spec.arguments),
+        tuning.max_adapters,
+    )
 
 
 def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | None:
@@ -156,6 +184,7 @@ def _assembled(
     length: int,
     estimate: Mapping[str, int],
 ) -> Generator:
+    from gpuinfer.text.checkpoint import read_adapter
     from gpuinfer.text.checkpoint.replacement import read_other_weights
     from gpuinfer.text.decoder import open_sized
     from gpuinfer.text.language import open_language
@@ -184,6 +213,8 @@ def _assembled(
         deterministic=setup.deterministic,
         gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
         read=partial(read_other_weights, checkpoint, dtype=dtype),
+        read_adapter=partial(read_adapter, checkpoint),
+        max_adapters=tuning.max_adapters,
         facts={
             "model": checkpoint.name,
             "device": str(device),

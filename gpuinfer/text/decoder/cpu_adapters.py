@@ -1,0 +1,165 @@
+"""Adapters as the compiled step reads them: packed for their products, at places of a table, their rows side by side.
+
+A step's segments are sorted by their adapters, so that the rows of each are one run, and one product for all of them.
+The sums of a product depend on a row and a column alone, so that neither the order of rows nor their number shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.text.decoder import cpu_sizes as at
+from gpuinfer.text.decoder.cpu_product import aligned, panels_of
+from gpuinfer.text.decoder.cpu_weights import Share
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Step
+from gpuinfer.text.weights import Adapter, LowRank
+
+RUN = 3  # numbers that say a run: place, first row, row after the last
+LEAST_PLACES = 8
+NO_RUNS: NDArray[np.int64] = np.zeros((0, RUN), np.int64)
+FIRST_PART = {"qkv": at.QKV, "out": at.OUT, "up": at.UP, "down": at.DOWN}
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """`tables` int64 [layers, PARTS, FACTS], one for each lane; `kept` is what their addresses point to."""
+
+    tables: list[NDArray[np.int64]]
+    kept: list[NDArray[Any]]
+    rank: int
+
+
+@dataclass(frozen=True)
+class SortedStep:
+    """A step whose segments are in the order of their adapters, and `runs` int64 [runs, RUN] of rows that have one."""
+
+    step: Step
+    runs: NDArray[np.int64]
+
+
+def pack(adapter: Adapter, shape: Shape, shares: Sequence[Share]) -> PackedAdapter:
+    """In float32, whatever the model computes in: low ranks are little work."""
+    tables = [np.zeros((shape.layers, at.PARTS, at.FACTS), np.int64) for _ in shares]
+    kept: list[NDArray[Any]] = []
+    for number, layer in enumerate(adapter.layers):
+        parts = dict(FIRST_PART)
+        for low in layer:
+            part = parts[low.product]
+            parts[low.product] += 1
+            down = panels_of(low.down)
+            kept.append(down)
+            for table, share in zip(tables, shares, strict=True):
+                table[number, part] = _facts(low, shape, share, down, kept)
+    return PackedAdapter(tables, kept, adapter.rank)
+
+
+def _facts(low: LowRank, shape: Shape, share: Share, down: NDArray[Any], kept: list[NDArray[Any]]) -> tuple[int, ...]:
+    for begin, end, column in _columns(low, shape, share):
+        first, last = max(begin, low.first), min(end, low.first + len(low.up))
+        if first < last:
+            up = panels_of(low.up[first - low.first : last - low.first])
+            kept.append(up)
+            return down.ctypes.data, up.ctypes.data, low.rank, column + first - begin, last - first
+    return (0,) * at.FACTS
+
+
+def _columns(low: LowRank, shape: Shape, share: Share) -> list[tuple[int, int, int]]:
+    """Which of a product's outputs a lane has: (from, to, its own column of the first)."""
+    if low.product in ("out", "down"):
+        return [(share.added.start, share.added.stop, 0)]
+    if low.product == "up":
+        inner = share.inner
+        both = [(inner.start, inner.stop, 0)]
+        beyond = (shape.intermediate + inner.start, shape.intermediate + inner.stop, len(inner))
+        return [*both, beyond] if shape.gated else both
+    dim, keys_at = shape.head_dim, shape.heads * shape.head_dim
+    values_at, heads, kv = keys_at + shape.kv_heads * shape.head_dim, share.heads, share.kv_heads
+    queries, keys = len(heads) * dim, len(kv) * dim
+    return [
+        (heads.start * dim, heads.stop * dim, 0),
+        (keys_at + kv.start * dim, keys_at + kv.stop * dim, queries),
+        (values_at + kv.start * dim, values_at + kv.stop * dim, queries + keys),
+    ]
+
+
+class LoadedAdapters:
+    """Where the adapters lie that steps may name: place 0 is nobody's."""
+
+    def __init__(self, lanes: int, layers: int) -> None:
+        self._form = (layers, at.PARTS, at.FACTS)
+        self._tables = [self._table(LEAST_PLACES) for _ in range(lanes)]
+        self._places: dict[int, int] = {}
+        self._kept: dict[int, PackedAdapter] = {}
+        self.rank = 0  # the largest until now
+
+    def load(self, number: int, packed: PackedAdapter) -> bool:
+        """Whether there is more room needed than there was."""
+        taken = set(self._places.values())
+        places, grows = len(self._tables[0]), packed.rank > self.rank
+        place = next((place for place in range(1, places) if place not in taken), places)
+        if place == places:
+            grows = True
+            self._tables = [np.concatenate([table, self._table(places)]) for table in self._tables]
+        for table, own in zip(self._tables, packed.tables, strict=True):
+            table[place] = own
+        self._places[number], self._kept[number] = place, packed
+        self.rank = max(self.rank, packed.rank)
+        return grows
+
+    def unload(self, number: int) -> None:
+        place = self._places.pop(number)
+        del self._kept[number]
+        for table in self._tables:
+            table[place] = 0
+
+    def room(self, lane: int, rows: int, widest: tuple[int, int], narrow: bool) -> tuple[NDArray[Any], ...]:
+        """A lane's table, and its room for inputs of `rows` rows as float32 (where they are `narrow`), for what is
+        between two products, and for what is added.
+        """
+        rows = rows if self.rank else 0
+        inputs, outputs = widest
+        sizes = (rows * inputs if narrow else 0, rows * self.rank, rows * outputs)
+        return (self._tables[lane], *(aligned((size,), np.float32) for size in sizes))
+
+    def sorted(self, step: Step) -> SortedStep:
+        """The same step, with the rows of each adapter side by side."""
+        if step.adapters is None or not step.adapters.any():
+            return SortedStep(step, NO_RUNS)
+        numbers, of = np.unique(step.adapters, return_inverse=True)
+        places = np.array([self._places[number] if number else 0 for number in numbers.tolist()])[of]
+        order = np.argsort(places, kind="stable")
+        if not np.array_equal(order, np.arange(len(order))):
+            step = _ordered(step, order)
+            places = places[order]
+        ends = np.cumsum(step.lengths, dtype=np.int64)
+        last = np.flatnonzero(np.append(places[1:] != places[:-1], True))
+        until = ends[last]
+        runs = np.stack([places[last], np.concatenate([[0], until[:-1]]), until], axis=1)
+        return SortedStep(step, runs[runs[:, 0] > 0])
+
+    def _table(self, places: int) -> NDArray[np.int64]:
+        return np.zeros((places, *self._form), np.int64)
+
+
+def _ordered(step: Step, order: NDArray[np.int64]) -> Step:
+    """The segments in this order; the logits that are asked for stay in theirs."""
+    firsts = np.cumsum(step.lengths, dtype=np.int64) - step.lengths
+    lengths = step.lengths[order]
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    rows = np.repeat(firsts[order] - begins, lengths) + np.arange(len(step.tokens))
+    back = np.empty(len(rows), np.int32)
+    back[rows] = np.arange(len(rows), dtype=np.int32)
+    return replace(
+        step,
+        tokens=step.tokens[rows],
+        slots=step.slots[order],
+        starts=step.starts[order],
+        lengths=lengths,
+        wanted=back[step.wanted],
+    )
