@@ -117,7 +117,7 @@ def test_tensors_that_are_no_low_ranks_of_layers_are_refused(checkpoint, tmp_pat
             ("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 64), "embed_tokens"),
             (f"{first}.lora_magnitude_vector", torch.zeros(64), "magnitude"),
             (f"{first}.bias", torch.zeros(64), "q_proj.bias"),
-            (f"{first}.lora_B.weight", None, "no lora_B of layers.0.self_attn.q_proj"),
+            (f"{first}.lora_B.weight", None, "no lora_B of model.layers.0.self_attn.q_proj"),
             (f"{first}.lora_A.weight", torch.full((4, 64), float("nan")), "NaN"),
             (f"{first}.lora_A.weight", torch.zeros(4, 64, 1), "another base"),
         ]

@@ -67,11 +67,12 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
         raise UsageError(f"there is no folder {folder} with an adapter. Give one as PEFT saves it (save_pretrained).")
     config = read_adapter_config(folder)
     store = _store(folder)
-    targets = targets_of(shape, isinstance(checkpoint.layout, Gpt2Layout))
+    gpt2 = isinstance(checkpoint.layout, Gpt2Layout)
+    targets, before = targets_of(shape, gpt2), "transformer.h" if gpt2 else "model.layers"
     found = _pairs(store, shape.layers, targets)
     layers: list[list[LowRank]] = [[] for _ in range(shape.layers)]
     for (number, name), pair in sorted(found.items()):
-        target, module = targets[name], f"layers.{number}.{name}"
+        target, module = targets[name], f"{before}.{number}.{name}"
         _check(store, config, module, pair, target)
         layers[number] += _read(store, pair, target, config.scale(module), shape)
     return Adapter(tuple(map(tuple, layers)))

@@ -49,7 +49,7 @@ STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """`rank` and `scale` are asked for by a module's name, such as `layers.0.self_attn.q_proj`."""
+    """`rank` and `scale` are asked for by a module's name, such as `model.layers.0.self_attn.q_proj`."""
 
     where: str
     own_rank: int
