@@ -56,6 +56,7 @@ class Served(Struct, frozen=True):
     slots: int | None = None  # of one replica
     features: int | None = None
     input_dtype: str | None = None
+    parent: str | None = None  # of an adapter: the model
 
 
 class _Models(Struct):
@@ -110,7 +111,7 @@ class Caller:
                 f"{self._way.url} wants a key, and not this one: {_words(response)}\nGive -B key_file=FILE."
             )
         try:
-            (found,) = msgspec.json.decode(response.body, type=_Models).data
+            (found,) = (one for one in msgspec.json.decode(response.body, type=_Models).data if one.parent is None)
         except (ValueError, msgspec.MsgspecError):
             raise UsageError(
                 f"{self._way.url} is no server of gpuinfer's: its /v1/models says nothing of rows and slots. "

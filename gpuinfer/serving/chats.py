@@ -41,13 +41,14 @@ class Chats:
         async def work(exchange: Exchange, asking: Asking) -> None:
             begun, body = events.split_begun(exchange.body, asking.begun)
             asked = await self._service.decoded(lambda body: self._readers[url].read_all(body, url, MOST_PROMPTS), body)
-            self._service.check_model(asked[0].model)
+            adapter = self._service.adapter_of(asked[0].model)
             for one in asked:
                 check_request(one.prompt, self._service.widest)
-            prompts = _keyed(asked, asking.id)
+            prompts = _keyed(asked, asking.id, adapter)
             if begun is not None:
                 prompts = _taken_up(prompts, begun)
-            envelope = Envelope(asking.id, asked[0].chat, self._service.name, asking.created or int(time.time()))
+            name, created = adapter or self._service.name, asking.created or int(time.time())
+            envelope = Envelope(asking.id, asked[0].chat, name, created)
             if asked[0].stream:
                 chunks = Chunks(envelope, asked[0].usage)
                 await self._stream(exchange, asking, prompts, events.Events(chunks, self._service.behind_router, begun))
@@ -95,12 +96,13 @@ def _taken_up(prompts: Sequence[Prompt], begun: Mapping[int, events.Begun]) -> l
     ]
 
 
-def _keyed(asked: Sequence[AskedRequest], request_id: str) -> list[Prompt]:
+def _keyed(asked: Sequence[AskedRequest], request_id: str, adapter: str | None) -> list[Prompt]:
     """Each draws its own answer; those with a seed the answer of that seed, whoever asks."""
     several = len(asked) > 1
-    return [
-        one.prompt
-        if one.prompt.sampling.seed is not None
-        else msgspec.structs.replace(one.prompt, key=f"{request_id}.{index}" if several else request_id)
-        for index, one in enumerate(asked)
-    ]
+    found = []
+    for index, one in enumerate(asked):
+        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if one.prompt.sampling.seed is None:
+            own["key"] = f"{request_id}.{index}" if several else request_id
+        found.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+    return found

@@ -15,6 +15,7 @@ from gpuinfer.openai.schema import RequestBody
 from gpuinfer.serving import openapi
 from gpuinfer.serving.answers import NoSuchModel, encode, plain_headers
 from gpuinfer.serving.asking import Asking, new_id
+from gpuinfer.serving.changes import changing
 from gpuinfer.serving.chats import Chats
 from gpuinfer.serving.evaluate import Evaluate
 from gpuinfer.serving.figures import figures
@@ -34,6 +35,7 @@ def routes(service: Service) -> list[Route]:
         _health(service),
         Route("GET", "/v1/models", _models(service), "api", "The model and its limits.", _MODELS),
         *(_text(service) if service.health.kind == "text" else _rows(service)),
+        *changing(service),
         *_others(service),
         Route("GET", "/stats", _stats(service), "api", "Counters, times and rates of the last seconds.", _STATS),
         *watched(service),
@@ -109,9 +111,10 @@ def _models(service: Service) -> Handler:
             "created": service.created,
             "owned_by": "gpuinfer",
         }
-        exchange.respond(
-            200, encode({"object": "list", "data": [own | service.facts()]}), headers=plain_headers(new_id())
-        )
+        own |= service.facts()
+        adapters = [{**own, "id": name, "parent": service.name} for name in service.session.adapters]
+        told = encode({"object": "list", "data": [own, *adapters]})
+        exchange.respond(200, told, headers=plain_headers(new_id()))
 
     return handle
 
@@ -144,6 +147,6 @@ def _asked(field: str) -> dict[str, Any]:
     return {"body": RequestBody, "required": [field], "responses": whole}
 
 
-_MODELS = {"responses": answers("A list of one.", holding("object", "data"))}
+_MODELS = {"responses": answers("The model, and its adapters.", holding("object", "data"))}
 _STATS = {"responses": answers("The counters.", holding("requests", "latency_s", "errors"), "application/msgpack")}
 _PLAIN = {"responses": answers("OpenAPI 3.1.", holding("openapi", "paths"))}

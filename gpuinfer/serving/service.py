@@ -62,10 +62,15 @@ class Service:
             told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
         return told
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `NoSuchModel`. A request that names none means the one there is."""
-        if name is not None and name != self.name:
-            raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request means by the model it names; None: the model itself, which one that names none
+        means too. Raises `NoSuchModel`.
+        """
+        if name is None or name == self.name:
+            return None
+        if name in self.session.adapters:
+            return name
+        raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
 
     def handler(self, work: Work) -> Handler:
         """`work` as a handler: counted, refused while nothing is taken, and its errors answered."""
