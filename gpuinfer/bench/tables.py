@@ -87,8 +87,8 @@ def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]
         names, cells = shown.brief(document)
         return tuple(names), cells
     if "rollouts" in document:
-        names, cells = rollouts.brief(document)
-        return tuple(names), cells
+        heads, cells = rollouts.brief(document)
+        return tuple(heads), cells
     width = BRIEF[columns(document)]
     return columns(document)[:width], [row[:width] for row in rows(document)]
 
