@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Rendering
-from gpuinfer.openai.schema import DRAWING, Drawing, ResponseFormat, Structured
+from gpuinfer.generation import Constraint, Listed, Rendering
+from gpuinfer.openai.schema import DRAWING, Drawing, ListedFormat, ResponseFormat, Structured
 
 SAME = (
     "min_tokens",
@@ -124,6 +124,16 @@ def _of_structured(wanted: Structured) -> Iterator[Constraint]:
         yield Constraint(choice=tuple(wanted.choice))
     if wanted.grammar is not None:
         yield Constraint(grammar=wanted.grammar)
+    if wanted.listed is not None:
+        yield Constraint(listed=_listed(wanted.listed))
+
+
+def _listed(wanted: ListedFormat) -> Listed:
+    items = [(one, one) if isinstance(one, str) else one for one in wanted.items]
+    tags = {
+        name: value for name in ("begin", "end", "separator", "ends") if (value := getattr(wanted, name)) is not None
+    }
+    return Listed(items=tuple(items), **tags)
 
 
 def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:

@@ -37,13 +37,24 @@ class ResponseFormat(Struct, kw_only=True):
     json_schema: SchemaFormat | None = None
 
 
+class ListedFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A list between tags: see `generation.Listed`. An item is its text, which may stand once, or [unit, text]."""
+
+    items: Annotated[list[str | tuple[str, str]], Meta(min_length=1, max_length=100_000)]
+    begin: str | None = None
+    end: str | None = None
+    separator: str | None = None
+    ends: bool | None = None
+
+
 class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`."""
+    """vLLM's `structured_outputs`, and lists between tags, which are ours."""
 
     json: dict[str, Any] | str | bool | None = None
     regex: str | None = None
     choice: Words | None = None
     grammar: str | None = None
+    listed: ListedFormat | None = None
 
 
 class Drawing(Struct, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,3 +51,9 @@ def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
     firsts = np.concatenate([ordered[:1], ordered[breaks + 1]])
     ends = np.concatenate([ordered[breaks], ordered[-1:]]) + 1
     return list(zip(firsts.tolist(), ends.tolist(), strict=True))
+
+
+def force(logits: Tensor, place: int, tokens: Sequence[int]) -> None:
+    """One of these tokens comes next in the row, whatever the model would say."""
+    logits[place].fill_(-float("inf"))
+    logits[place, list(tokens)] = 0.0

@@ -6,7 +6,7 @@ model runner: `VllmConfig.use_v2_model_runner`. Rows without a list cost nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Listed
 
-KEY = "gpuinfer_listed"
+KEY, BEGUN = "gpuinfer_listed", "gpuinfer_listed_begun"
 V1 = "gpuinfer.vllm.processor_v1:ListedProcessor"
 V2 = "gpuinfer.vllm.processor_v2:ListedProcessor"
 
@@ -24,9 +24,25 @@ def processor_for(v2: bool) -> str:
     return V2 if v2 else V1
 
 
-def extra_args(listed: Listed) -> dict[str, Any]:
-    """What `SamplingParams.extra_args` holds for it: plain values, which JSON and msgpack have too."""
-    return {KEY: msgspec.to_builtins(listed)}
+def extra_args(listed: Listed, begun: Sequence[int] = ()) -> dict[str, Any]:
+    """What `SamplingParams.extra_args` holds for it: plain values, which JSON and msgpack have too.
+
+    `begun`: the last tokens of the prompt are those that the answer has begun with elsewhere.
+
+    Once the list is complete and the answer with it (`ends`), nothing but the request's stop tokens may come; where it
+    has none, anything. Whoever reads the answer ends it with the list's last token, as our own engine does: a matcher
+    of its own says when (`Language.matcher`).
+    """
+    found: dict[str, Any] = {KEY: msgspec.to_builtins(listed)}
+    return found | ({BEGUN: list(begun)} if begun else {})
+
+
+def begun_in(extra: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Raises `BadPrompt`."""
+    try:
+        return msgspec.convert((extra or {}).get(BEGUN, ()), tuple[int, ...])
+    except msgspec.ValidationError as error:
+        raise BadPrompt(f"`{BEGUN}` is no list of tokens: {error}. Give it as `extra_args` makes it.") from None
 
 
 def listed_in(extra: Mapping[str, Any] | None) -> Listed | None:

@@ -17,6 +17,7 @@ from gpuinfer.text.language.spelling import Codec, Encoded
 
 if TYPE_CHECKING:
     from gpuinfer.text.language.trie.matcher import ListedMatcher
+    from gpuinfer.text.language.trie.trie import Tries
 
 LONGEST_TEXT = 16 * 2**20  # characters of one prompt
 
@@ -77,6 +78,10 @@ class Language:
         if self._template is None:
             raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
         return self._template.render(messages, rendering)
+
+    def tries(self) -> Tries:
+        """Where lists are compiled: for `trie.replay`. Any thread may call it."""
+        return self._matchers.tries()
 
     def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
         """The tokens of a prompt that is given as such."""

@@ -101,9 +101,22 @@ def lines_of(listed: Listed, codec: Codec, said: TokenBytes) -> Lines:
             f"the tokenizer spells the end of {listed.end!r} byte by byte, which what follows could undo. "
             "Use another `end`, or let the answer end there (`ends`)."
         )
+    if not listed.begin and said.differs:
+        _check_first(spelt, said)
     return Lines(
         np.concatenate(spelt), offsets(spelt), (*(tuple(dict.fromkeys(some)) for some in units.values()), ()), names
     )
+
+
+def _check_first(spelt: Sequence[Ints], said: TokenBytes) -> None:
+    """Each line may be the first of the text, where its first token must say the same as further on."""
+    starts, data = said.lead
+    for token in {int(tokens[0]) for tokens in spelt}:
+        if data[starts[token] : starts[token + 1]].tobytes() != said.said([token])[0]:
+            raise BadPrompt(
+                "the tokenizer says something else at the beginning of a text than further on, and a list without "
+                "`begin` begins there. Give it a `begin`."
+            )
 
 
 def spell(texts: Sequence[str], listed: Listed, codec: Codec, said: TokenBytes) -> list[Ints]:

@@ -45,9 +45,16 @@ class ListedMatcher:
 
     def copy(self) -> ListedMatcher:
         """Another at the same place."""
-        copied = object.__new__(ListedMatcher)
-        copied.said, copied.trie, copied.walks = self.said, self.trie, Walks(self.said, 1)
-        copied.walks.take(0, self.walks)
+        return ListedMatcher.of(self.walks, 0)
+
+    @classmethod
+    def of(cls, walks: Walks, row: int) -> ListedMatcher:
+        """One at the place of a row that is in a list."""
+        if (trie := walks.trie(row)) is None:
+            raise ValueError(f"row {row} is in no list.")
+        copied = cls.__new__(cls)
+        copied.said, copied.trie, copied.walks = walks.said, trie, Walks(walks.said, 1)
+        copied.walks.take(0, walks, row)
         return copied
 
     def many(self, rows: int) -> SeatedWalks:

@@ -42,7 +42,7 @@ class Walks:
     """`rows` rows, each in a list or in none. One thread at a time."""
 
     def __init__(self, said: TokenBytes, rows: int) -> None:
-        self._said, self._spelt = said, said.arrays
+        self.said, self._spelt = said, said.arrays
         self._places: NDArray[Any] = np.zeros(rows, PLACE)
         self._used = np.zeros((rows, 0), np.int32)  # of each row the units that are used up, a bit for each
         self._tries: list[Trie | None] = [None] * rows
@@ -54,7 +54,7 @@ class Walks:
     def begin(self, row: int, trie: Trie) -> None:
         """The row is at the beginning of an answer."""
         self._seat(row, trie)
-        said = self._said
+        said = self.said
         self._places[row] = (trie.address, -1 if trie.tagged else 0, 0, 0, said.strip, said.differs, 0)
         self._used[row] = 0
 
@@ -96,6 +96,10 @@ class Walks:
         """
         nodes = np.full(len(tokens), -1, np.int32)
         return nodes, int(cpu_walk.walk(row, tokens, self._places, self._used, self._spelt, nodes))
+
+    def trie(self, row: int) -> Trie | None:
+        """The list that the row is in."""
+        return self._tries[row]
 
     def done(self, row: int) -> bool:
         return bool(self._places[row]["done"])
