@@ -64,10 +64,9 @@ def stall_of(step: StepRecord, depth: float) -> Stall:
     the last groups are alone: how few are played at once is no stall then.
     """
     case = _Case(step, depth)
-    shares = case.shares()
-    asked = {kind: share for kind, share in shares.items() if case.may_be(kind)}
-    kind = max(asked, key=lambda name: asked[name], default=None)
-    if kind is None or math.fsum(asked.values()) < LEAST:
+    shares = {kind: share for kind, share in case.shares().items() if case.may_be(kind)}
+    kind = max(shares, key=lambda name: shares[name], default=None)
+    if kind is None or math.fsum(shares.values()) < LEAST:
         return Stall(kind="healthy", share=0.0, why=case.healthy(), advice="", shares=shares)
     why, advice = SAID[kind](case)
     return Stall(kind=kind, share=shares[kind], why=why, advice=advice, shares=shares)
