@@ -23,8 +23,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     version_after: int = 0  # of those that came of it
     at_s: float  # when it ended, since the run began
     wall_s: float
-    wait_s: float = 0.0  # the trainer waited for rollouts
-    train_s: float = 0.0  # from the batch to the trainer's word that it is done
+    wait_s: float = 0.0  # the trainer waited for rollouts, or to be heard
+    train_s: float = 0.0  # from the batch to the trainer's word that it is done; or less, where it says so
     absent_s: float = 0.0  # no trainer asked for anything, and none was at work
     adapter_load_s: float = 0.0  # until the new weights were in force
 

@@ -17,7 +17,7 @@ class Trained(Struct, frozen=True, kw_only=True):
     version: int  # of the trainer's weights now; the same as before: nothing has changed
     weights: str | None = None  # a folder or safetensors file that the backend can read; None: none are handed over
     adapter: str | None = None  # the weights are those of the adapter that prompts call so
-    seconds: float = 0.0  # that it trained
+    seconds: float = 0.0  # that it trained, by its own clock; 0: it does not say
     logprobs: Mapping[str, Sequence[Sequence[float]]] | None = None
     """Of each trajectory, by its id: of each turn's completion tokens, under the trainer's weights before this step.
     What the sampler's are held against (`kl.drift`)."""

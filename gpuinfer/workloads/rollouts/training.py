@@ -183,7 +183,9 @@ class Training:
         self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
-        times = {"absent_s": asked - self._ended, "wait_s": taken - asked, "train_s": done - taken}
+        train_s = min(done - taken, trained.seconds) if trained.seconds else done - taken
+        late_s = done - taken - train_s  # the event loop was kept from hearing that it is done
+        times = {"absent_s": asked - self._ended, "wait_s": taken - asked + late_s, "train_s": train_s}
         await self._tell(groups, trained, version, before, times)
         return True
 
