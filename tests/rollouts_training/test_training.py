@@ -299,7 +299,7 @@ def test_any_plan_comes_to_its_end_with_every_group_trained_or_dropped(
         facts = side.facts()
         assert facts["trained_groups"] + facts["groups_dropped"] == groups
         assert facts["staleness_max"] <= plan.staleness
-        assert not side._ready
+        assert not side.books._ready
         capacity = side.gate.capacity
         assert (capacity.running, capacity.accepted) == (0, facts["trained_groups"])
 

@@ -6,13 +6,9 @@ It is the gate of the loop, which admits groups by the capacity rule, and its tr
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import Closed, UsageError
@@ -20,12 +16,11 @@ from gpuinfer.rollouts import kl
 from gpuinfer.rollouts.buffer import Buffer
 from gpuinfer.rollouts.capacity import Capacity, Gate
 from gpuinfer.rollouts.record import Group
-from gpuinfer.rollouts.steps import StepRecord, StepsFile
-from gpuinfer.rollouts.trainer import Consumer, Trained, facts_of
-from gpuinfer.rollouts.versions import lags, name_of
-from gpuinfer.workloads.rollouts.measuring import EngineCounts, Meter
-
-log = logging.getLogger(__name__)
+from gpuinfer.rollouts.steps import StepsFile
+from gpuinfer.rollouts.trainer import Consumer
+from gpuinfer.rollouts.versions import name_of
+from gpuinfer.workloads.rollouts.accounting import Books, Judge, Step
+from gpuinfer.workloads.rollouts.measuring import Meter
 
 ANY = 1 << 30  # groups under way, where only the feed bounds them
 
@@ -61,9 +56,6 @@ class TrainingPlan:
             )
 
 
-OnStep = Callable[[StepRecord], StepRecord]
-
-
 class Training:
     """One run's. All methods belong to its event loop.
 
@@ -77,7 +69,7 @@ class Training:
         plan: TrainingPlan,
         meter: Meter,
         steps: StepsFile | None = None,
-        judge: OnStep = lambda record: record,
+        judge: Judge = lambda record: record,
     ) -> None:
         plan.check()
         self.plan, self.meter, self.consumer = plan, meter, consumer
@@ -87,17 +79,10 @@ class Training:
         )
         self.buffer = Buffer(plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop)
         self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
-        self.totals = Totals()
-        self.last: StepRecord | None = None
+        self.books = Books(infer, meter, self.controller, steps, judge)
         self.first = asyncio.Event()  # what goes to the trainer before anything new has been put
         self.first.set()
-        self._infer, self._steps, self._judge = infer, steps, judge
-        self._ready: dict[int, float] = {}  # group's number → when it came
-        self._began = self._ended = time.monotonic()
-        self._engine = EngineCounts()
-        self._loading_s = 0.0
-        self._tail_from: float | None = None  # since when no more groups are begun
-        self._dropped = 0
+        self._infer = infer
         self._gone = set[int]()  # of the batch that is out
         self._names_weights = False  # the backend has been given versions
         self._updating = asyncio.Lock()
@@ -125,12 +110,11 @@ class Training:
 
     async def put(self, group: Group) -> None:
         """Wait for room in the buffer. When the trainer has left, nobody wants it."""
-        self._ready[group.number] = time.monotonic()
+        self.books.came(group)
         try:
-            if not await self.buffer.put(group):
-                self._ready.pop(group.number, None)
+            await self.buffer.put(group)
         except Closed:
-            self._ready.pop(group.number, None)
+            self.books.went(group)
 
     async def put_again(self, group: Group) -> None:
         """One that an earlier run has played, and nobody has trained on; it counts as if this run had."""
@@ -141,7 +125,7 @@ class Training:
 
     def all_begun(self) -> None:
         """No more groups will be begun."""
-        self._tail_from = time.monotonic()
+        self.books.all_begun()
 
     def end(self) -> None:
         """No more groups will come."""
@@ -155,13 +139,13 @@ class Training:
 
     async def run(self) -> None:
         """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does."""
-        self._began = self._ended = self.meter.began = time.monotonic()
-        self._engine = EngineCounts.of(await self._infer.counted())
-        self.meter.take()
+        await self.books.open()
         try:
             while await self._one_step():
                 pass
+            await self.books.close()
         finally:
+            self.books.abandon()
             self.close()
 
     async def _one_step(self) -> bool:
@@ -173,20 +157,34 @@ class Training:
         groups = await self.buffer.take(wanted)
         if not groups:
             return False
-        taken, version = time.monotonic(), self.version
+        taken, version, loaded_s = time.monotonic(), self.version, self.books.loading_s
         try:
             trained = await self.consumer.train(groups, self.step)
         except Closed:  # it has left with them
             return False
-        done = time.monotonic()
+        done, loading_s = time.monotonic(), self.books.loading_s - loaded_s
         groups = [group for group in groups if group.number not in self._gone]
         self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
-        train_s = min(done - taken, trained.seconds) if trained.seconds else done - taken
-        late_s = done - taken - train_s  # the event loop was kept from hearing that it is done
-        times = {"absent_s": asked - self._ended, "wait_s": taken - asked + late_s, "train_s": train_s}
-        await self._tell(groups, trained, version, before, times)
+        await self.books.ended(
+            Step(
+                number=self.step,
+                version=version,
+                version_after=self.version,
+                groups=groups,
+                trained=trained,
+                asked=asked,
+                taken=taken,
+                done=done,
+                loading_s=loading_s,
+                waiting=before,
+                left=len(self.buffer),
+                running=self.gate.capacity.running,
+                dropped=self.buffer.shelf.dropped,
+            )
+        )
+        self.step += 1
         return True
 
     async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None:
@@ -207,8 +205,7 @@ class Training:
             if weights is not None:
                 began = time.monotonic()
                 await self._infer.update(name_of(version), weights, adapter=adapter, drain=False)
-                self._loading_s += time.monotonic() - began
-                self.totals.adapter_loads += 1
+                self.books.loaded(time.monotonic() - began)
                 self._names_weights = True
             self.version = version
             self.gate.advance(version)
@@ -237,7 +234,7 @@ class Training:
 
     def _drop(self, group: Group) -> None:
         """It was too old for the trainer; another is begun in its place."""
-        self._ready.pop(group.number, None)
+        self.books.went(group)
         self.gate.dropped()
 
     # What it says
@@ -245,7 +242,7 @@ class Training:
     def facts(self) -> dict[str, float]:
         """For the report: totals of all steps, and where the buffer is now."""
         return {
-            **self.totals.facts(),
+            **self.books.totals.facts(),
             "buffer_depth": self.plan.depth,
             "buffer_batch": self.plan.batch,
             "buffer_waiting": len(self.buffer),
@@ -254,149 +251,3 @@ class Training:
             "max_staleness": self.plan.staleness,
             "kl_coefficient": self.controller.coefficient,
         }
-
-    async def _tell(
-        self, groups: Sequence[Group], trained: Trained, version: int, before: int, times: dict[str, Any]
-    ) -> None:
-        now = time.monotonic()
-        wall_s, self._ended = now - self._ended, now
-        measured, counted = self.meter.take(), EngineCounts.of(await self._infer.counted())
-        engine, self._engine = counted.since(self._engine), counted
-        dropped, self._dropped = self.buffer.shelf.dropped - self._dropped, self.buffer.shelf.dropped
-        loading_s, self._loading_s = self._loading_s, 0.0
-        record = StepRecord(
-            step=self.step,
-            version=version,
-            version_after=self.version,
-            at_s=now - self._began,
-            wall_s=wall_s,
-            **times,
-            adapter_load_s=loading_s,
-            **self._of_batch(groups, version),
-            **self._of_policy(groups, trained),
-            **of_engine(engine, measured, wall_s, engine.slots or slots_of(self._infer)),
-            buffer_before=before,
-            buffer_after=len(self.buffer),
-            running=self.gate.capacity.running,
-            dropped=dropped,
-            tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
-            metrics=trained.metrics,
-        )
-        record = self._judge(record)
-        self.step += 1
-        self.last = record
-        self.totals.add(record)
-        if self._steps is not None:
-            self._steps.add(record)
-
-    def _of_batch(self, groups: Sequence[Group], version: int) -> dict[str, Any]:
-        facts, behind = facts_of(groups), lags(groups, version)
-        ready = [self._ready.pop(group.number, self._ended) for group in groups]
-        begun = [came - group.seconds - group.reference_s for came, group in zip(ready, groups, strict=True)]
-        return {
-            "groups": facts["groups"],
-            "games": facts["games"],
-            "numbers": tuple(group.number for group in groups),
-            "tokens_per_game": facts["drawn_tokens"] / max(1, facts["games"]),
-            "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
-            "staleness_mean": sum(behind) / max(1, len(behind)),
-            "staleness_max": max(behind, default=0),
-            "reference_share": sum(_reference_share(group) for group in groups) / max(1, len(groups)),
-            "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
-        }
-
-    def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:
-        told: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
-        found = kl.from_reference(groups)
-        if found is not None:
-            games = sum(len(group.games) for group in groups)
-            coefficient = self.controller.update(found.k3, games)
-            told = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
-        if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
-            told |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
-        return told
-
-
-def _reference_share(group: Group) -> float:
-    whole = group.seconds + group.reference_s
-    return group.reference_s / whole if whole else 0.0
-
-
-def slots_of(infer: Infer) -> int:
-    """Rows that may be under way at once."""
-    limits = infer.limits
-    return limits.max_rows * limits.in_flight if limits.slots is None else limits.slots
-
-
-def of_engine(engine: EngineCounts, measured: dict[str, float], wall_s: float, slots: int) -> dict[str, Any]:
-    """The fields of a step that tell of the engine's time, and of what it was asked."""
-    inference_s = min(engine.inference_s, wall_s)
-    room = slots * wall_s
-    given, drawn = engine.input_tokens, engine.output_tokens
-    if not engine.counts:  # the backend tells of none: those of the answers that have come
-        given, drawn = int(measured["input_tokens"]), int(measured["output_tokens"])
-    games_s = max(measured["environment_share"] * wall_s, min(wall_s, measured["blocked_s"]))
-    return {
-        "input_tokens": given,
-        "output_tokens": drawn,
-        "calls": int(measured["calls"]),
-        "slots": slots,
-        "inference_s": inference_s,
-        "tokens_per_s_wall": drawn / wall_s if wall_s else 0.0,
-        "tokens_per_s_inference": drawn / inference_s if inference_s else 0.0,
-        "occupancy": engine.row_s / (slots * engine.step_s) if slots and engine.step_s else 0.0,
-        "busy": engine.row_s / room if room else 0.0,
-        "offered": measured["rows_s"] / room if room else 0.0,
-        "offered_working": measured["rows_s"] / (slots * measured["working_s"])
-        if slots and measured["working_s"]
-        else 0.0,
-        "working_s": measured["working_s"],
-        "gated_s": measured["gated_s"],
-        "reference_s": measured["reference_s"],
-        "constraint_s": min(engine.constraint_s, wall_s),
-        "environment_s": games_s,
-        "cold_start_s": min(measured["cold_start_s"], wall_s),
-    }
-
-
-class Totals:
-    """Of all steps together: what the report tells."""
-
-    def __init__(self) -> None:
-        self.steps = self.adapter_loads = self.staleness_max = 0
-        self._sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
-        self._staleness_groups = 0.0
-        self._groups = 0
-        self._kl: float | None = None
-        self._stalls: dict[str, float] = {}  # seconds, by kind
-
-    def add(self, record: StepRecord) -> None:
-        self.steps += 1
-        self.staleness_max = max(self.staleness_max, record.staleness_max)
-        self._staleness_groups += record.staleness_mean * record.groups
-        self._groups += record.groups
-        self._kl = record.kl if record.kl is not None else self._kl
-        fields = msgspec.structs.asdict(record)
-        for name in SUMMED:
-            self._sums[name] += fields[name]
-        verdict = record.verdict or {"kind": "healthy"}
-        for kind, share in verdict["shares"].items() if verdict["kind"] != "healthy" else ():
-            self._stalls[kind] = self._stalls.get(kind, 0.0) + share * record.wall_s
-
-    def facts(self) -> dict[str, float]:
-        told: dict[str, float] = {
-            "steps": self.steps,
-            "trained_groups": self._groups,
-            "staleness_max": self.staleness_max,
-            "staleness_mean": self._staleness_groups / self._groups if self._groups else 0.0,
-            "adapter_loads": self.adapter_loads,
-            **self._sums,
-            **{f"stall: {kind}": seconds for kind, seconds in self._stalls.items()},
-        }
-        return told if self._kl is None else {**told, "kl": self._kl}
-
-
-SUMMED = (
-    *("wait_s", "train_s", "absent_s", "adapter_load_s", "step_rollout_s"),
-    *("reference_s", "constraint_s", "environment_s", "gated_s"),
-)
