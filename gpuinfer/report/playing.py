@@ -47,7 +47,8 @@ def environment(case: Case) -> Verdict | None:
         return None
     why = f"Games were in their environment, and asked for nothing, {share:.0%} of their time: {_asked(run)}."
     advice = "Make its calls quicker, or play more groups at once, so that others ask meanwhile."
-    return Verdict("environment slow", "idle", why, advice, _more_groups(run), Gain.up_to(1 / max(offered(run), 0.01)))
+    change = _more_groups(run)
+    return Verdict("environment slow", "idle", why, advice, change, _gain(run, change))
 
 
 def few_groups(case: Case) -> Verdict | None:
@@ -56,8 +57,15 @@ def few_groups(case: Case) -> Verdict | None:
     if "calls" not in run.facts or offered(run) >= FULL or (change := _more_groups(run)) is None:
         return None
     why = f"{run.facts['groups_in_flight']:,.1f} groups were played at once: {_asked(run)}."
-    advice = f"Play {change.value} groups at once: so many fill the slots."
-    return Verdict("too little concurrency", "idle", why, advice, change, Gain.up_to(1 / max(offered(run), 0.01)))
+    filling = ": so many fill the slots" if run.total is None or float(change.value) < run.total else ": all of them"
+    advice = f"Play {change.value} groups at once{filling}."
+    return Verdict("too little concurrency", "idle", why, advice, change, _gain(run, change))
+
+
+def _gain(run: Evidence, change: Change | None) -> Gain:
+    """Of so many groups at once: no more than would fill the slots, and no more than there are."""
+    most = 1 / max(offered(run), 0.01)
+    return Gain.up_to(most if change is None else min(most, float(change.value) / run.facts["groups_in_flight"]))
 
 
 def offered(run: Evidence) -> float:

@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import jsonschema
 import pytest
+from helpers import AtOnce
 
 from gpuinfer.api import Progress, Setup
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.judging import judge
+from gpuinfer.report.judging import judge, to_try
 from gpuinfer.report.report import Run, build, schema
+from gpuinfer.runtime.session import Session
 from gpuinfer.screen import rollouts
 from gpuinfer.screen.summary import rows
 from gpuinfer.stats import Histogram, Snapshot
+from gpuinfer.workloads.rollouts.workload import Rollouts
 
 CLASSES = schema()["properties"]["bottleneck"]["properties"]["class"]["enum"]
 PLAYED = {"calls": 800.0, "games_failed": 1.0, "groups_in_flight": 2.0, "environment_share": 0.05}
@@ -209,3 +213,18 @@ def test_the_panel_says_it_in_words():
 def test_the_live_view_has_the_buffer_and_the_trainer():
     assert rollouts.live(TRAINED) == ["buffer 3 of 4", "trainer waited 2%", "version 10"]
     assert rollouts.live(PLAYED) == []
+
+
+async def test_the_advice_can_be_tried_on_games_without_end_that_write_nothing(tmp_path):
+    played = Rollouts(Setup(), env="arithmetic", model="null", groups=2, samples_per_group=1, out=tmp_path / "record")
+    trial = played.trial(Setup(), groups_in_flight=3)
+    backend = InProcess(Setup(trial.model()), slots=4, context=512)
+    async with Session(backend, AtOnce()) as infer:
+        async for progress in trial.run(infer):
+            if progress.done > 8:
+                infer.stopping.set()
+    assert progress.done > 8
+    assert progress.facts["groups_limited"] == 3
+    assert not (tmp_path / "record").exists()
+    report = {"bottleneck": judge(evidence(LIMITED, options=LIMIT, total=100)), "status": "done"}
+    assert to_try(report).words == ["--groups-in-flight", "8"]
