@@ -76,7 +76,7 @@ class Matchers:
         from gpuinfer.text.language.trie.matcher import ListedMatcher
 
         tries = self.tries()
-        return ListedMatcher(tries.said(), tries.trie(listed))
+        return ListedMatcher(tries.said(), tries.trie(listed)).warmed()
 
     def tries(self) -> Tries:
         """Where lists are compiled."""

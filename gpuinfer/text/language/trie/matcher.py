@@ -12,6 +12,7 @@ from gpuinfer.text.language.trie.trie import Trie
 from gpuinfer.text.language.trie.walks import REFUSED, Walks
 
 ROW = np.zeros(1, np.int32)
+NO_TOKEN = np.full(1, -1, np.int32)
 ONLY, ALL_BUT = 1, 2  # as in cpu_walk.py
 
 
@@ -22,6 +23,12 @@ class ListedMatcher:
         self.said, self.trie = said, trie
         self.walks = Walks(said, 1)
         self.walks.begin(0, trie)
+
+    def warmed(self) -> ListedMatcher:
+        """Itself, once the code that rows run is there: whoever asks waits for that, and not the generator's thread."""
+        self.walks.rules(ROW)
+        self.walks.advance(ROW, NO_TOKEN)
+        return self
 
     def mask(self, into: Ints) -> None:
         """Set the bits of the tokens that may come next: int32 [words of 32 tokens], all of it is written."""
