@@ -48,4 +48,4 @@ def test_answers_of_generate_are_lists(tmp_path, gpuinfer):
             assert one["finish_reason"] == "stop"
             texts.add(one["text"])
     assert len(found) == 6
-    assert len(texts) > 3
+    assert len(texts) > 1
