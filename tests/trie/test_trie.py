@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listing import KINDS, ORDERS, allowed, codec_of, is_legal, spelt
@@ -75,7 +76,7 @@ def lists(draw: st.DrawFn) -> Listed:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(listed=lists(), seed=st.integers(0, 1 << 32))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_drawn_within_any_list_is_legal(kind, listed, seed):
     language, codec, draws = LANGUAGES[kind], codec_of(kind), random.Random(seed)
     try:
