@@ -6,13 +6,13 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.central.address import Address
 from gpuinfer.central.child import ServerTuning, Texts
 from gpuinfer.central.server import CentralServer
@@ -154,6 +154,13 @@ class Vllm(Remote):
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
         return Way(self.setup, self._server.address, self._server.restarts_within_s)
+
+    def beside(self, spec: ModelSpec) -> Backend:
+        """An engine of its own, without the adapters, which are of this model. What an option says of the device's
+        memory holds for each of them.
+        """
+        options = self.options.model_dump(exclude_unset=True, exclude={"adapters", "log"})
+        return Vllm(replace(self.setup, model=spec), **options)
 
     async def stats(self) -> Mapping[str, Any] | None:
         return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()

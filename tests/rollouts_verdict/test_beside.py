@@ -10,6 +10,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.backends.vllm import Vllm
 from gpuinfer.errors import Closed, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.report.report import time_s
@@ -106,6 +107,12 @@ def test_a_central_server_is_started_for_each():
     assert isinstance(one, Central)
     assert one.setup.model is OTHER
     assert one.options.slots == 4
+
+
+def test_vllm_has_an_engine_for_each_and_its_adapters_are_of_the_first():
+    one = Vllm(Setup(TINY), adapters={"policy": "somewhere"}, max_num_seqs=4).beside(OTHER)
+    assert isinstance(one, Vllm)
+    assert (one.options.adapters, one.options.max_num_seqs) == ({}, 4)
 
 
 def test_a_fleet_is_started_for_each_but_a_server_that_runs_has_one_model():

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from adapters.random_adapters import peft_folder
 from groups_as_played import group, trajectory, turn
 from helpers import AtOnce
 from text.tiny import VOCABULARY, tiny_checkpoint
@@ -11,9 +12,13 @@ from gpuinfer.api import Limits, ModelSpec, Priority, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendError, BadResult, UsageError, WorkError
 from gpuinfer.generation import Candidate, Generation, Logprob, Prompt, Sampling
+from gpuinfer.rollouts.files import read
+from gpuinfer.rollouts.steps import read as read_steps
 from gpuinfer.runtime.session import Session
 from gpuinfer.testing.fakes import FakeInfer
+from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
+from gpuinfer.workloads.rollouts.workload import Rollouts
 
 
 def spec_of(seed=0, **changes):
@@ -153,9 +158,6 @@ def test_a_reference_with_other_tokens_is_refused():
 
 
 async def test_a_run_keeps_the_reference_of_each_token(tmp_path):
-    from gpuinfer.rollouts.files import read
-    from gpuinfer.workloads.rollouts.workload import Rollouts
-
     given = {"env": "arithmetic", "model": "tiny", "groups": 2, "samples_per_group": 2, "max_new_tokens": 4}
     found = {}
     for reference in ("inline", "deferred"):
@@ -169,3 +171,32 @@ async def test_a_run_keeps_the_reference_of_each_token(tmp_path):
         assert all(one.reference_s > 0 for one in groups)
         for one in (told for played in groups for told in played.turns()):
             assert one.reference_logprobs == pytest.approx(one.policy_logprobs, abs=1e-4)  # the same model
+
+
+async def test_the_reference_under_an_adapter_is_the_base_whatever_version_is_in_force(tmp_path):
+    spec = spec_of()
+    folder = peft_folder(tmp_path / "policy", open_checkpoint(spec).shape, seed=3)
+    given = {"env": "arithmetic", "model": spec.name, "groups": 3, "samples_per_group": 2, "max_new_tokens": 6}
+    played = Rollouts(
+        Setup(),
+        **given,
+        plain=True,
+        adapter=[f"policy={folder}"],
+        reference="deferred",
+        trainer_seconds=0.0,
+        steps=tmp_path / "steps.jsonl",
+        out=tmp_path / "record",
+    )
+    backend = InProcess(Setup(played.model()), slots=4, context=256)
+    async with Session(backend, AtOnce()) as infer:
+        told = [progress async for progress in played.run(infer)]
+    assert told[-1].done == 3
+    for one in read(tmp_path / "record"):
+        for context, turns in pairs(one):
+            expected = separately(spec.name, context)
+            start = len(turns[0].prompt_tokens)
+            assert turns[0].reference_logprobs == pytest.approx(expected[start - 1 :], abs=1e-4)
+            assert turns[0].policy_logprobs != pytest.approx(turns[0].reference_logprobs, abs=1e-3)
+            assert turns[0].spans[0].version.startswith("policy@v")
+    steps = list(read_steps(tmp_path / "steps.jsonl"))
+    assert all(step.kl > 0 and step.reference_s > 0 and step.reference_share > 0 for step in steps)
