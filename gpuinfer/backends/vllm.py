@@ -104,12 +104,17 @@ class Vllm(Remote):
         super().__init__(setup, **options)
         self._server: CentralServer | None = None
         self._room: Path | None = None
+        self._started = False
         self._on_cpu = not machine.wants_cuda(self.setup.devices)
         self.notices = _notices(self.options) if self._on_cpu else ()
 
     @property
     def compute(self) -> str:
         return self.options.dtype or self.setup.dtype
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return installed.missing()
 
     async def start(self, context: BackendContext) -> None:
         """Start the engine and wait until it serves. Raises `UsageError` without vLLM, or for a model that it cannot
@@ -140,6 +145,7 @@ class Vllm(Remote):
             ),
         )
         await asyncio.to_thread(self._server.start)
+        self._started = True
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
         await super().start(context)
 
@@ -149,6 +155,11 @@ class Vllm(Remote):
             raise UsageError("the backend 'vllm' has not been started. Await start() before update().")
         where = str(await asyncio.to_thread(Path(weights).resolve))
         await asyncio.to_thread(self._server.update, version, where, adapter=adapter, drain=drain)
+
+    def beside(self, spec: ModelSpec) -> Backend:
+        """Another engine, of the same options but for the adapters, which are the first one's."""
+        own = self.options.model_dump(exclude_unset=True, exclude={"adapters", "log"})
+        return type(self)(replace(self.setup, model=spec), **own)
 
     def connect(self) -> Connector:
         if self._server is None:
@@ -173,7 +184,12 @@ class Vllm(Remote):
         if self._server is not None:
             await asyncio.to_thread(self._server.close, quiet=True)
         if self._room is not None:
-            await asyncio.to_thread(shutil.rmtree, self._room, ignore_errors=True)
+            await asyncio.to_thread(_clear, self._room, self._started)
+
+
+def _clear(room: Path, all_of_it: bool) -> None:
+    """What an engine printed that did not start is left for whoever was told of it."""
+    shutil.rmtree(room if all_of_it else room / "model", ignore_errors=True)
 
 
 def _notices(own: EngineOptions) -> Sequence[str]:

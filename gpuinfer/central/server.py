@@ -216,7 +216,8 @@ class CentralServer:
             raise BackendDied(f"{self._called} {self._obituary()} before it served anybody.{words}") from None
         if "error" in told:
             self._kill()
-            raise error_from_wire(told["error"])
+            error = error_from_wire(told["error"])
+            raise BackendDied(f"{error}{self._words}") if isinstance(error, BackendDied) else error
         return dict(told["ready"])
 
     def _refuse_when_closed(self) -> None:

@@ -172,9 +172,9 @@ def _settings() -> Fact:
 
 def _plugins() -> Iterator[Fact]:
     for record in inspect_all(registry.listing()):
-        off = record.reason.startswith("switched off")
+        off = record.reason.startswith(("switched off", registry.LACKS))
         name = f"{registry.KINDS[record.kind]} {record.name}"
-        yield Fact(name, record.package, record.reason, ok=bool(record.ok), serious=not off)
+        yield Fact(name, record.package, record.reason, ok=bool(record.ok) and not off, serious=not off)
 
 
 def _runs(torch: Mapping[str, Any], plugins: list[Fact]) -> Iterator[Fact]:

@@ -48,6 +48,7 @@ SETTINGS = (
 """Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
 
 DISABLED = "GPUINFER_DISABLED_PLUGINS"  # in the environment, so that worker processes inherit it
+LACKS = "cannot be used yet: "  # how the reason of a plugin begins whose library is not installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,13 @@ def inspect(record: PluginRecord) -> PluginRecord:
     if record.ok is False:
         return record
     try:
-        _load(record)
+        plugin = _load(record)
     except PluginError as error:
         cause = error.__cause__
         return replace(record, ok=False, reason=_in_short(cause) if cause else str(error))
-    return replace(record, ok=True)
+    missing = getattr(plugin, "missing", None)  # games and environments say nothing of it
+    problem = missing() if callable(missing) else None
+    return replace(record, ok=True, reason=f"{LACKS}{problem}" if problem else "")
 
 
 def switch_off(plugins: Iterable[str]) -> None:

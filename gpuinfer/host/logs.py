@@ -6,13 +6,15 @@ import os
 import re
 from pathlib import Path
 
-READ = 16_384  # bytes at a log's end
+READ = 65_536  # bytes at a log's end
 LINE = 400  # characters of a line
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|Killed|killed)\b: ?\S")
 
 
 def last_words(path: Path | str) -> str:
-    """The last line of a log that speaks of an error; its last line when none does; "" for none at all."""
+    """Of a log's end the first line that speaks of an error, which those after it follow from; its last line when none
+    does; "" for none at all.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - READ))
@@ -21,4 +23,4 @@ def last_words(path: Path | str) -> str:
         return ""
     lines = [line.strip()[:LINE] for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if _ERROR.search(line)]
-    return (telling or lines or [""])[-1]
+    return telling[0] if telling else (lines or [""])[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec import structs
@@ -12,7 +12,7 @@ from gpuinfer.generation import Candidate, Completion, Logprob, Part, Sampling
 from gpuinfer.text.generator.ending import END_TOKEN, FULL, NOTHING, Ending, completion, ending
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.prepared import Prepared
-from gpuinfer.text.generator.seams import Growing, Language, Matcher
+from gpuinfer.text.generator.seams import Growing, Language, Matcher, Walk
 from gpuinfer.text.versions import START, Spans, then, until
 
 
@@ -35,6 +35,8 @@ class Answer:
         self._watch(prepared, number)
         matcher = prepared.matcher if begun is None else begun.matcher
         self.matcher: Matcher | None = None if matcher is None else matcher.copy()
+        listed = prepared.sampling.constraint is not None and prepared.sampling.constraint.listed is not None
+        self.walk = cast(Walk, prepared.matcher) if listed else None
         self.tokens += self.begun
         self.end: Ending | None = None if begun is None else begun.ending
 
@@ -51,7 +53,8 @@ class Answer:
     @property
     def watched(self) -> bool:
         """Whether it may end at a token at which vLLM would not end it, or somebody reads along."""
-        return self.growing is not None or self.given is not None
+        endless = self.walk is not None and not self._ends  # nothing would end it when its list has
+        return self.growing is not None or self.given is not None or endless
 
     def push(self, tokens: Sequence[int]) -> bool:
         """These tokens have been drawn. Whether the answer is complete; what comes after its end is dropped."""
@@ -91,6 +94,7 @@ class Answer:
             self.end or FULL,
             self.versions,
             self.processed,
+            self.walk,
         )
         return answer, None if self.given is None else self.given.rest(answer)
 

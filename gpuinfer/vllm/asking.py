@@ -9,7 +9,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Prompt
+from gpuinfer.generation import Constraint, Listed, Prompt
 from gpuinfer.text.generator.prepared import Prepared, prepare
 from gpuinfer.text.language.grammars import grammar_of, key_of
 from gpuinfer.text.language.language import Language
@@ -27,6 +27,7 @@ class Asked:
     language: Language
     adapter: str | None = None
     grammar: str | None = None  # llguidance's, as our own engine would have it
+    listed: Listed | None = None  # for our own logits processor
     parts: bool = False
 
 
@@ -70,7 +71,8 @@ class Prompts:
             grammar = self._grammar(sampling.constraint)
         except BadPrompt as error:
             return error
-        return Asked(prepared, self._language, prompt.adapter, grammar)
+        listed = None if sampling.constraint is None else sampling.constraint.listed
+        return Asked(prepared, self._language, prompt.adapter, grammar, listed)
 
     def _grammar(self, constraint: Constraint | None) -> str | None:
         if constraint is None:
@@ -79,4 +81,4 @@ class Prompts:
             raise BadPrompt(
                 "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
             )
-        return grammar_of(key_of(constraint))
+        return None if constraint.listed is not None else grammar_of(key_of(constraint))

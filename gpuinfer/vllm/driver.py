@@ -22,6 +22,7 @@ from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.answers import Answer, echo_of, logprob_of, processed_of
 from gpuinfer.vllm.asking import Asked
 from gpuinfer.vllm.engine import Engine
+from gpuinfer.vllm.listed import extra_args
 
 Outcome = Generation | Exception
 NAMELESS = "default"  # vLLM's name for the weights of the start
@@ -231,6 +232,8 @@ class _Work:
         )
         if begun:
             fields["min_tokens"] = max(0, wanted.min_tokens - begun)
+        if self._asked.listed is not None:
+            fields["extra_args"] = extra_args(self._asked.listed, answer.begun)
         if number == 0 and wanted.prompt_logprobs is not None:
             fields["prompt_logprobs"] = wanted.prompt_logprobs
         if begun and wanted.logprobs is not None and not self._again:

@@ -11,12 +11,14 @@ import os
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
 from gpuinfer.vllm.adapters import Loaded
 from gpuinfer.vllm.arguments import refuse_unknown
 from gpuinfer.vllm.counting import Counting, factory
+from gpuinfer.vllm.listed import processor_for
 
 USUAL = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -51,6 +53,9 @@ class Engine:
         refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
+            processors = find_spec("gpuinfer.vllm.processor_v1") is not None
+            if processors and not arguments["skip_tokenizer_init"] and not config.model_config.logits_processors:
+                config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
         except Exception as error:
             raise UsageError(
                 f"vLLM does not take these engine arguments: {_line(error)} Correct the -B option that says so."

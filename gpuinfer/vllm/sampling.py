@@ -50,8 +50,9 @@ def check(sampling: Sampling, begun: bool) -> None:
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     if not begun:
         return
-    if penalised or sampling.constraint is not None:
-        what = "a constraint" if sampling.constraint is not None else "presence or frequency penalty"
+    grammar = sampling.constraint is not None and sampling.constraint.listed is None
+    if penalised or grammar:
+        what = "a constraint" if grammar else "presence or frequency penalty"
         raise BadPrompt(f"vLLM cannot go on with an answer with {what} that has begun elsewhere. Ask for it anew.")
 
 
