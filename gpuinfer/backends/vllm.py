@@ -19,6 +19,13 @@ from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.host import machine
+from gpuinfer.text.adapter_options import (
+    ADAPTERS,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_SAID,
+    MOST_ADAPTERS,
+    AdapterFolders,
+)
 from gpuinfer.vllm import installed
 from gpuinfer.vllm.arguments import PASSED_ON, EngineOptions
 from gpuinfer.vllm.texts import Texts as Engine
@@ -90,7 +97,8 @@ class Vllm(Remote):
     """vLLM in a process of its own. One whose engine dies is replaced, and what was asked of it is asked again."""
 
     class Options(EngineOptions):
-        adapters: dict[str, str] = Field({}, description='LoRA adapters: {"name": "PEFT folder"}')
+        adapters: AdapterFolders = Field(None, description=ADAPTERS)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         start_timeout: float = Field(1800.0, gt=0, description="seconds that the engine may take to come up")
         batch_timeout: float = Field(300.0, gt=0, description="seconds without a step after which it is given up")
         restart: bool = Field(True, description="replace an engine that died; what was asked of it is asked again")
@@ -105,6 +113,7 @@ class Vllm(Remote):
         self._server: CentralServer | None = None
         self._room: Path | None = None
         self._started = False
+        self._adapters: Sequence[str] = ()
         self._on_cpu = not machine.wants_cuda(self.setup.devices)
         self.notices = _notices(self.options) if self._on_cpu else ()
 
@@ -128,7 +137,7 @@ class Vllm(Remote):
             raise UsageError("the backend 'vllm' forms its queue itself. Give start() a context with a strategy.")
         own = self.options
         self._room = Path(tempfile.mkdtemp(prefix="gpuinfer-vllm-"))
-        engine = {name: getattr(own, name) for name in (*PASSED_ON, "dtype", "engine_args", "adapters")}
+        engine = {name: getattr(own, name) for name in (*PASSED_ON, "dtype", "engine_args", "adapters", "max_adapters")}
         self._server = CentralServer.of(
             self.setup,
             ServerTuning(),
@@ -148,6 +157,7 @@ class Vllm(Remote):
         self._started = True
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
         await super().start(context)
+        await self._look()
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         """An adapter's next version, or weights for all of the model, from a folder on this machine."""
@@ -155,6 +165,23 @@ class Vllm(Remote):
             raise UsageError("the backend 'vllm' has not been started. Await start() before update().")
         where = str(await asyncio.to_thread(Path(weights).resolve))
         await asyncio.to_thread(self._server.update, version, where, adapter=adapter, drain=drain)
+        await self._look()
+
+    async def unload(self, adapter: str) -> None:
+        if self._server is None:
+            await super().unload(adapter)
+        else:
+            await asyncio.to_thread(self._server.unload, adapter)
+            await self._look()
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters
+
+    async def _look(self) -> None:
+        """Which adapters there are now."""
+        wire = await self.stats()
+        self._adapters = tuple(wire["device"].get("adapters") or ()) if wire is not None else ()
 
     def beside(self, spec: ModelSpec) -> Backend:
         """Another engine, of the same options but for the adapters, which are the first one's."""
@@ -174,7 +201,11 @@ class Vllm(Remote):
         return Vllm(replace(self.setup, model=spec), **options)
 
     async def stats(self) -> Mapping[str, Any] | None:
-        return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()
+        if self._server is None:
+            return None
+        wire = (await asyncio.to_thread(self._server.stats)).to_wire()
+        rows = (wire["device"].get("model") or {}).get("slots")
+        return wire if rows is None else {**wire, "slots": rows}  # those that wait in its own queue take none
 
     def device(self) -> Mapping[str, Any]:
         return {}  # in the engine's own snapshot

@@ -89,9 +89,9 @@ class ServerOrder:
 
 def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: ServerOrder) -> None:
     """The life of the process, which beats in the memory of `pulse`."""
-    children.settle_in(group=order.texts is not None)
     if order.texts is not None and order.texts.log is not None:
         _print_to(order.texts.log)
+    children.settle_in(group=order.texts is not None)
     _allow_descriptors()
     descriptor = pulse.number
     SharedHeart(memory.attach(os.dup(descriptor), PULSE_SIZE))
@@ -219,8 +219,8 @@ def _obey(
         if not asked:
             continue
         wanted = msgpack.unpackb(line.recv_bytes())
-        if "update" in wanted:
-            updates.begin(wanted["number"], wanted["update"])
+        if "update" in wanted or "unload" in wanted:
+            updates.begin(wanted)
             continue
         if closing := "close" in wanted:
             desk.close(DRAIN_S)
@@ -236,10 +236,11 @@ class Updates:
         self._desk = desk
         self.under_way: dict[int, Future[None]] = {}
 
-    def begin(self, number: int, wanted: Mapping[str, Any]) -> None:
+    def begin(self, wanted: Mapping[str, Any]) -> None:
         if isinstance(self._desk, Desk):
             raise UsageError("a server of rows does not change its weights.")
-        self.under_way[number] = self._desk.update(**wanted)
+        future = self._desk.update(**wanted["update"]) if "update" in wanted else self._desk.unload(wanted["unload"])
+        self.under_way[wanted["number"]] = future
 
     def done(self) -> list[dict[str, Any]]:
         """What has ended since the last time, as the owner is told it."""

@@ -296,13 +296,19 @@ class CentralServer:
 
     def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
         """As `Backend.update`, of a model of text. Blocks. Raises `BackendDied` when the process ends meanwhile."""
-        wanted = {"version": version, "weights": weights, "adapter": adapter, "drain": drain}
+        self._change({"update": {"version": version, "weights": weights, "adapter": adapter, "drain": drain}})
+
+    def unload(self, adapter: str) -> None:
+        """As `Backend.unload`, likewise."""
+        self._change({"unload": adapter})
+
+    def _change(self, wanted: Mapping[str, Any]) -> None:
         with self._line_lock:
             process = self._process
             self._questions += 1
             number = self._questions
             try:
-                self._line.send_bytes(msgpack.packb({"update": wanted, "number": number}))
+                self._line.send_bytes(msgpack.packb({**wanted, "number": number}))
             except OSError:
                 raise BackendDied(f"{self._called} is gone. Update it again when it is back.") from None
         while number not in self._updated:

@@ -160,6 +160,10 @@ class TextDesk:
         work = self._engine.update(version, weights, adapter=adapter, drain=drain)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def unload(self, adapter: str) -> Future[None]:
+        """As `Backend.unload`, begun."""
+        return asyncio.run_coroutine_threadsafe(self._engine.unload(adapter), self._loop)
+
     # On the loop
 
     async def _snapshot(self) -> Snapshot:

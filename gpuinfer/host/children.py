@@ -58,6 +58,7 @@ def end_group(process: BaseProcess, within_s: float) -> None:
 def settle_in(group: bool = False) -> None:
     """The first thing that a child does. `group`: it starts processes itself, which end with it."""
     if group:
+        _track_resources_apart()
         os.setsid()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:  # a terminal or a scheduler signals the whole group: the parent decides
@@ -66,6 +67,15 @@ def settle_in(group: bool = False) -> None:
     faulthandler.enable()
     os.dup2(2, 1)  # standard output belongs to the parent's report
     threading.Thread(target=_leave_with_parent, args=(group,), daemon=True).start()
+
+
+def _track_resources_apart() -> None:
+    """What this process and its own leave of shared memory is tidied up, and told, by a tracker of theirs. It outlives
+    the group.
+    """
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker._fd = tracker._pid = None
+    resource_tracker.ensure_running()
 
 
 def _leave_with_parent(group: bool) -> None:

@@ -4,11 +4,12 @@ cached of keys and values it finds by that name (vllm #42125). So each version h
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.text.adapter_options import FIRST
 from gpuinfer.vllm.state import AdapterState
 
 SEPARATOR = "@"
@@ -26,83 +27,104 @@ class Loaded:
 
     @property
     def called(self) -> str:
-        return f"{self.name}{SEPARATOR}{self.version}" if self.version else self.name
+        return f"{self.name}{SEPARATOR}{self.version}"
 
 
 Load = Callable[[Loaded], Awaitable[None]]
 
 
 class Adapters:
-    """`load` and `unload` tell the engine; `load` raises `UsageError` for an adapter that it cannot use."""
+    """At most `most` versions, and more for as long as answers are under way with them.
 
-    def __init__(self, load: Load, unload: Load) -> None:
-        self._load, self._unload = load, unload
+    `load` and `unload` tell the engine; `load` raises `UsageError` for an adapter that it cannot use.
+    """
+
+    def __init__(self, load: Load, unload: Load, most: int) -> None:
+        self._load, self._unload, self._most = load, unload, most
         self._newest: dict[str, Loaded] = {}
-        self._loaded: dict[str, Loaded] = {}  # by what they are called
-        self._numbers = 0
+        self._known: dict[str, Loaded] = {}  # by what they are called; the one that was asked for last comes last
+        self._left: set[int] = set()  # that no name leads to any more, and that compute answers still
+        self._numbers = itertools.count(1)
 
     @property
-    def newest(self) -> Sequence[AdapterState]:
-        return [AdapterState(one.name, one.version, one.folder) for one in self._newest.values()]
+    def newest(self) -> tuple[AdapterState, ...]:
+        return tuple(AdapterState(one.name, one.version, one.folder) for one in self._newest.values())
 
     @property
-    def names(self) -> Sequence[str]:
-        return sorted(self._loaded)
+    def names(self) -> tuple[str, ...]:
+        """What prompts may ask for: names, and names with versions."""
+        return tuple(sorted({*self._newest, *self._known}))
 
     async def add(self, name: str, version: str, folder: str) -> None:
-        """What `name` means for prompts from now on. Raises `UsageError`."""
-        refuse_odd(name, folder)
-        self._numbers += 1
-        one = Loaded(name, version, folder, self._numbers)
-        if one.called in self._loaded:
-            raise UsageError(f"the adapter '{one.called}' is loaded already. Give its new weights another version.")
+        """What `name` means for prompts from now on. Raises `UsageError`, with nothing changed."""
+        refuse_odd(name)
+        if name not in self._newest and len(self._newest) >= self._most:
+            raise UsageError(
+                f"{self._most} adapters are loaded ({', '.join(sorted(self._newest))}), and there is room for no more. "
+                f"Unload one, or start with -B max_adapters={2 * self._most}."
+            )
+        one = Loaded(name, version, folder, next(self._numbers))
         await self._load(one)
-        before = self._newest.get(name)
-        self._newest[name] = self._loaded[one.called] = one
-        if before is not None:
-            await self._let_go(before)
+        replaced = self._known.pop(one.called, None)
+        self._newest[name] = self._known[one.called] = one
+        if replaced is not None:
+            await self._let_go(replaced)
+        await self._trim()
 
-    async def remove(self, name: str) -> None:
-        """Prompts may not ask for it any more; answers under way are finished with it."""
-        one = self._newest.pop(name, None)
-        if one is None:
-            raise UsageError(f"there is no adapter '{name}'. Loaded: {', '.join(self.names) or 'none'}.")
-        await self._let_go(one)
+    async def remove(self, asked: str) -> None:
+        """Prompts may not ask for it any more, all its versions or the one that is named; answers under way keep it.
 
-    def use(self, name: str) -> Loaded:
+        Raises `UsageError` for one that is not there.
+        """
+        gone = [one for one in self._known.values() if asked in (one.name, one.called)]
+        if not gone:
+            raise UsageError(f"there is no adapter '{asked}'. Loaded: {', '.join(self.names) or 'none'}.")
+        for one in gone:
+            del self._known[one.called]
+            if self._newest.get(one.name) is one:
+                del self._newest[one.name]
+            await self._let_go(one)
+
+    def use(self, asked: str) -> Loaded:
         """The adapter that a prompt asks for: by its name the newest, by name and version that one. `release` it.
 
         Raises `BadPrompt` when there is none.
         """
-        one = self._newest.get(name) or self._loaded.get(name)
+        one = self._newest.get(asked) or self._known.get(asked)
         if one is None:
             raise BadPrompt(
-                f"it asks for the adapter '{name}', and the engine has {', '.join(self.names) or 'none'}. Load it, or "
+                f"it asks for the adapter '{asked}', and the engine has {', '.join(self.names) or 'none'}. Load it, or "
                 "leave `adapter` out."
             )
+        self._known[one.called] = self._known.pop(one.called)
         one.users += 1
         return one
 
     async def release(self, one: Loaded) -> None:
         one.users -= 1
-        await self._let_go(one)
+        if one.number in self._left:
+            await self._let_go(one)
+
+    async def _trim(self) -> None:
+        """Those that were asked for longest ago go, but none that is the newest of its name."""
+        old = [one for one in self._known.values() if self._newest.get(one.name) is not one]
+        for one in old[: max(0, len(self._known) - self._most)]:
+            del self._known[one.called]
+            await self._let_go(one)
 
     async def _let_go(self, one: Loaded) -> None:
-        """Unload it, when it is the newest of its name no more and nobody uses it."""
-        if one.users or self._newest.get(one.name) is one or self._loaded.get(one.called) is not one:
-            return
-        del self._loaded[one.called]
-        await self._unload(one)
+        """No name leads to it: the engine unloads it as soon as nobody uses it."""
+        self._left.add(one.number)
+        if not one.users:
+            self._left.discard(one.number)
+            await self._unload(one)
 
 
-def refuse_odd(name: str, folder: str) -> None:
-    """Raises `UsageError` for a name that prompts cannot ask for, or a folder without an adapter."""
+def refuse_odd(name: str) -> None:
+    """Raises `UsageError` for a name that prompts cannot ask for."""
     if not name or SEPARATOR in name or name != name.strip():
         raise UsageError(f"an adapter cannot be called '{name}'. Use a name without spaces around it and without @.")
-    path = Path(folder)
-    if not (path / "adapter_config.json").is_file():
-        raise UsageError(f"there is no adapter in '{folder}': no adapter_config.json. Give a PEFT folder.")
 
 
 def parsed(given: Mapping[str, str]) -> tuple[AdapterState, ...]:
-    return tuple(AdapterState(name, "", folder) for name, folder in given.items())
+    return tuple(AdapterState(name, FIRST, folder) for name, folder in given.items())

@@ -36,6 +36,8 @@ PASSED_ON = (
     "speculative_config",
     "logprobs_mode",
 )
+CONTEXT = 4096  # tokens of prompt and answer, where nobody says otherwise and the model has as many
+LORAS = 4
 OURS = {
     "model": "name it with --model",
     "tokenizer": "it lies in the model's folder",
@@ -87,9 +89,13 @@ class EngineOptions(api.Options):
 
 
 def engine_arguments(
-    own: EngineOptions, setup: Setup, folder: str, *, tokenizer: bool, on_cpu: bool, adapters: bool
+    own: EngineOptions, setup: Setup, folder: str, *, tokenizer: bool, on_cpu: bool, adapters: int, positions: int
 ) -> dict[str, Any]:
-    """What `AsyncEngineArgs` is made of, as far as anything but its own defaults is wanted."""
+    """What `AsyncEngineArgs` is made of, as far as anything but its own defaults is wanted.
+
+    `adapters`: versions of LoRA adapters that are to be loaded at once. `positions`: what the model was made for. One
+    more than the context is asked for, as vLLM keeps one for a token even where none is to be drawn.
+    """
     given: Mapping[str, Any] = {} if setup.model is None else setup.model.arguments
     for name in own.engine_args:
         refuse_ours(name)
@@ -103,12 +109,13 @@ def engine_arguments(
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": "gpuinfer.vllm.extension.Extension",
         "max_num_seqs": given.get("slots") or (64 if on_cpu else None),
-        "max_model_len": given.get("context"),
+        "max_model_len": min(positions, (given.get("context") or CONTEXT) + 1),
         "max_num_batched_tokens": given.get("step_tokens"),
         "enforce_eager": True if on_cpu else None,
         "enable_prefix_caching": True,
-        "enable_lora": adapters or None,
-        "max_loras": 4 if adapters or own.enable_lora else None,
+        "enable_lora": True if adapters else None,
+        "max_loras": min(adapters, LORAS) or None,
+        "max_cpu_loras": max(adapters, own.max_loras or 0) or None,
         "tensor_parallel_size": len(setup.devices) if len(setup.devices) > 1 else None,
         "kv_cache_memory_bytes": 1 << 30 if on_cpu else None,
     }

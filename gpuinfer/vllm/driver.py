@@ -244,7 +244,7 @@ class _Work:
         """What has come of one sample. Whether its answer is complete."""
         (drawn,) = output.outputs
         if self._first == self._started:
-            self._first = time.monotonic()
+            self._first = self._first_token(output)
             self._cached = min(int(output.num_cached_tokens or 0), len(self._tokens))
         if output.prompt_logprobs is not None:
             self._note(answer, number, output.prompt_logprobs)
@@ -255,6 +255,12 @@ class _Work:
             self._note_versions(answer, drawn)
         self._note_drawn(answer, tokens, drawn.logprobs)
         return answer.push(tokens)
+
+    def _first_token(self, output: Any) -> float:
+        """When it came: by vLLM's own clock where its outputs come together at the end."""
+        latency = getattr(output.metrics, "first_token_latency", 0.0) or 0.0
+        now = time.monotonic()
+        return min(now, self._started + latency) if latency > 0.0 else now
 
     def _note(self, answer: Answer, number: int, found: Sequence[Any]) -> None:
         """Log-probabilities of the prompt, and of the tokens that the answer had begun with."""

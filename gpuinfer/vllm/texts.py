@@ -12,8 +12,16 @@ from pydantic import Field
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
 from gpuinfer.errors import UsageError
+from gpuinfer.text.adapter_options import (
+    ADAPTERS,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_SAID,
+    MOST_ADAPTERS,
+    AdapterFolders,
+    folders_given,
+)
 from gpuinfer.vllm import state
-from gpuinfer.vllm.adapters import Adapters, parsed
+from gpuinfer.vllm.adapters import Adapters, Loaded, parsed
 from gpuinfer.vllm.arguments import EngineOptions, engine_arguments
 from gpuinfer.vllm.counting import Counting
 from gpuinfer.vllm.engine import Engine
@@ -29,7 +37,8 @@ class Texts(Backend):
     class Options(EngineOptions):
         room: str = Field(description="a folder for what this run needs on disk")
         on_cpu: bool = Field(False, description="whether the engine computes on the CPU")
-        adapters: dict[str, str] = Field({}, description="LoRA adapters: name → PEFT folder")
+        adapters: AdapterFolders = Field(None, description=ADAPTERS)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
 
     options: Options
     serves = ("text",)
@@ -47,8 +56,8 @@ class Texts(Backend):
             raise UsageError("vLLM serves a model, and none was named. Name one.")
         room = Path(own.room)
         self._room, found = room, state.read(room)
-        self._state = found or State(adapters=parsed(own.adapters))
-        checkpoint = open_checkpoint(spec)
+        self._state = found or State(adapters=parsed(folders_given(own.adapters, spec.arguments)))
+        self._checkpoint = checkpoint = open_checkpoint(spec)
         folder = folder_of(spec, room)
         tokenizer = has_tokenizer(folder)
         arguments = engine_arguments(
@@ -57,7 +66,8 @@ class Texts(Backend):
             str(folder),
             tokenizer=tokenizer,
             on_cpu=own.on_cpu,
-            adapters=bool(self._state.adapters),
+            adapters=own.max_adapters if self._state.adapters or own.enable_lora else 0,
+            positions=checkpoint.shape.positions,
         )
         counting = Counting()
         self._engine = Engine.open(arguments, counting)
@@ -68,7 +78,7 @@ class Texts(Backend):
             language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer
         )
         processed = arguments["logprobs_mode"] == "processed_logprobs"
-        self._adapters = Adapters(self._engine.load, self._engine.unload)
+        self._adapters = Adapters(self._load, self._engine.unload, own.max_adapters)
         self._driver = Driver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
         self._updating = asyncio.Lock()
@@ -100,11 +110,28 @@ class Texts(Backend):
         async with self._updating:
             if adapter is not None:
                 await self._adapters.add(adapter, version, weights)
-                self._state = State(tuple(self._adapters.newest), self._state.version, self._state.weights)
+                self._state = State(self._adapters.newest, self._state.version, self._state.weights)
             else:
                 await self._reload(version, weights, drain)
-                self._state = State(tuple(self._adapters.newest), version, weights)
+                self._state = State(self._adapters.newest, version, weights)
             await asyncio.to_thread(state.write, self._room, self._state)
+
+    async def unload(self, adapter: str) -> None:
+        async with self._updating:
+            await self._adapters.remove(adapter)
+            self._state = State(self._adapters.newest, self._state.version, self._state.weights)
+            await asyncio.to_thread(state.write, self._room, self._state)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters.names
+
+    async def _load(self, one: Loaded) -> None:
+        """Checked as our own engine checks it: vLLM takes one of another shape without a word."""
+        from gpuinfer.text.checkpoint.adapter import read_adapter
+
+        await asyncio.to_thread(read_adapter, self._checkpoint, one.folder)
+        await self._engine.load(one)
 
     async def _reload(self, version: str, weights: str, drain: bool) -> None:
         await asyncio.to_thread(refuse_no_folder, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 
 import numpy as np
@@ -12,8 +13,9 @@ from peft import adapter
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Generation, Part, Prompt, Sampling
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import Constraint, Generation, Listed, Part, Prompt, Sampling
+from gpuinfer.vllm.folder import folder_of
 
 pytestmark = pytest.mark.vllm
 TEXTS = ("The capital", "once upon a time", "1 2 3 4", "gpuinfer", "a", "Zürich", "{", "one more prompt of them")
@@ -236,6 +238,61 @@ def test_adapters_have_a_name_and_a_number_for_each_version(held, tmp_path):
     assert second.completions[0].versions == ((0, "policy@v2"),)
     assert len({one.completions[0].tokens for one in (plain, first, second)}) == 3
     assert still.completions[0].tokens == plain.completions[0].tokens
-    assert held.device()["adapters"] == ["policy@v2"]
-    with pytest.raises(BadPrompt, match="policy@v1"):
-        held.asked(structs.replace(base, adapter="policy@v1"))
+    assert held.backend.adapters == ("policy", "policy@v1", "policy@v2")
+    assert held.asked(structs.replace(base, adapter="policy@v1"))[0].completions == first.completions
+    with pytest.raises(UsageError, match=r"hidden|inputs|shape|128"):
+        held.run(held.backend.update("v3", str(adapter(tmp_path / "3", 3, hidden=128)), adapter="policy"))
+    assert held.asked(asked)[0].completions == second.completions
+    held.run(held.backend.unload("policy"))
+    with pytest.raises(BadPrompt, match="the adapter 'policy'"):
+        held.asked(asked)
+
+
+def test_other_weights_answer_from_the_update_on_and_old_caches_serve_nobody(held, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    prompt = Prompt(text="the same beginning of every prompt " * 8, sampling=GREEDY)
+    first = folder_of(ModelSpec("tiny", kind="text"), tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(first, other)
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"][32:127] = weights["lm_head.weight"][32:127][torch.randperm(95)].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    (before,) = held.asked(prompt)
+    held.run(held.backend.update("w2", str(other)))
+    (after,) = held.asked(prompt)
+    assert (after.versions, after.cached_tokens) == (("w2",), 0)
+    assert after.completions[0].tokens != before.completions[0].tokens
+    held.run(held.backend.update("w3", str(first), drain=False))
+    (again,) = held.asked(prompt)
+    assert (again.versions, again.cached_tokens) == (("w3",), 0)
+    assert again.completions[0].tokens == before.completions[0].tokens
+    with pytest.raises(UsageError, match="there is no model folder"):
+        held.run(held.backend.update("w4", str(tmp_path / "nowhere")))
+
+
+ITEMS = (("PAR", "A PAR - BUR"), ("PAR", "A PAR H"), ("MAR", "A MAR S A PAR - BUR"))
+
+
+def test_lists_between_tags_are_kept_to(held):
+    free = Prompt(text="orders", sampling=structs.replace(GREEDY, max_tokens=40))
+    text = held.asked(free)[0].completions[0].text
+    listed = Listed(items=ITEMS, begin=text[3:5], end="~end~")  # which the model says of itself
+    sampling = Sampling(max_tokens=400, temperature=0.0, constraint=Constraint(listed=listed))
+    drawn = structs.replace(sampling, temperature=1.0, logit_bias={one: 8.0 for one in listed.begin.encode()})
+    prompts = [structs.replace(free, sampling=sampling), structs.replace(free, key="1", samples=2, sampling=drawn)]
+    answers = [one for answer in held.asked(*prompts) for one in answer.completions]
+    assert answers[0].finish_reason == "stop"
+    assert answers[0].text.startswith(text[:5])
+    for one in answers:
+        assert len(one.nodes) == len(one.tokens)
+        before, tag, said = one.text.partition(listed.begin)
+        assert tag
+        assert set(one.nodes[: len(before)]) <= {-1}
+        if one.finish_reason == "stop":
+            lines = said.split("\n")
+            assert lines[0] == ""
+            assert lines[-1] == listed.end
+            assert set(lines[1:-1]) <= {item for _, item in ITEMS}
+            assert len([unit for unit, item in ITEMS if item in lines]) <= 2

@@ -21,7 +21,9 @@ TINY = Setup(ModelSpec("tiny", kind="text"))
 
 
 def arguments_of(own: EngineOptions, setup: Setup = TINY, **more: bool) -> dict[str, object]:
-    return engine_arguments(own, setup, "/model", **{"tokenizer": True, "on_cpu": True, "adapters": False, **more})
+    return engine_arguments(
+        own, setup, "/model", **{"tokenizer": True, "on_cpu": True, "adapters": 4, "positions": 2048, **more}
+    )
 
 
 # Installed
@@ -64,7 +66,7 @@ def test_typed_options_become_engine_arguments_under_vllms_names():
 def test_what_the_model_was_asked_for_with_counts_where_no_option_says_otherwise():
     setup = Setup(ModelSpec("tiny", kind="text", arguments={"slots": 3, "context": 99}), seed=5)
     made = arguments_of(EngineOptions(), setup)
-    assert (made["max_num_seqs"], made["max_model_len"], made["seed"]) == (3, 99, 5)
+    assert (made["max_num_seqs"], made["max_model_len"], made["seed"]) == (3, 100, 5)
     assert arguments_of(EngineOptions(max_num_seqs=9), setup)["max_num_seqs"] == 9
 
 
@@ -202,37 +204,40 @@ class Told:
         self.events.append(("unload", one.called, one.number))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    return str(tmp_path)
-
-
-def test_each_version_has_a_number_of_its_own_and_goes_when_nobody_uses_it(folder):
+def test_each_version_has_a_number_of_its_own_and_goes_when_nobody_uses_it():
     async def scene() -> list[tuple[str, str, int]]:
         told = Told()
-        adapters = Adapters(told.load, told.unload)
-        await adapters.add("policy", "v1", folder)
+        adapters = Adapters(told.load, told.unload, 2)
+        await adapters.add("policy", "v1", "a")
         old = adapters.use("policy")
-        await adapters.add("policy", "v2", folder)
+        await adapters.add("policy", "v2", "b")
         assert adapters.use("policy@v1") is old
+        await adapters.release(old)
         assert adapters.use("policy").called == "policy@v2"
-        await adapters.release(old)
-        assert "policy@v1" in adapters.names
-        await adapters.release(old)
-        assert adapters.names == ["policy@v2"]
-        with pytest.raises(BadPrompt, match=r"'policy@v1', and the engine has policy@v2"):
+        await adapters.add("policy", "v3", "c")  # the oldest goes, as soon as nobody uses it
+        assert adapters.names == ("policy", "policy@v2", "policy@v3")
+        with pytest.raises(BadPrompt, match=r"'policy@v1', and the engine has policy, policy@v2, policy@v3"):
             adapters.use("policy@v1")
+        assert told.events[-1][0] == "load"
+        await adapters.release(old)
+        await adapters.remove("policy")
+        assert adapters.names == ()
         return told.events
 
-    assert asyncio.run(scene()) == [("load", "policy@v1", 1), ("load", "policy@v2", 2), ("unload", "policy@v1", 1)]
+    assert asyncio.run(scene()) == [
+        ("load", "policy@v1", 1),
+        ("load", "policy@v2", 2),
+        ("load", "policy@v3", 3),
+        ("unload", "policy@v1", 1),
+        ("unload", "policy@v3", 3),
+    ]  # v2 computes an answer still
 
 
 @pytest.mark.parametrize("name", ["", "a@b", " a"])
-def test_a_name_that_no_prompt_could_ask_for_is_refused(folder, name):
+def test_a_name_that_no_prompt_could_ask_for_is_refused(name):
     told = Told()
     with pytest.raises(UsageError, match="called"):
-        asyncio.run(Adapters(told.load, told.unload).add(name, "v1", folder))
+        asyncio.run(Adapters(told.load, told.unload, 2).add(name, "v1", "a"))
 
 
 def test_what_an_engine_must_know_again_is_read_as_it_was_written(tmp_path):
