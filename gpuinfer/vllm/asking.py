@@ -44,8 +44,16 @@ class Prompts:
     """What `text.model.TextModel` asks of a generator, but for the steps, which are vLLM's."""
 
     def __init__(
-        self, language: Language, shape: Shape, slots: int, length: int, facts: Mapping[str, Any], constrains: bool
+        self,
+        language: Language,
+        shape: Shape,
+        slots: int,
+        length: int,
+        facts: Mapping[str, Any],
+        constrains: bool,
+        processed: bool = True,
     ) -> None:
+        self._processed = processed
         self.slots, self.facts = slots, facts
         self._language, self._constrains = language, constrains
         self._room = cast(Decoder, Room(shape, slots, length))
@@ -67,7 +75,7 @@ class Prompts:
             check_sampling(
                 structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), self._room.shape.vocabulary
             )
-            mapping.check(sampling, bool(prepared.begun))
+            mapping.check(sampling, bool(prepared.begun), self._processed)
             grammar = self._grammar(sampling.constraint)
         except BadPrompt as error:
             return error

@@ -41,8 +41,16 @@ def is_plain(sampling: Sampling) -> bool:
     )
 
 
-def check(sampling: Sampling, begun: bool) -> None:
-    """Raises `BadPrompt` for what vLLM would do in another way than asked. Ranges have been checked."""
+def check(sampling: Sampling, begun: bool, processed: bool = True) -> None:
+    """Raises `BadPrompt` for what vLLM would do in another way than asked. Ranges have been checked.
+
+    `processed`: the engine's steps give log-probabilities after temperature and filters, not raw ones.
+    """
+    if sampling.processed_logprobs and not processed and sampling.temperature > 0.0 and not is_plain(sampling):
+        raise BadPrompt(
+            "processed_logprobs are wanted, and this vLLM gives raw ones. Start it with processed_logprobs as its "
+            "logprobs_mode (-B logprobs_mode=processed_logprobs), or draw at temperature 1 without filters."
+        )
     if sampling.temperature > HOTTEST or 0.0 < sampling.temperature < COLDEST:
         raise BadPrompt(
             f"temperature is {sampling.temperature:g}, and vLLM takes 0, or {COLDEST:g} to {HOTTEST:g}. Use such a one."

@@ -74,10 +74,10 @@ class Texts(Backend):
         language = open_language(checkpoint.language_files(), checkpoint.shape)
         facts = {"model": checkpoint.name, "device": _device(), **self._engine.facts}
         length = self._engine.length - 1  # it draws a token also where none is asked for
-        prompts = Prompts(
-            language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer
-        )
         processed = arguments["logprobs_mode"] == "processed_logprobs"
+        prompts = Prompts(
+            language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer, processed
+        )
         self._adapters = Adapters(self._load, self._engine.unload, own.max_adapters)
         self._driver = Driver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})

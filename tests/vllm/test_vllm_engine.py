@@ -280,7 +280,7 @@ def test_lists_between_tags_are_kept_to(held):
     text = held.asked(free)[0].completions[0].text
     listed = Listed(items=ITEMS, begin=text[3:5], end="~end~")  # which the model says of itself
     sampling = Sampling(max_tokens=400, temperature=0.0, constraint=Constraint(listed=listed))
-    drawn = structs.replace(sampling, temperature=1.0, logit_bias={one: 8.0 for one in listed.begin.encode()})
+    drawn = structs.replace(sampling, temperature=1.0, logit_bias=dict.fromkeys(listed.begin.encode(), 8.0))
     prompts = [structs.replace(free, sampling=sampling), structs.replace(free, key="1", samples=2, sampling=drawn)]
     answers = [one for answer in held.asked(*prompts) for one in answer.completions]
     assert answers[0].finish_reason == "stop"

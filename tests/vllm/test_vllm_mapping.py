@@ -162,6 +162,13 @@ def test_what_cannot_go_on_elsewhere_is_refused_when_it_has_begun(sampling):
         check(sampling, begun=True)
 
 
+def test_processed_logprobs_are_refused_where_the_engine_gives_raw_ones_that_differ():
+    check(Sampling(processed_logprobs=True), begun=False, processed=False)
+    check(Sampling(processed_logprobs=True, temperature=0.7), begun=False)
+    with pytest.raises(BadPrompt, match="-B logprobs_mode=processed_logprobs"):
+        check(Sampling(processed_logprobs=True, temperature=0.7), begun=False, processed=False)
+
+
 @pytest.mark.parametrize(
     ("sampling", "plain"),
     [
