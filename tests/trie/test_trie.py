@@ -76,7 +76,7 @@ def lists(draw: st.DrawFn) -> Listed:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(listed=lists(), seed=st.integers(0, 1 << 32))
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(200))
 def test_what_is_drawn_within_any_list_is_legal(kind, listed, seed):
     language, codec, draws = LANGUAGES[kind], codec_of(kind), random.Random(seed)
     try:

@@ -95,7 +95,7 @@ def legal(draw: st.DrawFn) -> tuple[Listed, list[str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(asked=legal(), seed=st.integers(0, 1 << 20))
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(150))
 def test_every_legal_list_can_be_said(kind, asked, seed):
     listed, wanted = asked
     language, codec = LANGUAGES[kind], codec_of(kind)

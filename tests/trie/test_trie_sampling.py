@@ -68,7 +68,7 @@ def masks_of(kinds: list[int], ids: list[list[int]]) -> np.ndarray:
 
 @pytest.mark.parametrize("device", ["compiled", "torch"])
 @given(wanted=st.lists(samplings(), min_size=ROWS, max_size=ROWS), seed=st.integers(0, 1 << 30), data=st.data())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(100))
 def test_few_tokens_are_drawn_from_as_from_a_mask(device, wanted, seed, data):
     rows = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90, unique=True).map(sorted)
     one, other = sampler_of(device, wanted), sampler_of(device, wanted)
