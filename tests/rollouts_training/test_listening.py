@@ -232,8 +232,12 @@ def test_weights_need_the_admin_key_and_batches_a_key_where_there_is_one(tmp_pat
 
     async def main():
         async with running(plan=plan) as made:
-            for method, path in (("POST", "take"), ("POST", "ack"), ("POST", "update"), ("GET", "status")):
-                assert (await made.ask(path, {}, method=method))[0] == 401
+            closed = [route for route in made.listening.routes() if route.path != "/health"]
+            assert len(closed) == 4
+            for route in closed:
+                for key in (None, "c" * 64):
+                    answer = await made.ask(route.path.removeprefix("/v1/rollouts/"), {}, key=key, method=route.method)
+                    assert answer[0] == 401, route
             assert (await made.ask("update", update, key=KEY))[0] == 401
             assert (await made.ask("take", {"wait_s": 30}, key=KEY))[0] == 200
             assert (await made.ask("update", update, key=ADMIN)) == (200, {"version": 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,10 @@ from gpuinfer.rollouts.trainer import Batch, Trained
 from gpuinfer.workloads.rollouts import wire
 from gpuinfer.workloads.rollouts.wire import Done, Given, Taking, Told, Updating
 
-log = logging.getLogger(__name__)
-
 MOST_WAIT_S = 60.0  # of one request: a trainer asks again
 LAST_S = 10.0  # at the end, for the trainer to hear that it is over
 HERE = ("127.0.0.1", "::1", "localhost")
-LARGE = 64  # groups that are not written out on the event loop
+LARGE = 64 << 10  # bytes of a body that is not read on the event loop
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Struct)
@@ -101,7 +99,9 @@ class Listening(Handover):
         """Nothing more will come: a trainer that has been there has a moment to ask, and be told."""
         self.end()
         if self._taken:
-            await asyncio.wait({asyncio.ensure_future(self._told_over.wait())}, timeout=LAST_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_S):
+                    await self._told_over.wait()
 
     async def close(self) -> None:
         """Listen no more."""
@@ -151,11 +151,13 @@ class Listening(Handover):
         async def handle(exchange: Exchange) -> None:
             self._asking += 1
             try:
-                said = await work(wire.read(exchange, body))
+                large = len(exchange.body) > LARGE
+                asked = await asyncio.to_thread(wire.read, exchange, body) if large else wire.read(exchange, body)
+                said = await work(asked)
             except (UsageError, WorkError, NotGiven) as error:
                 exchange.refuse(status_of(error), str(error))
             else:
-                large = isinstance(said, Given) and len(said.groups) > LARGE
+                large = isinstance(said, Given) and bool(said.groups)
                 written = await asyncio.to_thread(wire.answer, exchange, said) if large else wire.answer(exchange, said)
                 exchange.respond(200, *written)
                 if isinstance(said, Given) and said.over:
