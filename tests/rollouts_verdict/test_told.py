@@ -5,18 +5,22 @@ from dataclasses import replace
 import jsonschema
 import pytest
 from helpers import AtOnce
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.judging import judge, to_try
 from gpuinfer.report.report import Run, build, schema
+from gpuinfer.rollouts.stalls import SAID
 from gpuinfer.runtime.session import Session
 from gpuinfer.screen import rollouts
 from gpuinfer.screen.summary import rows
 from gpuinfer.stats import Histogram, Snapshot
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
+VALIDATOR = jsonschema.Draft202012Validator(schema())
 CLASSES = schema()["properties"]["bottleneck"]["properties"]["class"]["enum"]
 PLAYED = {"calls": 800.0, "games_failed": 1.0, "groups_in_flight": 2.0, "environment_share": 0.05}
 TRAINED = {
@@ -228,3 +232,19 @@ async def test_the_advice_can_be_tried_on_games_without_end_that_write_nothing(t
     assert not (tmp_path / "record").exists()
     report = {"bottleneck": judge(evidence(LIMITED, options=LIMIT, total=100)), "status": "done"}
     assert to_try(report).words == ["--groups-in-flight", "8"]
+
+
+told = st.dictionaries(
+    st.sampled_from(sorted({*LOST, *LIMITED, *(f"stall: {kind}" for kind in SAID)})), st.floats(0, 1e9)
+)
+
+
+@given(
+    told, st.floats(0, 1e3), st.integers(0, 1000), st.none() | st.integers(1, 1000), st.none() | st.integers(0, 1000)
+)
+def test_whatever_a_run_says_of_itself_a_verdict_and_a_report_come(facts, latency_s, requests, limit, total):
+    options = {"--": {**OPTIONS, "groups_in_flight": limit}}
+    found = judge(evidence(facts, latency_s=latency_s, requests=requests, options=options, total=total))
+    assert found["class"] in CLASSES
+    assert found["gain"]["low"] <= found["gain"]["high"]
+    VALIDATOR.validate(report_of(facts))
