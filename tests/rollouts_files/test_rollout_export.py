@@ -215,3 +215,17 @@ def test_the_command_shows_what_there_is(gpuinfer, records):
 def test_the_words_beside_rollouts_are_in_its_help():
     assert "gpuinfer rollouts export --help" in beside.mentioned("rollouts")
     assert beside.mentioned("generate") == ""
+
+
+def test_what_is_compared_stands_in_one_line(tmp_path):
+    """TRL compares the samples of one call, ART those of one group."""
+
+    def shared(game):
+        return replace(game, trajectories=tuple(replace(one, trainable=True) for one in game.trajectories))
+
+    group = group_of(0, samples=3)
+    group = replace(group, games=tuple(map(shared, group.games)))
+    lines = exported("trl", tmp_path / "out", group)
+    assert [line["group"] for line in lines] == [["g0/A"] * 3, ["g0/B"] * 3]
+    assert [line["reward"] for line in lines] == [[0.5, 1.5, 2.5]] * 2
+    assert list(FORMATS["trl"].read(tmp_path / "out")) == [group]

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.rollouts.export.form import OWN, Format
-from gpuinfer.rollouts.export.kept import Block, Kept, Piece
+from gpuinfer.rollouts.export.kept import Block, Kept, Piece, by_start
 from gpuinfer.rollouts.export.samples import Sample
 from gpuinfer.rollouts.files.parquet import require
 from gpuinfer.rollouts.record import Turn
@@ -108,16 +108,15 @@ class Art(Format[GroupLine]):
                 yield GroupLine(facts=facts, trajectories=tuple(trajectories))
 
     def lines(self, block: Block) -> Iterator[GroupLine]:
-        agents: dict[str, Block] = {}
-        for sample, kept in block:
-            agents.setdefault(sample.start, []).append((sample, kept))
-        for start, of_agent in agents.items():
+        for of_agent in by_start(block):
             own = msgspec.json.encode([kept for _, kept in of_agent]).decode()
             trajectories = tuple(
                 _trajectory([sample for sample, _ in pairs])
                 for _, pairs in groupby(of_agent, lambda pair: (pair[0].place.game, pair[0].place.trajectory))
             )
-            yield GroupLine(facts=GroupFacts(metadata={"group": start, OWN: own}), trajectories=trajectories)
+            yield GroupLine(
+                facts=GroupFacts(metadata={"group": of_agent[0][0].start, OWN: own}), trajectories=trajectories
+            )
 
     def pieces(self, line: GroupLine) -> Iterator[Piece]:
         if (own := line.facts.metadata.get(OWN)) is None:

@@ -59,6 +59,14 @@ def blocks(groups: Iterable[Group]) -> Iterator[Block]:
     yield [*held[:-1], (sample, replace(kept, after=tuple(waiting)))]
 
 
+def by_start(block: Block) -> Iterator[Block]:
+    """One block for each agent: the samples that are compared with one another."""
+    agents: dict[str, Block] = {}
+    for sample, kept in block:
+        agents.setdefault(sample.start, []).append((sample, kept))
+    yield from agents.values()
+
+
 def restored(pieces: Iterable[Piece]) -> Iterator[Group]:
     """The groups that `blocks` was given. Raises `ValueError` for pieces that do not belong together."""
     own: list[Piece] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gpuinfer.errors import WorkError
 from gpuinfer.rollouts.record import Game, Group, Turn
@@ -24,10 +24,14 @@ _numbered = msgspec.json.Decoder(_Numbered).decode
 
 
 def encode(group: Group) -> bytes:
-    """Raises `WorkError` for what no form of file holds: a number that is not finite, a seed past 64 bits."""
+    """Raises `WorkError` for what no form of file holds: a number that is not finite, a seed past 64 bits.
+
+    Game by game, so that other threads come in between.
+    """
     check(group)
     try:
-        return _encode(group) + b"\n"
+        games = [msgspec.Raw(_encode(game)) for game in group.games]
+        return _encode({**structs.asdict(group), "games": games}) + b"\n"
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WorkError(f"group {group.number} cannot be written ({error}). Messages hold JSON alone.") from error
 
