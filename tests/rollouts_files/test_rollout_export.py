@@ -7,7 +7,8 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from counts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from record_draws import group_of, groups
@@ -23,6 +24,7 @@ NAMES = list(FORMATS)
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(40))
 @given(some=st.lists(groups, max_size=4))
 def test_groups_come_back_from_each_form_as_they_were(tmp_path_factory, name, some):
     path = tmp_path_factory.mktemp("export") / "out.jsonl"

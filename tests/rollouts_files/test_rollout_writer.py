@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from counts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_draws import group_of, groups
 
@@ -127,6 +128,7 @@ def test_a_folder_without_rollouts_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=examples(50))
 @given(share=st.floats(0, 1))
 def test_a_journal_that_ends_at_any_byte_gives_its_whole_groups(tmp_path_factory, form, share):
     folder = tmp_path_factory.mktemp("torn")
@@ -161,8 +163,8 @@ asyncio.run(run())
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_group_is_there_once_after_kill_9(tmp_path, form):
-    folder, count = tmp_path / "out", 60
-    for kill, resume in ((9, False), (20, True), (31, True), (None, True)):
+    folder, count = tmp_path / "out", 40
+    for kill, resume in ((9, False), (20, True), (None, True)):
         facts = {"path": sys.path, "folder": str(folder), "form": form, "header": HEADER}
         code = PLAYER.format(**facts, resume=resume, count=count)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -176,6 +178,46 @@ def test_each_group_is_there_once_after_kill_9(tmp_path, form):
         child.stdout.close()
     assert [group.number for group in read(folder)] == list(range(count))
     assert all(group == group_of(group.number, tokens=100) for group in read(folder))
+
+
+def test_a_journal_whose_shard_is_whole_counts_for_nothing(tmp_path):
+    """A run was killed between the two."""
+    kept = tmp_path / "kept"
+    written(tmp_path / "out", range(3), "parquet", on_the_way=lambda: shutil.copytree(tmp_path / "out", kept))
+    (journal,) = kept.glob("*.journal")
+    shutil.copy(journal, tmp_path / "out")
+    assert len(list(read(tmp_path / "out"))) == 3
+    assert written(tmp_path / "out", range(4), "parquet", resume=True) == {0, 1, 2}
+    assert [group.number for group in read(tmp_path / "out")] == list(range(4))
+    assert not list((tmp_path / "out").glob("*.journal"))
+
+
+def test_a_half_written_shard_goes(tmp_path):
+    written(tmp_path, range(2), "parquet")
+    (tmp_path / "shard-000001.parquet.tmp").write_bytes(b"PAR1")
+    assert len(list(read(tmp_path))) == 2
+    assert written(tmp_path, range(3), "parquet", resume=True) == {0, 1}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_it_can_be_made_in_a_thread(tmp_path):
+    async def run():
+        writer = await asyncio.to_thread(Writer, tmp_path, "jsonl", HEADER)
+        await writer.add(group_of(0))
+        await writer.close()
+
+    asyncio.run(run())
+    assert list(read(tmp_path)) == [group_of(0)]
+
+
+def test_those_who_bring_more_than_the_disk_takes_wait(tmp_path):
+    async def run():
+        writer = Writer(tmp_path, "jsonl", HEADER)
+        await asyncio.gather(*(writer.add(group_of(number)) for number in range(100)))
+        await writer.close()
+
+    asyncio.run(run())
+    assert in_folder(tmp_path) == {number: group_of(number) for number in range(100)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -231,6 +273,7 @@ def test_what_no_file_holds_is_named(tmp_path):
         asyncio.run(run(bad))
 
 
+@settings(max_examples=examples(40))
 @given(st.lists(groups, min_size=1, max_size=3))
 def test_groups_come_back_from_a_table_as_they_were(tmp_path_factory, some):
     path = tmp_path_factory.mktemp("table") / "shard.parquet"

@@ -114,7 +114,7 @@ def groups_of(journal: Path) -> Iterator[Group]:
 def numbers(shard: Path) -> set[int] | None:
     """Of the groups of a shard, all of whose bytes are looked at; None for one that is damaged."""
     try:
-        return {group.number for group in _read(shard)}
+        return {table["group_number"][0].as_py() for table in _tables(shard)}
     except _damage():
         return None
 
@@ -137,11 +137,16 @@ def _damage() -> tuple[type[Exception], ...]:
 
 
 def _read(shard: Path) -> Iterator[Group]:
+    return (_group(table.to_pylist()) for table in _tables(shard))
+
+
+def _tables(shard: Path) -> Iterator[pyarrow.Table]:
+    """One a group."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(shard, page_checksum_verification=True) as file:
         for index in range(file.num_row_groups):
-            yield _group(file.read_row_group(index).to_pylist())
+            yield file.read_row_group(index)
 
 
 def _rows(group: Group) -> Iterator[Row]:

@@ -29,7 +29,8 @@ class _Sync:
 
 
 class Writer:
-    """The records of one run, in a folder that is its own until `close`. To be made on the event loop.
+    """The records of one run, in a folder that is its own until `close`. Its coroutines are those of one event loop; to
+    make it takes as long as reading what is there, for which a thread may be the better place.
 
     `header` is what decides the records: the settings, the model's fingerprint; plain JSON. Raises `UsageError` when
     there are records and `resume` is not set, when they were made with another header, when another run writes here,
@@ -57,11 +58,9 @@ class Writer:
         self._orders: queue.SimpleQueue[Group | _Sync | None] = queue.SimpleQueue()
         self._waiting = 0
         self._failure: WorkError | None = None
-        self._ended = False  # the thread
-        self._loop = asyncio.get_running_loop()
+        self._ended = self._closed = False  # the thread; this
+        self._loop: asyncio.AbstractEventLoop | None = None  # of whoever waits for the thread, once there is one
         self._moved = asyncio.Event()  # of this moment: set when the thread has come further, and replaced
-        self._thread = threading.Thread(target=self._work, name="gpuinfer rollouts", daemon=True)
-        self._thread.start()
 
     @property
     def done(self) -> frozenset[int]:
@@ -73,14 +72,20 @@ class Writer:
         if group.number in self._done:
             raise ValueError(f"group {group.number} is there already")
         self._done.add(group.number)
-        while self._waiting >= MOST_WAITING and not self._ended:
-            await self._further()
-        self._raise()
+        self._start()
+        try:
+            while self._waiting >= MOST_WAITING and not self._ended:
+                await self._further()
+            self._raise()
+        except BaseException:
+            self._done.discard(group.number)
+            raise
         self._waiting += 1
         self._orders.put(group)
 
     async def flush(self) -> None:
         """What was added is on the disk when this returns. Raises `WorkError` when it cannot be."""
+        self._start()
         order = _Sync()
         self._orders.put(order)
         while not order.done and not self._ended:
@@ -89,6 +94,10 @@ class Writer:
 
     async def close(self) -> None:
         """What was added is in whole shards when this returns, and others may write. Raises `WorkError` as `add`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._start()
         self._orders.put(None)
         try:
             while not self._ended:
@@ -99,6 +108,12 @@ class Writer:
             )
         finally:
             self._folder.release()
+
+    def _start(self) -> None:
+        """The thread, if it has not been."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            threading.Thread(target=self._work, name="gpuinfer rollouts", daemon=True).start()
 
     def _claimed(self, header: Mapping[str, Any], resume: bool) -> set[int]:
         self._folder.claim(header, resume)
@@ -132,7 +147,8 @@ class Writer:
 
     def _tell(self, written: int = 0, ended: bool = False) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone
-            self._loop.call_soon_threadsafe(self._say, written, ended)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._say, written, ended)
 
     def _work(self) -> None:
         try:
