@@ -13,6 +13,14 @@ from msgspec import Struct
 from gpuinfer.errors import UsageError, WorkError
 
 
+class Handed(Struct, frozen=True, kw_only=True):
+    """Weights that a trainer has handed over; they are as the backend was told of them."""
+
+    version: int
+    weights: str
+    adapter: str | None = None
+
+
 class StepRecord(Struct, frozen=True, kw_only=True):
     """Times in seconds. A step lasts from the end of the one before it (of the first: from the run's start) until its
     weights are in force. What the engine did in that time is counted to it, for whichever batch it was.
@@ -21,6 +29,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     step: int  # from 0
     version: int  # of the trainer's weights when it took the batch
     version_after: int = 0  # of those that came of it
+    weights: Handed | None = None  # in force at its end; None: those of the start
     at_s: float  # when it ended, since the run began
     wall_s: float
     wait_s: float = 0.0  # the trainer waited for rollouts, or to be heard

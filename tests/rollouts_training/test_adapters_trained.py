@@ -62,5 +62,31 @@ def test_each_version_of_an_adapter_draws_what_is_asked_for_after_it_is_there(fo
     assert all(one.adapter_load_s > 0 for one in found)
 
 
+@pytest.mark.thorough
+def test_a_run_that_is_gone_on_with_begins_with_the_weights_that_its_trainer_made_last(folders, tmp_path):
+    options = {"samples_per_group": 1, "max_new_tokens": 4, "plain": True, "context": 256, "batch_size": 8}
+    words = {"env": ARITHMETIC, "model": "tiny", "groups": 6, "adapter": [f"policy={folders[0]}"], "device": "cpu"}
+    files = {"out": tmp_path / "record", "steps": tmp_path / "steps.jsonl", "resume": True}
+
+    async def main(most):
+        async with asyncio.timeout(PATIENCE_S), rollouts(**words, **options, **files) as stream:
+            async for batch in stream:
+                await stream.update(batch.version + 1, folders[1], adapter="policy")
+                if batch.number == most:
+                    await anext(stream)  # which says that it is done
+                    break
+
+    asyncio.run(main(2))
+    asyncio.run(main(None))
+    found = list(read(tmp_path / "steps.jsonl"))
+    assert [one.version for one in found] == list(range(len(found)))
+    assert [(one.weights.version, one.weights.weights) for one in found] == [
+        (number + 1, folders[1]) for number in range(len(found))
+    ]
+    trained = [number for one in found for number in one.numbers]
+    assert len(set(trained)) == len(trained)
+    assert max(one.staleness_max for one in found) <= 2  # nothing is of v0 because a run began anew
+
+
 def _numbers(names):
     return [int(name.removeprefix("policy@v")) for name in names]

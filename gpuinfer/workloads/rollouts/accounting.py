@@ -13,7 +13,7 @@ import msgspec
 from gpuinfer.api import Infer
 from gpuinfer.rollouts import kl
 from gpuinfer.rollouts.record import Group
-from gpuinfer.rollouts.steps import StepRecord, StepsFile
+from gpuinfer.rollouts.steps import Handed, StepRecord, StepsFile
 from gpuinfer.rollouts.trainer import Trained, facts_of
 from gpuinfer.rollouts.versions import lags
 from gpuinfer.workloads.rollouts.measuring import EngineCounts, Meter
@@ -28,6 +28,7 @@ class Step:
     number: int
     version: int  # of the trainer's weights when it took the batch
     version_after: int
+    weights: Handed | None
     groups: Sequence[Group]
     trained: Trained
     asked: float
@@ -109,6 +110,7 @@ class Books:
             step=step.number,
             version=step.version,
             version_after=step.version_after,
+            weights=step.weights,
             at_s=now - self._began,
             wall_s=wall_s,
             absent_s=max(0.0, asked),

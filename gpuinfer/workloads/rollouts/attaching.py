@@ -200,7 +200,8 @@ async def other_end(
         if own.steps is not None:
             steps = StepsFile(own.steps, resume=resume)
             stack.callback(steps.close)
-        plan = plan_of(own, steps.before[-1] if steps is not None and steps.before else None)
+        last = steps.before[-1] if steps is not None and steps.before else None
+        plan = plan_of(own, last)
         if consumer is None and listening is not None:
             consumer = Listening(listening, own.batch_groups)
         elif consumer is None:
@@ -209,6 +210,8 @@ async def other_end(
             consumer = SimulatedTrainer(own.trainer_seconds or 0.0, own.batch_groups, plan.version, weights, name)
         found = WithTrainer(infer, consumer, plan, steps)
         stack.callback(found.training.close)
+        if last is not None and last.weights is not None:
+            await found.training.restore(last.weights)
         if isinstance(consumer, Handover):
             await consumer.meet(found.training)
         if isinstance(consumer, Listening):

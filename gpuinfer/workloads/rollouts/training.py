@@ -16,7 +16,7 @@ from gpuinfer.rollouts import kl
 from gpuinfer.rollouts.buffer import Buffer
 from gpuinfer.rollouts.capacity import Capacity, Gate
 from gpuinfer.rollouts.record import Group
-from gpuinfer.rollouts.steps import StepsFile
+from gpuinfer.rollouts.steps import Handed, StepsFile
 from gpuinfer.rollouts.trainer import Consumer
 from gpuinfer.rollouts.versions import name_of
 from gpuinfer.workloads.rollouts.accounting import Books, Judge, Step
@@ -84,7 +84,7 @@ class Training:
         self.first.set()
         self._infer = infer
         self._gone = set[int]()  # of the batch that is out
-        self._names_weights = False  # the backend has been given versions
+        self.weights: Handed | None = None  # that the backend has been given last
         self._updating = asyncio.Lock()
 
     # The gate of the loop
@@ -172,6 +172,7 @@ class Training:
                 number=self.step,
                 version=version,
                 version_after=self.version,
+                weights=self.weights,
                 groups=groups,
                 trained=trained,
                 asked=asked,
@@ -206,10 +207,20 @@ class Training:
                 began = time.monotonic()
                 await self._infer.update(name_of(version), weights, adapter=adapter, drain=False)
                 self.books.loaded(time.monotonic() - began)
-                self._names_weights = True
+                self.weights = Handed(version=version, weights=weights, adapter=adapter)
             self.version = version
             self.gate.advance(version)
             self.buffer.advance(version)
+
+    async def restore(self, handed: Handed) -> None:
+        """Begin with the weights that an earlier run had from its trainer last. Raises `UsageError`."""
+        try:
+            await self._infer.update(name_of(handed.version), handed.weights, adapter=handed.adapter, drain=False)
+        except UsageError as error:
+            raise UsageError(
+                f"version {handed.version}, which the trainer made last, cannot be gone on with: {error}"
+            ) from error
+        self.weights = handed
 
     def too_old(self, groups: Sequence[Group]) -> list[Group]:
         """Those of a batch that was given out which are dropped, as it is to be given again to a newer trainer."""
@@ -230,7 +241,7 @@ class Training:
         """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
         told of one.
         """
-        return name_of(self.version) if self.version and not self._names_weights else None
+        return name_of(self.version) if self.version and self.weights is None else None
 
     def _drop(self, group: Group) -> None:
         """It was too old for the trainer; another is begun in its place."""
