@@ -183,11 +183,6 @@ class Vllm(Remote):
         wire = await self.stats()
         self._adapters = tuple(wire["device"].get("adapters") or ()) if wire is not None else ()
 
-    def beside(self, spec: ModelSpec) -> Backend:
-        """Another engine, of the same options but for the adapters, which are the first one's."""
-        own = self.options.model_dump(exclude_unset=True, exclude={"adapters", "log"})
-        return type(self)(replace(self.setup, model=spec), **own)
-
     def connect(self) -> Connector:
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
