@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from gpuinfer.rollouts.record import Group
 
 TARGET = "rollouts"
-DIPLOMACY, ELSE = "diplomacy", "arithmetic"  # the environment of the default, where it is installed, and otherwise
-DEFAULTS = {"groups": "8", "samples_per_group": "6", "horizon": "1", "batch_size": "42"}
+DIPLOMACY, ELSE = "diplomacy", "blob-text"  # the environment of the default, where it is installed, and otherwise
+DEFAULTS = {"groups": "8", "samples_per_group": "6", "batch_size": "42"}
+SHORT = {"horizon": "1", "max_new_tokens": "256", "ignore_eos": "true"}  # of Diplomacy, by a model of random weights
 LINE = "begin=\n"  # a model of random weights never says a tag, but a line it does end
 REPEATS = 1
 NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
@@ -62,7 +63,7 @@ def with_defaults(values: Values) -> dict[str, Any]:
         found["env"] = DIPLOMACY if DIPLOMACY in registry.names("environments") else ELSE
     usual = dict(DEFAULTS)
     if found["env"] == DIPLOMACY and found.get("model") == "tiny":
-        usual |= {"max_new_tokens": "256", "ignore_eos": "true"}
+        usual |= SHORT
         found["env_option"] = found.get("env_option") or [LINE]
     return found | {name: amount for name, amount in usual.items() if found.get(name) is None}
 
@@ -91,7 +92,7 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     log_to_people(common.verbose)
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
         cases = Cases(values, common, own["repeats"], Path(scratch))
-        cases.begin()
+        cases.begin(recorded=any(make(wanted).after for make in makers))
         wanted = cases.fitted(wanted)
         return cases.run([make(wanted) for make in makers])
 
@@ -136,11 +137,13 @@ class Cases:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _steps: dict[str, Path] = field(default_factory=dict)  # of each way that has some, those of its last run
 
-    def begin(self) -> None:
-        """Play the whole for its prompts: what compiles does it now. Then one game for its tokens, and its time."""
+    def begin(self, recorded: bool) -> None:
+        """Play the whole for its prompts, if they are wanted; then one game for its tokens and its time. What compiles
+        does it now.
+        """
         from gpuinfer.bench.rollouts.replay import calls
 
-        self.recorded = calls(self._record(RECORD, {}))
+        self.recorded = calls(self._record(RECORD, {})) if recorded else ()
         groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
         self.game = groups[0] if groups else None
 

@@ -30,6 +30,7 @@ class Case:
     name: str
     title: str
     ways: Sequence[Way]
+    after: bool = False  # it goes by what was played before it: prompts, lengths of answers, the time of a game
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def peak(wanted: Wanted) -> Case:
         "peak",
         "The game loop, against the engine with all prompts at hand",
         [Way("replayed", replayed=True), Way("played")],
+        after=True,
     )
 
 
@@ -83,7 +85,7 @@ def buffer(wanted: Wanted) -> Case:
         "trainer_seconds": f"{wanted.trainer_s:.3f}",
     }
     ways = [Way(f"depth {depth}", {**own, "buffer_depth": str(depth)}, steps=True) for depth in wanted.depths]
-    return Case("buffer", f"A trainer of {wanted.trainer_s:.2g} s a step behind a buffer", ways)
+    return Case("buffer", f"A trainer of {wanted.trainer_s:.2g} s a step behind a buffer", ways, after=True)
 
 
 def reference(wanted: Wanted) -> Case:
@@ -97,7 +99,7 @@ def constraint(wanted: Wanted) -> Case:
     if wanted.answer_tokens is not None:
         free |= {"ignore_eos": "true", "max_new_tokens": str(wanted.answer_tokens)}
     ways = [Way("free", free), Way("constrained", {"constrain": "true"})]
-    return Case("constraint", "Answers kept to legal orders, against any text", ways)
+    return Case("constraint", "Answers kept to legal orders, against any text", ways, after=True)
 
 
 CASES: Mapping[str, Callable[[Wanted], Case]] = {
