@@ -33,6 +33,7 @@ SHORT = {"horizon": "1", "max_new_tokens": "256", "ignore_eos": "true"}  # of Di
 LINE = "begin=\n"  # a model of random weights never says a tag, but a line it does end
 REPEATS = 1
 NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
+TRAINERS = ("trainer_seconds", "listen", "steps")  # flags that bring a trainer: only the case of the buffer has one
 GAME, RECORD = "one game", "the record"
 
 Values = Mapping[str, Any]
@@ -153,6 +154,8 @@ class Cases:
 
         lengths = [one.length for one in self.recorded]
         mean = round(sum(lengths) / len(lengths)) if lengths else None
+        if self.common.backend != "fleet":
+            wanted = replace(wanted, backend=self.common.backend)
         if (given := self.values.get("trainer_seconds")) is not None:
             return replace(wanted, trainer_s=float(given), answer_tokens=mean)
         seconds = wanted.trainer_s if self.game is None else self.game.seconds / STARVED
@@ -214,7 +217,8 @@ class Cases:
 
         chosen = {(flag, ""): value for flag, value in way.flags.items()}
         chosen |= {("backend_options", key): value for key, value in way.backend.items()}
-        own = with_choices(self.values, chosen)
+        alone = {} if way.steps else dict.fromkeys(TRAINERS)
+        own = with_choices({**self.values, **alone}, chosen)
         made = variant(TARGET, own, {}, timed=False)
         return replace(
             made, name=name, settings={**way.flags, **way.backend}, build=lambda seed: self._build(name, way, own, seed)

@@ -39,6 +39,7 @@ class Wanted:
 
     engines: Sequence[int] = (1, 2, 3, 4)
     depths: Sequence[int] = (1, 2, 3, 4)
+    backend: str = "inprocess"  # what answers in each engine
     trainer_s: float = 1.0  # of a simulated step; see `STARVED`
     answer_tokens: int | None = None  # of an answer, the mean of what was recorded
 
@@ -73,7 +74,10 @@ def peak(wanted: Wanted) -> Case:
 
 
 def engines(wanted: Wanted) -> Case:
-    ways = [Way(_counted(count, "engine"), {"backend": "fleet"}, {"replicas": str(count)}) for count in wanted.engines]
+    ways = [
+        Way(_counted(count, "engine"), {"backend": "fleet"}, {"replicas": str(count), "backend": wanted.backend})
+        for count in wanted.engines
+    ]
     return Case("engines", "Several engines behind a router", ways)
 
 
