@@ -25,20 +25,21 @@ def keep(logits: Tensor, rows: NDArray[np.int32], rules: Rules | None) -> Tensor
 
     if rules is None:
         return logits
-    count = int(rules.starts[len(rows)])
-    lengths = np.diff(rules.starts[: len(rows) + 1])
-    kinds = np.repeat(rules.kinds[: len(rows)], lengths)
-    places = np.repeat(rows.astype(np.int64) * logits.stride(0), lengths) + rules.ids[:count]
+    count, kinds, starts = int(rules.starts[len(rows)]), rules.kinds[: len(rows)], rules.starts[: len(rows) + 1]
+    lengths = starts[1:] - starts[:-1]
+    places = np.repeat(rows * np.int64(logits.stride(0)), lengths)
+    places += rules.ids[:count]
     flat = logits.as_strided((logits.shape[0] * logits.stride(0),), (1,), logits.storage_offset())
-    at = torch.from_numpy(places).to(logits.device)
-    few = rows[rules.kinds[: len(rows)] == ONLY]
-    if not (kinds == ONLY).all():
-        flat[at[torch.from_numpy(np.flatnonzero(kinds != ONLY)).to(logits.device)]] = -torch.inf
-        at = at[torch.from_numpy(np.flatnonzero(kinds == ONLY)).to(logits.device)]
-    kept = flat[at]
-    for first, end in _runs(few):
+    at, few = torch.from_numpy(places).to(logits.device), rows
+    if kinds.min() != ONLY or kinds.max() != ONLY:
+        few = rows[kinds == ONLY]
+        only = np.repeat(kinds == ONLY, lengths)
+        flat[torch.from_numpy(places[~only]).to(logits.device)] = -torch.inf
+        at = torch.from_numpy(places[only]).to(logits.device)
+    kept = flat.index_select(0, at)
+    for first, end in [(0, len(few))] if len(few) == len(logits) else _runs(few):
         logits[first:end].fill_(-torch.inf)
-    flat[at] = kept
+    flat.index_copy_(0, at, kept)
     return logits
 
 
