@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 from gpuinfer.errors import Closed
-from gpuinfer.workloads.rollouts.speaking import Counts
-
-LEAST_GROUPS, MOST_CROWD = 2, 4  # groups at once; games for each slot
+from gpuinfer.workloads.rollouts.crowding import Crowd
 
 
 class Admission(Protocol):
@@ -39,21 +36,15 @@ class Open:
 
 
 class Feed:
-    """Gives out numbers of groups, each when there is room for it.
-
-    Without a `limit` there is room while fewer answers are under way than the model has slots for; a group that has not
-    asked yet counts as a row for each of its games.
+    """Gives out numbers of groups: while fewer than `limit` are under way, or, without one, whenever there is room in
+    the crowd for one more game.
     """
 
-    def __init__(
-        self, numbers: Iterable[int], counts: Counts, gate: Admission, *, slots: int, samples: int, limit: int | None
-    ) -> None:
-        self._numbers, self._counts, self._gate = numbers, counts, gate
-        self._slots, self._samples, self._limit = slots, samples, limit
-        self._most = max(LEAST_GROUPS, math.ceil(MOST_CROWD * slots / samples))
-        self._quiet: dict[int, int] = {}  # group → games of it that have not asked for anything yet
+    def __init__(self, numbers: Iterable[int], gate: Admission, crowd: Crowd, limit: int | None = None) -> None:
+        self._numbers, self._gate, self._crowd, self._limit = numbers, gate, crowd, limit
+        self.under_way = 0  # groups that have been begun and are not over
         self._change = asyncio.Event()
-        counts.changed = self._change.set
+        crowd.changed = self._change.set
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in self._numbers:
@@ -65,28 +56,14 @@ class Feed:
                 self._change.clear()
                 await self._change.wait()
             self._gate.started()
-            self._quiet[number] = self._samples
+            self.under_way += 1
             yield number
 
-    @property
-    def under_way(self) -> int:
-        """Groups that have been begun and are not over."""
-        return len(self._quiet)
-
-    def begun(self, number: int) -> None:
-        """One of its games is about to ask for the first time."""
-        self._quiet[number] = max(0, self._quiet[number] - 1)
-        self._change.set()
-
-    def finished(self, number: int) -> None:
-        """This group is over."""
-        del self._quiet[number]
+    def finished(self) -> None:
+        """One group is over."""
+        self.under_way -= 1
         self._change.set()
 
     @property
     def _room(self) -> bool:
-        if self._limit is not None:
-            return self.under_way < self._limit
-        if self.under_way >= self._most:
-            return False
-        return not self.under_way or self._counts.asked + sum(self._quiet.values()) < self._slots
+        return self._crowd.room if self._limit is None else self.under_way < self._limit

@@ -120,7 +120,7 @@ class Loop:
 
     async def _one(self, number: int) -> None:
         try:
-            group = await self._player.play(number, lambda: self._feed.begun(number))
+            group = await self._player.play(number)
             await self._reference.admit()
             if self._reference.inline:
                 group = await self._reference.add(group)
@@ -128,7 +128,7 @@ class Loop:
             self._gate.failed()
             raise
         finally:
-            self._feed.finished(number)
+            self._feed.finished()
         if not self._reference.inline:
             group = await self._reference.add(group)
         await self._keeper.add(group)

@@ -40,17 +40,44 @@ class Speaker:
 class Counts:
     """What has been asked and answered, all agents of a run together."""
 
-    asked: int = 0  # answers under way, or waiting for room
+    begun: int = 0  # answers that were asked for
+    asked: int = 0  # of them those that are under way, or wait for room
     calls: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    again: int = 0  # calls of agents that had spoken before, and of what they said then:
+    carried_tokens: int = 0  # the tokens with which their prompts began
+    kept_tokens: int = 0  # those of them that were cached
+    steps: int = 0  # of games, in which anybody was asked
     inference_s: float = 0.0  # the sum over all answers, from the admission to the last token
     environment_s: float = 0.0  # the sum over all games, waiting included
+    complained: bool = False  # of an environment that cannot be closed
     changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
 
-    def answer(self, generation: Generation) -> None:
+    def ask(self, answers: int) -> None:
+        """One game asks for so many at once."""
+        self.begun += answers
+        self.asked += answers
+        self.steps += bool(answers)
+
+    def answered(self, _: object) -> None:
+        """One of them has come, or will not come."""
+        self.asked -= 1
+        self.changed()
+
+    @property
+    def width(self) -> float:
+        """Answers that a game asks for at once, on average; one, before any did."""
+        return self.begun / self.steps if self.steps else 1.0
+
+    def answer(self, generation: Generation, carried: int) -> None:
+        """`carried`: with so many tokens the prompt began that were there when the agent spoke before."""
         self.calls += 1
+        if carried:
+            self.again += 1
+            self.carried_tokens += carried
+            self.kept_tokens += min(carried, generation.cached_tokens)
         self.input_tokens += generation.prompt_tokens
         self.cached_tokens += generation.cached_tokens
         self.output_tokens += sum(len(one.tokens) for one in generation.completions)
@@ -81,7 +108,7 @@ class Seat:
             key=f"{self._key}/{len(self._turns)}",
             adapter=self._speaker.adapter,
         )
-        generation = await self._ask(prompt)
+        generation = await self._ask(prompt, carried=len(self._said.tokens))
         (drawn,) = generation.completions
         seconds = time.monotonic() - asked
         timing = Timing(
@@ -119,26 +146,21 @@ class Seat:
             found = msgspec.structs.replace(found, max_tokens=observation.max_tokens)
         return found
 
-    async def _ask(self, prompt: Prompt) -> Generation:
+    async def _ask(self, prompt: Prompt, carried: int) -> Generation:
         """A queue that is full is tried again: others may ask the same backend."""
-        counts, full = self._counts, QueueFull()
-        counts.asked += 1
-        try:
-            for _ in range(TRIES):
-                try:
-                    found = await self._speaker.infer(prompt)
-                    break
-                except QueueFull as error:
-                    full = error
-                    await asyncio.sleep(error.retry_after_s or AGAIN_S)
-            else:
-                raise full
-        finally:
-            counts.asked -= 1
-            counts.changed()
+        full = QueueFull()
+        for _ in range(TRIES):
+            try:
+                found = await self._speaker.infer(prompt)
+                break
+            except QueueFull as error:
+                full = error
+                await asyncio.sleep(error.retry_after_s or AGAIN_S)
+        else:
+            raise full
         if type(found) is not Generation or len(found.completions) != 1:
             raise BadResult(f"the backend answered a prompt with {found!r:.80}. Use another backend.")
-        counts.answer(found)
+        self._counts.answer(found, carried)
         return found
 
 

@@ -25,6 +25,7 @@ from gpuinfer.workloads.rollouts import attaching
 from gpuinfer.workloads.rollouts.attaching import OtherEnd, other_end
 from gpuinfer.workloads.rollouts.casting import START, Cast, Opponent
 from gpuinfer.workloads.rollouts.conversing import Conversing
+from gpuinfer.workloads.rollouts.crowding import Crowd
 from gpuinfer.workloads.rollouts.feeding import Feed
 from gpuinfer.workloads.rollouts.keeping import Keeper, Nowhere
 from gpuinfer.workloads.rollouts.loading import open_environment
@@ -32,8 +33,9 @@ from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
-from gpuinfer.workloads.rollouts.speaking import Speaker
+from gpuinfer.workloads.rollouts.speaking import Counts, Speaker
 from gpuinfer.workloads.rollouts.telling import facts
+from gpuinfer.workloads.rollouts.training import slots_of
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +127,11 @@ class Rollouts(Workload):
             end = await open_here.enter_async_context(self._other_end(infer))
             end.go_on(self.options.out, stage.keeper.done)
             end.watch(stage.reference)
-            player = Player(end.infer, end.environments(self.environment), self.plan(stage.opponents), stage.chat)
-            loop = self._loop(infer, player, stage, end)
+            crowd = self._crowd(infer)
+            made, plan = end.environments(self.environment), self.plan(stage.opponents)
+            player = Player(end.infer, made, plan, stage.chat, crowd)
+            feed = Feed(self._numbers(stage.keeper.done), end.gate, crowd, self.options.groups_in_flight)
+            loop = Loop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
             yield self._progress(loop.tally, player, end)  # the run's clock starts
             running = asyncio.create_task(loop.run())
             try:
@@ -209,17 +214,11 @@ class Rollouts(Workload):
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
-    def _loop(self, infer: Infer, player: Player, stage: Stage, end: OtherEnd) -> Loop:
-        own, limits = self.options, infer.limits
-        feed = Feed(
-            self._numbers(stage.keeper.done),
-            player.counts,
-            end.gate,
-            slots=limits.slots or limits.max_rows * limits.in_flight,
-            samples=own.samples_per_group,
-            limit=own.groups_in_flight,
-        )
-        return Loop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
+    def _crowd(self, infer: Infer) -> Crowd:
+        """Whoever says how many groups there are to be at once has all of them at once."""
+        if self.options.groups_in_flight is not None:
+            return Crowd(Counts())
+        return Crowd(Counts(), slots_of(infer))
 
     def _numbers(self, done: frozenset[int]) -> Iterator[int]:
         numbers = itertools.count() if self._groups is None else iter(range(self._groups))

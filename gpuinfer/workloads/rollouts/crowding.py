@@ -1,0 +1,139 @@
+"""How many games are under way at once: as many as keep the model busy, and no more than it remembers.
+
+An agent that speaks again finds what was said before in the model's cache, unless others have taken its place there: a
+conversation that is computed anew at each turn costs many times as much as its answer. So games are let in while there
+are fewer answers under way than slots; and where most of a prompt is what was said before, while there are fewer
+conversations than slots, too. A backend that remembers more than that is found out: as long as what was said before is
+still there, there may be more conversations; once it is not, never again as many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from gpuinfer.workloads.rollouts.speaking import Counts
+
+CARRIED = 0.5  # of all prompt tokens, what was said before: from there on conversations count
+KEPT, LOST = 0.9, 0.7  # of what was said before, what is found again: there may be more; there were too many
+MOST_GAMES = 4  # for each slot, however slow the environment is
+GROWTH = 1.25  # of the conversations that there may be
+
+
+@dataclass(eq=False)
+class Place:
+    """One game's. Its agents are known once it has begun."""
+
+    agents: int | None = None
+    asks: bool = False  # it has asked for its first answers
+
+
+class Crowd:
+    """Lets games in, in the order in which they come; all at once without `slots`.
+
+    All methods belong to one event loop.
+    """
+
+    def __init__(self, counts: Counts, slots: int | None = None) -> None:
+        self.counts, self._slots = counts, math.inf if slots is None else slots
+        self._most = self._slots  # conversations at once
+        self._ceiling = math.inf
+        self._judged = (0, 0, 0)  # of `Counts`, when `_most` was judged last
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._places: set[Place] = set()
+        self._agents: int | None = None  # of the latest game
+        self._carries: bool | None = None  # most of a prompt is what was said before; None: no game is over yet
+        self.changed: Callable[[], None] = lambda: None  # is told when there may be room for more than those who wait
+        counts.changed = self.look
+
+    @property
+    def games(self) -> int:
+        return len(self._places)
+
+    @property
+    def room(self) -> bool:
+        """Whether a game that came now would be let in at once."""
+        return not self._waiting and self._has_room
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[Place]:
+        """Wait for the place of one game, and leave it in the end."""
+        place = await self._come()
+        try:
+            yield place
+        finally:
+            self._places.discard(place)
+            self._judge()
+            self.look()
+
+    def seated(self, place: Place, agents: int) -> None:
+        """The game has begun, and so many may speak in it."""
+        place.agents = self._agents = agents
+        self.look()
+
+    def asking(self, place: Place) -> None:
+        """The game has asked for its first answers."""
+        if not place.asks:
+            place.asks = True
+            self.look()
+
+    def look(self) -> None:
+        """Let in whom there is room for."""
+        while self._waiting and (self._waiting[0].done() or self._has_room):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return  # it takes its place, and looks again
+        if not self._waiting:
+            self.changed()
+
+    async def _come(self) -> Place:
+        if not self.room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done():
+                    asyncio.get_running_loop().call_soon(self.look)
+                raise
+        place = Place(self._agents)
+        self._places.add(place)
+        self.look()
+        return place
+
+    @property
+    def _has_room(self) -> bool:
+        if not self._places or self._slots == math.inf:
+            return True
+        quiet = sum(1 for place in self._places if not place.asks)
+        if (
+            len(self._places) >= MOST_GAMES * self._slots
+            or self.counts.asked + quiet * self.counts.width >= self._slots
+        ):
+            return False
+        return self._carries is False or self._conversations + (self._agents or math.inf) <= self._most
+
+    @property
+    def _conversations(self) -> float:
+        return sum(place.agents or math.inf for place in self._places)
+
+    def _judge(self) -> None:
+        """A game is over: how much of the prompts was said before, and what of that was found again?"""
+        counts = self.counts
+        self._carries = counts.carried_tokens >= CARRIED * counts.input_tokens
+        turns, carried, kept = counts.again - self._judged[0], *self._since()
+        if turns < 2 * self._most or not carried:
+            return
+        self._judged = counts.again, counts.carried_tokens, counts.kept_tokens
+        if kept >= KEPT * carried:
+            self._most = min(self._ceiling, GROWTH * self._most)
+        elif kept < LOST * carried and self._most > self._slots:
+            self._most = self._ceiling = max(self._slots, self._most / GROWTH)
+
+    def _since(self) -> tuple[int, int]:
+        return self.counts.carried_tokens - self._judged[1], self.counts.kept_tokens - self._judged[2]
