@@ -568,6 +568,11 @@ class Infer(ABC):
         """
         raise UsageError("weights cannot be changed here. Ask the run's own `infer` for it.")
 
+    def watch(self, kind: type) -> None:  # noqa: B027  where nobody watches
+        """Objects of this class are called in the workload's place: one that blocks the event loop is named, and given
+        up in the end, as a plugin is.
+        """
+
     async def counted(self) -> Mapping[str, Any]:
         """What the run has counted until now, all its processes and the far side together: `stats.Snapshot.to_wire()`.
         Empty where nobody counts.

@@ -100,7 +100,9 @@ class Watchdog:
         self._taken_in, self._given_up_s = False, 0.0
 
     def watch(self, looks: Looks, *plugins: Any) -> None:
-        """Look at these from now on, from another thread; `plugins` are those who may block the loop."""
+        """Look at these from now on, from another thread; `plugins` are those who may block the loop, or
+        classes of what is called in their place.
+        """
         self._looks.append(looks)
         self._plugins.extend(plugins)
 
@@ -179,6 +181,8 @@ class Watchdog:
             return self.patience.strategy_s
         if isinstance(plugin, Backend):
             return {"start": self.patience.start_s, "close": self.patience.close_s}.get(method, self.patience.give_up_s)
+        if isinstance(plugin, type):
+            return self.patience.give_up_s
         return math.inf  # a workload may compute for as long as it likes
 
     def _beat(self) -> None:
@@ -203,7 +207,7 @@ def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
     while frame is not None:
         code = frame.f_code
         own = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
-        plugin = next((one for one in plugins if one is own), None)
+        plugin = next((one for one in plugins if one is own or one is type(own)), None)
         if plugin is not None and (found is None or found[0] is plugin):
             found = plugin, code.co_name, place
         frame = frame.f_back

@@ -315,6 +315,9 @@ class Session(Infer):
             self._warned.add(method)
             blame.warn(self._backend, method, error)
 
+    def watch(self, kind: type) -> None:
+        self.watchdog.watch(tuple, kind)
+
     async def counted(self) -> Mapping[str, Any]:
         await self.refresh()
         return self.snapshot().to_wire()

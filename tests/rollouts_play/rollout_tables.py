@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from gpuinfer import api
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
@@ -98,3 +99,14 @@ def by_function(steps: int = 1):
 
 class NoEnvironment:
     pass
+
+
+class Blocking(Chatting):
+    """Computes on the event loop, so that all other games wait."""
+
+    class Options(Chatting.Options):
+        seconds: float = 0.6
+
+    async def step(self, answers):
+        time.sleep(self.options.seconds)  # noqa: ASYNC251
+        return await super().step(answers)

@@ -74,3 +74,12 @@ def test_a_run_that_was_ended_goes_on_and_plays_each_group_once(at_once, tmp_pat
 def test_a_command_line_that_cannot_be_is_refused_with_the_cure(gpuinfer, words, code, said):
     found = gpuinfer("rollouts", *words)
     assert (found[0], said in found[2]) == (code, True), found[2]
+
+
+def test_an_environment_that_blocks_for_ever_is_named_and_given_up():
+    """What then ends a process is the command line's own part, and these processes are forked."""
+    block = ("--env", "rollout_tables:Blocking", "--env-option", "seconds=600", "--model", "null", "--groups", 1)
+    with started(*block, "--patience", "1s", "--give-up", "5s") as process:
+        said = next(line for line in process.stderr if b"given up. " in line).decode()
+    assert "'Blocking' (module rollout_tables) has kept all else waiting in step for" in said
+    assert "rollout_tables.py" in said

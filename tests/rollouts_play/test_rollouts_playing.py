@@ -119,3 +119,11 @@ def test_a_function_makes_environments_and_its_parameters_are_the_options():
 def test_what_is_no_environment_is_refused():
     with pytest.raises(UsageError, match="which has no reset, observe, step, close"):
         open_environment(f"{HERE}:NoEnvironment", [])()
+
+
+def test_an_environment_that_keeps_all_others_waiting_is_told_of_once(caplog):
+    played("Blocking", samples=2, model="null")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"environment '{HERE}:Blocking'" in said
+    assert "kept all other games waiting for 0.6 s in step" in said
+    assert "asyncio.to_thread" in said

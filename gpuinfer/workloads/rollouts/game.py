@@ -40,7 +40,7 @@ class GamePlay:
         self._rules, self._counts = rules, rules.crowd.counts
         self._id, self._key = f"{group}/{sample}", f"{group}/{sample}{again}"
         self._sample, self._seed = sample, seed
-        self._table = Table(rules.make, rules.step_seconds)
+        self._table = Table(rules.make, rules.step_seconds, self._counts)
         self._seats: dict[str, Seat] = {}
         self._steps = 0
         self._metrics: Mapping[str, float] = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from gpuinfer.api import Infer, Lane, Limits, ModelSpec, Priority, Stream, Worke
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment
 from gpuinfer.rollouts.levels import Level
+from gpuinfer.workloads.rollouts.blocking import Blocking
 from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
 
 T = TypeVar("T")
@@ -184,36 +184,12 @@ class TimedEnvironment(Environment):
             with meter.in_environment.during():
                 if not hasattr(call, "__await__"):
                     return await call  # which says what is wrong with it
-                return await _Blocking(call, self._blocked)
+                return await Blocking(call, self._blocked)
         finally:
             meter.thinking.add(1)
 
     def _blocked(self, seconds: float) -> None:
         self._meter.blocked_s += seconds
-
-
-class _Blocking(Awaitable[T]):
-    """Awaits something else, and tells for how long that kept the event loop."""
-
-    def __init__(self, own: Awaitable[T], tell: Callable[[float], None]) -> None:
-        self._own, self._tell = own, tell
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        inner = self._own.__await__()
-        send: Callable[[], Any] = functools.partial(next, inner)
-        while True:
-            began = time.perf_counter()
-            try:
-                waits_for = send()
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            finally:
-                self._tell(time.perf_counter() - began)
-            try:
-                yield waits_for
-                send = functools.partial(next, inner)
-            except BaseException as error:  # noqa: BLE001  it is thrown where it belongs
-                send = functools.partial(inner.throw, error)  # type: ignore[attr-defined]
 
 
 Name = Callable[[], str | None]

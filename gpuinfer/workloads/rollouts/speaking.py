@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gpuinfer.api import Infer
-from gpuinfer.errors import BadResult, QueueFull
+from gpuinfer.errors import BackendError, BadResult, QueueFull, RequestError
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.rollouts.environment import Observation
 from gpuinfer.rollouts.record import Span, Timing, Trajectory, Turn
 from gpuinfer.workloads.rollouts.conversing import Conversation, Conversing
+
+log = logging.getLogger(__name__)
 
 AGAIN_S, TRIES = 0.05, 12_000  # between two tries at a queue that is full, and how many
 
@@ -52,6 +55,8 @@ class Counts:
     steps: int = 0  # of games, in which anybody was asked
     inference_s: float = 0.0  # the sum over all answers, from the admission to the last token
     environment_s: float = 0.0  # the sum over all games, waiting included
+    blocked_s: float = 0.0  # the sum over all games, that they kept the event loop
+    blocked_said: bool = False
     complained: bool = False  # of an environment that cannot be closed
     changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
 
@@ -193,8 +198,33 @@ def _turn(
     )
 
 
+async def probed(infer: Infer, sampling: Sampling) -> Sampling:
+    """How to ask this backend, so that it tells under which distribution its tokens were drawn: not all do of another
+    than the model's own.
+    """
+    probe = Prompt(tokens=(0,), sampling=Sampling(max_tokens=1, processed_logprobs=True), key="probe")
+    try:
+        found = await infer(probe)
+    except (RequestError, BackendError) as error:  # which the games will hear too
+        log.info("the backend was not found out: %s", error)
+        return sampling
+    if type(found) is Generation and all(one.processed is not None for one in found.completions):
+        return sampling
+    if not plain(sampling):
+        log.warning(
+            "the backend does not tell log-probabilities under temperature and filters, and the record has none. "
+            "Draw with --temperature 1 and no filters, or choose another backend."
+        )
+    return msgspec.structs.replace(sampling, logprobs=0)
+
+
+def plain(sampling: Sampling) -> bool:
+    """Whether it draws from the model's own distribution."""
+    return sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE})
+
+
 def _as_drawn(drawn: Completion, raw: tuple[float, ...], sampling: Sampling) -> tuple[float, ...]:
     """Under the distribution that was drawn from; none where the backend does not tell them."""
     if drawn.processed is not None and len(drawn.processed) == len(drawn.tokens):
         return drawn.processed
-    return raw if sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE}) else ()
+    return raw if plain(sampling) else ()

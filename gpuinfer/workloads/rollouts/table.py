@@ -11,17 +11,21 @@ import math
 import time
 import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from inspect import isawaitable
 from typing import Any, TypeVar
 
 from gpuinfer.config import blame
 from gpuinfer.errors import WorkError
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
+from gpuinfer.workloads.rollouts.blocking import Blocking
 from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
+from gpuinfer.workloads.rollouts.speaking import Counts
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+LONG_S = 0.5  # to keep the event loop, before it is said
 MOST_AGENTS = 10_000
 MOST_MESSAGES = 10_000  # of one observation
 
@@ -36,8 +40,8 @@ class Table:
     `seconds`: spent in the environment until now, waiting included.
     """
 
-    def __init__(self, make: EnvironmentMaker, limit_s: float) -> None:
-        self._make, self._limit_s = make, limit_s
+    def __init__(self, make: EnvironmentMaker, limit_s: float, counts: Counts) -> None:
+        self._make, self._limit_s, self.counts = make, limit_s, counts
         self._own: Environment | None = None
         self.agents: tuple[str, ...] = ()
         self.roles: Mapping[str, str] = {}
@@ -92,7 +96,7 @@ class Table:
         try:
             async with asyncio.timeout(self._limit_s):
                 with blame_game(self._make.who, method):
-                    return await call
+                    return await (Blocking(call, lambda s: self._held(method, s)) if isawaitable(call) else call)
         except TimeoutError as error:
             raise GameFailed(
                 f"{self._make.who} has not come back from {method} within {self._limit_s:g} s. "
@@ -100,6 +104,18 @@ class Table:
             ) from error
         finally:
             self.seconds += time.monotonic() - began
+
+    def _held(self, method: str, seconds: float) -> None:
+        self.counts.blocked_s += seconds
+        if seconds > LONG_S and not self.counts.blocked_said:
+            self.counts.blocked_said = True
+            log.warning(
+                "%s kept all other games waiting for %.2g s in %s. Let it compute in a thread: await "
+                "asyncio.to_thread(…).",
+                self._make.who,
+                seconds,
+                method,
+            )
 
     def _agents(self, found: Any) -> tuple[str, ...]:
         if isinstance(found, str) or not isinstance(found, Sequence) or not found:

@@ -22,6 +22,7 @@ from gpuinfer.openai.options import check_model, model_of, rendering_of, samplin
 from gpuinfer.rollouts.files import Writer
 from gpuinfer.rollouts.trainer import Consumer
 from gpuinfer.workloads.rollouts import attaching
+from gpuinfer.workloads.rollouts.accounting import slots_of
 from gpuinfer.workloads.rollouts.attaching import OtherEnd, other_end
 from gpuinfer.workloads.rollouts.casting import START, Cast, Opponent
 from gpuinfer.workloads.rollouts.conversing import Conversing
@@ -33,9 +34,8 @@ from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
-from gpuinfer.workloads.rollouts.speaking import Counts, Speaker
+from gpuinfer.workloads.rollouts.speaking import Counts, Speaker, probed
 from gpuinfer.workloads.rollouts.telling import facts
-from gpuinfer.workloads.rollouts.training import slots_of
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class Rollouts(Workload):
         if own.ref_model is not None and own.reference == "none":
             raise UsageError(f"--ref-model {own.ref_model} has nothing to do. Add --reference inline, or deferred.")
         self.environment = open_environment(own.env, own.env_option, own.horizon)
-        self.sampling = sampling_of(own, logprobs=0, processed_logprobs=True)
+        raw = None if own.reference == "none" else 0  # what the reference's are compared with
+        self.sampling = sampling_of(own, logprobs=raw, processed_logprobs=True)
         self.rendering = rendering_of(own)
         self.cast = Cast.of(own.opponent, own.role_temperature, own.adapter)
         attaching.check(own)
@@ -127,6 +128,8 @@ class Rollouts(Workload):
             end = await open_here.enter_async_context(self._other_end(infer))
             end.go_on(self.options.out, stage.keeper.done)
             end.watch(stage.reference)
+            if isinstance(self.environment.factory, type):
+                infer.watch(self.environment.factory)
             crowd = self._crowd(infer)
             made, plan = end.environments(self.environment), self.plan(stage.opponents)
             player = Player(end.infer, made, plan, stage.chat, crowd)
@@ -157,6 +160,7 @@ class Rollouts(Workload):
                 settings = await asyncio.to_thread(self.deciding_settings)
                 stage.keeper = Writer(self.options.out, self.options.format, settings, resume=self.options.resume)
             await infer.ready()
+            self.sampling = await probed(infer, self.sampling)
             for name, folder in self.cast.adapters.items():
                 await infer.update(START, str(folder), adapter=name, drain=False)
             for role, opponent in self.cast.opponents.items():

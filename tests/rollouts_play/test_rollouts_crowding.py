@@ -1,0 +1,193 @@
+"""Which games are let in: told with a toy of a game that asks, is answered and goes on."""
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.workloads.rollouts.crowding import Crowd
+from gpuinfer.workloads.rollouts.feeding import Feed, Open
+from gpuinfer.workloads.rollouts.speaking import Counts
+
+
+class Games:
+    """Games that come to a crowd, each until it is told to go."""
+
+    def __init__(self, crowd, agents=1):
+        self.crowd, self.agents = crowd, agents
+        self.inside, self._go, self._tasks = [], {}, []
+
+    async def come(self, number):
+        self._go[number] = asyncio.Event()
+        self._tasks.append(asyncio.create_task(self._one(number)))
+        await settled()
+
+    async def _one(self, number):
+        async with self.crowd.place() as place:
+            self.inside.append(number)
+            self.crowd.seated(place, self.agents)
+            self.crowd.counts.ask(self.agents)
+            self.crowd.asking(place)
+            await self._go[number].wait()
+            for _ in range(self.agents):
+                self.crowd.counts.answered(None)
+            self.inside.remove(number)
+
+    async def go(self, number):
+        self._go[number].set()
+        await settled()
+
+    async def end(self):
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+
+async def settled():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def played(play, slots, agents=1, counts=None):
+    async def run():
+        games = Games(Crowd(counts or Counts(), slots), agents)
+        try:
+            return await play(games)
+        finally:
+            await games.end()
+
+    return asyncio.run(run())
+
+
+def test_games_are_let_in_while_fewer_answers_are_under_way_than_slots():
+    async def play(games):
+        for number in range(6):
+            await games.come(number)
+        first = list(games.inside)
+        await games.go(1)
+        return first, games.inside
+
+    assert played(play, slots=4) == ([0, 1, 2, 3], [0, 2, 3, 4])
+
+
+def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_again():
+    async def play(games):
+        for number in range(4):
+            await games.come(number)
+            for _ in range(2):  # of three agents one is asked
+                games.crowd.counts.answered(None)
+        before = list(games.inside)
+        await games.go(0)
+        games.crowd.counts.asked = 2
+        games.crowd.look()
+        await settled()
+        return before, games.inside
+
+    assert played(play, slots=7, agents=3, counts=Counts(input_tokens=10)) == ([0, 1], [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("cached", "most"),
+    [
+        pytest.param(1.0, 10, id="all is found again: there may be more"),
+        pytest.param(0.8, 8, id="most is found again"),
+        pytest.param(0.0, 8, id="nothing is found again: there is a slot for each all the same"),
+    ],
+)
+def test_how_much_a_backend_remembers_is_found_out(cached, most):
+    counts = Counts()
+
+    async def play(games):
+        await games.come(0)
+        counts.input_tokens, counts.carried_tokens, counts.again = 1000, 900, 20
+        counts.kept_tokens = int(900 * cached)
+        await games.go(0)
+        for number in range(1, 12):
+            await games.come(number)
+            games.crowd.counts.answered(None)
+        return len(games.inside)
+
+    assert played(play, slots=8, counts=counts) == most
+
+
+def test_a_game_that_is_given_up_while_it_waits_keeps_no_place():
+    async def play(games):
+        for number in range(3):
+            await games.come(number)
+        games._tasks[1].cancel()
+        await settled()
+        await games.go(0)
+        return games.inside, games.crowd.games
+
+    assert played(play, slots=1) == ([2], 1)
+
+
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["come", "go", "cancel"]), st.integers(0, 30)), max_size=40),
+    slots=st.integers(1, 5),
+    agents=st.integers(1, 4),
+)
+def test_whoever_comes_gets_a_place_in_turn_and_nobody_waits_before_an_empty_table(moves, slots, agents):
+    async def play(games):
+        come = 0
+        for move, number in moves:
+            if move == "come":
+                await games.come(come)
+                come += 1
+            elif number < come:
+                if move == "go":
+                    games._go[number].set()
+                else:
+                    games._tasks[number].cancel()
+                await settled()
+        left = [number for number, task in enumerate(games._tasks) if not task.done()]
+        assert games.inside == sorted(games.inside) == left[: len(games.inside)]
+        assert games.inside or not left
+        assert games.crowd.games == len(games.inside)
+        for number in left:
+            games._go[number].set()
+        for _ in left:
+            await settled()
+        assert games.inside == []
+
+    if any(move == "come" for move, _ in moves):
+        played(play, slots, agents)
+
+
+def fed(groups, limit, slots):
+    """How many groups are begun before any is over."""
+
+    async def run():
+        crowd = Crowd(Counts(), slots)
+        feed, begun = Feed(iter(range(groups)), Open(), crowd, limit), []
+
+        async def begin():
+            async for number in feed:
+                begun.append(number)
+                tasks.append(asyncio.create_task(one(crowd)))
+                await asyncio.sleep(0)
+
+        async def one(crowd):
+            async with crowd.place() as place:
+                crowd.seated(place, 1)
+                crowd.counts.ask(1)
+                crowd.asking(place)
+                await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(begin())]
+        await settled()
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(tasks)
+        return len(begun)
+
+    return asyncio.run(run())
+
+
+def test_groups_are_begun_while_there_is_room_or_as_many_as_were_asked_for():
+    assert fed(10, limit=None, slots=3) == 3
+    assert fed(10, limit=5, slots=3) == 5
+    assert fed(2, limit=None, slots=3) == 2
