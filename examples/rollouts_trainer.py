@@ -25,6 +25,8 @@ def ask(url, path, body):
             with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/rollouts/{path}", data, kind)) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
+            if error.code == 409 and body["done"] is not None:  # the run has begun anew, and does not know of it
+                return ask(url, path, {"wait_s": body["wait_s"], "done": None})
             sys.exit(json.load(error)["error"]["message"])
         except (urllib.error.URLError, ConnectionError) as error:
             if time.monotonic() > end:

@@ -53,7 +53,7 @@ class Handover:
 
     async def meet(self, trains: Trains) -> None:
         """The run is ready, and this is its training. Called once, before anything else of this side."""
-        self.trains = trains
+        self.trains, self.last = trains, trains.step  # of a run that is gone on with, batches are counted on
 
     async def asks(self) -> int | None:
         while self.wanted is None and not self._left:

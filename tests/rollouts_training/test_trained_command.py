@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,35 @@ def test_a_run_that_is_killed_and_resumed_trains_on_every_group_once(tmp_path):
     assert len(set(trained)) == len(trained)
     assert 40 - len(trained) <= sum(one.dropped for one in found)
     assert [one.number for one in groups_in(tmp_path / "record")] == list(range(40))
+
+
+@pytest.mark.thorough
+def test_a_trainer_outlives_the_run_which_is_killed_and_gone_on_with(tmp_path):
+    """It asks until somebody listens there again; batches, steps and versions are counted on."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(EXAMPLE.read_text().replace("PATIENCE_S = 30.0", f"PATIENCE_S = {WAIT_S}"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    files = ["--out", tmp_path / "record", "--steps", tmp_path / "steps.jsonl", "--resume"]
+    words = [*SMALL, "--groups", 400, "--batch-groups", 2, "--listen", f"127.0.0.1:{port}", *files]
+    with started(*words) as run:
+        url = url_of(run)
+        trainer = subprocess.Popen([sys.executable, str(slow), url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        until(lambda: len(steps_in(tmp_path / "steps.jsonl")) >= 4, run)
+        run.send_signal(signal.SIGKILL)
+        ended(run)
+    before = len(steps_in(tmp_path / "steps.jsonl"))
+    code, _, said = rollouts(*words)
+    with trainer:
+        told = trainer.communicate(timeout=WAIT_S)[0].decode()
+    assert (code, trainer.returncode) == (0, 0), said + told
+    found = steps_in(tmp_path / "steps.jsonl")
+    assert 4 <= before < len(found)
+    assert [one.step for one in found] == list(range(len(found)))
+    trained = numbers(found)
+    assert len(set(trained)) == len(trained)
+    assert [one.number for one in groups_in(tmp_path / "record")] == list(range(400))
 
 
 def test_ctrl_c_ends_a_run_that_waits_for_its_trainer(tmp_path):

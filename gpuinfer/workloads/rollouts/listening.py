@@ -225,7 +225,7 @@ class Listening(Handover):
     def _check(self, said: Told, done: int | None) -> None:
         """Raises `NotGiven`, and `UsageError` for log-probabilities of other tokens."""
         if done is not None and done > self.last:
-            raise NotGiven(f"batch {done} was never given: the newest is {self.last}.")
+            raise NotGiven(f"batch {done} was never given: the newest is {self.last}. Ask without it.")
         if said.logprobs and self.batch is not None:
             try:
                 from_trainer(self.batch.groups, said.logprobs)
