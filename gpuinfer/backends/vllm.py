@@ -19,17 +19,26 @@ from gpuinfer.central.server import CentralServer
 from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.host import machine
+from gpuinfer.http.access import read_keys
 from gpuinfer.text.adapter_options import (
     ADAPTERS,
     MAX_ADAPTERS,
     MAX_ADAPTERS_SAID,
     MOST_ADAPTERS,
     AdapterFolders,
+    folders_given,
 )
 from gpuinfer.vllm import installed
 from gpuinfer.vllm.arguments import PASSED_ON, EngineOptions
+from gpuinfer.vllm.endpoint import Endpoint
+from gpuinfer.vllm.served import Served
 from gpuinfer.vllm.texts import Texts as Engine
 
+ROWS = 64  # asked of a server at once, where nobody says how many
+THEIRS = {*PASSED_ON, "dtype", "engine_args", "start_timeout", "batch_timeout", "restart", "log"} - {
+    "max_num_seqs",
+    "logprobs_mode",
+}
 CALLED = "the vLLM engine's process"
 
 
@@ -97,6 +106,14 @@ class Vllm(Remote):
     """vLLM in a process of its own. One whose engine dies is replaced, and what was asked of it is asked again."""
 
     class Options(EngineOptions):
+        endpoint: str | None = Field(
+            None, description="a vLLM server that runs, such as http://host:8000, in place of one"
+        )
+        key_file: Path | None = Field(None, description="with endpoint: a file with its key")
+        model: str | None = Field(None, description="with endpoint: what it calls this run's model; default its first")
+        retry: float = Field(
+            30.0, ge=0, le=3600, description="with endpoint: seconds for which one that is gone is asked"
+        )
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         start_timeout: float = Field(1800.0, gt=0, description="seconds that the engine may take to come up")
@@ -113,9 +130,18 @@ class Vllm(Remote):
         self._server: CentralServer | None = None
         self._room: Path | None = None
         self._started = False
+        self._served: Served | None = None
         self._adapters: Sequence[str] = ()
         self._on_cpu = not machine.wants_cuda(self.setup.devices)
-        self.notices = _notices(self.options) if self._on_cpu else ()
+        near = self.options.endpoint is None
+        self.notices = _notices(self.options) if self._on_cpu and near else ()
+        if near and (odd := {"key_file", "model", "retry"} & self.options.model_fields_set):
+            raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
+        if not near and (odd := (THEIRS & self.options.model_fields_set)):
+            raise UsageError(
+                f"-B {min(odd)} is said of an engine that is started, and {self.options.endpoint} runs already. "
+                "Leave one out."
+            )
 
     @property
     def compute(self) -> str:
@@ -129,6 +155,9 @@ class Vllm(Remote):
         """Start the engine and wait until it serves. Raises `UsageError` without vLLM, or for a model that it cannot
         be given.
         """
+        if self.options.endpoint is not None:
+            await self._find(self.options.endpoint, context)
+            return
         installed.require()
         spec = self.setup.model
         if spec is None or spec.kind != "text":
@@ -159,8 +188,38 @@ class Vllm(Remote):
         await super().start(context)
         await self._look()
 
+    async def _find(self, url: str, context: BackendContext) -> None:
+        own = self.options
+        key = None if own.key_file is None else read_keys(own.key_file)[0]
+        rows = own.max_num_seqs or ROWS
+        endpoint = Endpoint(url, key, rows, own.retry)
+        given = {} if self.setup.model is None else self.setup.model.arguments
+        folders = folders_given(own.adapters, given)
+        processed = "logprobs_mode" in own.model_fields_set and own.logprobs_mode == "processed_logprobs"
+        try:
+            self._served = await Served.open(
+                self.setup, endpoint, own.model, folders, own.max_adapters, processed, context.stepped
+            )
+        except BaseException:
+            await endpoint.end()
+            raise
+        self.limits = self._served.limits
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        async for event in super().stream(batch) if self._served is None else self._served.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        if self._served is None:
+            super().cancel(request)
+        else:
+            self._served.cancel(request)
+
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         """An adapter's next version, or weights for all of the model, from a folder on this machine."""
+        if self._served is not None:
+            await self._served.update(version, weights, adapter=adapter)
+            return
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before update().")
         where = str(await asyncio.to_thread(Path(weights).resolve))
@@ -168,7 +227,9 @@ class Vllm(Remote):
         await self._look()
 
     async def unload(self, adapter: str) -> None:
-        if self._server is None:
+        if self._served is not None:
+            await self._served.unload(adapter)
+        elif self._server is None:
             await super().unload(adapter)
         else:
             await asyncio.to_thread(self._server.unload, adapter)
@@ -176,7 +237,7 @@ class Vllm(Remote):
 
     @property
     def adapters(self) -> Sequence[str]:
-        return self._adapters
+        return self._adapters if self._served is None else self._served.adapters
 
     async def _look(self) -> None:
         """Which adapters there are now."""
@@ -184,6 +245,8 @@ class Vllm(Remote):
         self._adapters = tuple(wire["device"].get("adapters") or ()) if wire is not None else ()
 
     def connect(self) -> Connector:
+        if self._served is not None:
+            return super(Remote, self).connect()  # each process asks the server itself
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
         return Way(self.setup, self._server.address, self._server.restarts_within_s)
@@ -192,10 +255,17 @@ class Vllm(Remote):
         """An engine of its own, without the adapters, which are of this model. What an option says of the device's
         memory holds for each of them.
         """
+        if self.options.endpoint is not None:
+            raise UsageError(
+                f"{self.options.endpoint} serves one model, and '{spec.name}' would be another beside it. "
+                "Leave -B endpoint out, or leave that model out."
+            )
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters", "log"})
         return Vllm(replace(self.setup, model=spec), **options)
 
     async def stats(self) -> Mapping[str, Any] | None:
+        if self._served is not None:
+            return await self._served.stats()
         if self._server is None:
             return None
         wire = (await asyncio.to_thread(self._server.stats)).to_wire()
@@ -207,6 +277,9 @@ class Vllm(Remote):
 
     async def close(self) -> None:
         await super().close()
+        served, self._served = self._served, None
+        if served is not None:
+            await served.close()
         if self._server is not None:
             await asyncio.to_thread(self._server.close, quiet=True)
         if self._room is not None:

@@ -27,7 +27,7 @@ class Loaded:
 
     @property
     def called(self) -> str:
-        return f"{self.name}{SEPARATOR}{self.version}"
+        return f"{self.name}{SEPARATOR}{self.version}" if self.version else self.name
 
 
 Load = Callable[[Loaded], Awaitable[None]]
@@ -54,6 +54,11 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """What prompts may ask for: names, and names with versions."""
         return tuple(sorted({*self._newest, *self._known}))
+
+    def found(self, name: str) -> None:
+        """One that the engine has already, under this very name."""
+        one = Loaded(name, "", "", next(self._numbers))
+        self._newest[name] = self._known[name] = one
 
     async def add(self, name: str, version: str, folder: str) -> None:
         """What `name` means for prompts from now on. Raises `UsageError`, with nothing changed."""

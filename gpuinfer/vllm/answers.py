@@ -110,8 +110,8 @@ def logprob_of(token: int, found: Mapping[int, Any], most: int) -> Logprob:
     likeliest: tuple[Candidate, ...] = ()
     if most:
         ranked = sorted(found.items(), key=lambda item: item[1].rank)
-        likeliest = tuple(Candidate(one, float(of.logprob), int(of.rank)) for one, of in ranked[: most + 1])
-        likeliest = tuple(one for one in likeliest if one.rank <= most)
+        likeliest = tuple(Candidate(one, float(of.logprob), int(of.rank)) for one, of in ranked)
+        likeliest = tuple(one for one in likeliest if 1 <= one.rank <= most)  # 0: a server has not told it
     return Logprob(Candidate(token, float(chosen.logprob), int(chosen.rank)), likeliest)
 
 

@@ -17,7 +17,7 @@ from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Generation, Listed, Part, Prompt, Sampling
 from gpuinfer.vllm.folder import folder_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TEXTS = ("The capital", "once upon a time", "1 2 3 4", "gpuinfer", "a", "Zürich", "{", "one more prompt of them")
 CLOSE = 1e-4  # of log-probabilities, and of the top two at a tie
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)

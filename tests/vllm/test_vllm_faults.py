@@ -21,7 +21,7 @@ from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.generation import Part, Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LIMIT_S = 60.0
 LONG = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
 
