@@ -12,6 +12,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.central.address import Address
+from gpuinfer.central.changes import Change
 from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.connection import Connection
 from gpuinfer.central.link import Link
@@ -20,6 +21,13 @@ from gpuinfer.central.text_client import TextConnection, TextLink
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
+from gpuinfer.text.adapter_options import (
+    ADAPTERS,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_SAID,
+    MOST_ADAPTERS,
+    AdapterFolders,
+)
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -130,6 +138,8 @@ class Central(Remote):
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
         step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
         in_flight: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
+        adapters: AdapterFolders = Field(None, description=ADAPTERS)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
@@ -173,6 +183,8 @@ class Central(Remote):
                 slots=given.slots,
                 context=given.context,
                 step_tokens=given.step_tokens,
+                adapters=given.adapters,
+                max_adapters=given.max_adapters,
             ),
             context.strategy,
             roofline=context.roofline,
@@ -191,7 +203,30 @@ class Central(Remote):
 
     def beside(self, spec: ModelSpec) -> Backend:
         """A server of its own."""
-        return Central(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
+        options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
+        return Central(replace(self.setup, model=spec), **options)
+
+    @property
+    def updates(self) -> bool:
+        return isinstance(self._link, TextLink)
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """Of a text model, in the server process. One that is brought back is told it again."""
+        if self._server is None or not self.updates:
+            await super().update(version, weights, adapter=adapter, drain=drain)
+            return
+        change = Change(version=version, weights=weights, adapter=adapter, drain=drain)
+        await asyncio.to_thread(self._server.change, change)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return () if self._server is None else self._server.adapters
+
+    async def unload(self, adapter: str) -> None:
+        if self._server is None or not self.updates:
+            await super().unload(adapter)
+        else:
+            await asyncio.to_thread(self._server.change, Change(adapter=adapter))
 
     async def stats(self) -> Mapping[str, Any] | None:
         return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ import msgpack
 
 from gpuinfer.api import Backend, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import memory
+from gpuinfer.central.changes import Change, Pending
 from gpuinfer.central.desk import Desk
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
 from gpuinfer.central.memory import BlockForm, SharedHeart
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from gpuinfer.central.text_desk import TextDesk
 
 _Opened = tuple["Desk | TextDesk", Any, Recorder | None]  # the model, whose `device()` says where it is
-UPDATE_LOOK_S = 0.02  # between two looks at whether an update has ended
 LOOK_S = 0.5  # between two looks at how long batches take
+CHANGING_S = 0.01  # and at whether other weights are there
 DRAIN_S = 5.0  # for batches to end when the owner closes
 
 
@@ -85,6 +86,7 @@ class ServerOrder:
     batch_timeout_s: float
     owner: int  # the process that starts it
     texts: Texts | None = None
+    changes: tuple[Change, ...] = ()  # of the weights, that one before it was told
 
 
 def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, order: ServerOrder) -> None:
@@ -104,7 +106,12 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         pauses.keep_short()
         desk.start()
         limits = desk.limits
-        ready = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "slots": limits.slots}
+        ready = {
+            "max_rows": limits.max_rows,
+            "in_flight": limits.in_flight,
+            "slots": limits.slots,
+            "adapters": [] if isinstance(desk, Desk) else list(desk.adapters),
+        }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
             _obey(line, desk, opened, order.batch_timeout_s, order.owner, order.setup)
@@ -158,6 +165,8 @@ def _open_text(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pul
         max_queue_rows=order.setup.max_queue_rows,
         recorder=recorder,
     )
+    for change in order.changes:
+        desk.change(change).result()
     return desk, backend, recorder
 
 
@@ -206,11 +215,11 @@ def _obey(
 
     watchdog = Watchdog(Patience.of(setup), give_up, name="the central server")
     watchdog.watch(partial(desk.held, watchdog.patience))
-    updates = Updates(desk)
+    pending = Pending()
     while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
-        asked = line.poll(UPDATE_LOOK_S if updates.under_way else LOOK_S)
-        for done in updates.done():
-            line.send_bytes(msgpack.packb(done))
+        asked = line.poll(CHANGING_S if pending else LOOK_S)
+        for told in pending.done():
+            line.send_bytes(msgpack.packb(told))
         watchdog.look_again()
         if (fault := desk.fault or _overdue(desk, batch_timeout_s)) is not None:  # also while it is asked
             desk.dismiss_all(fault)
@@ -219,8 +228,8 @@ def _obey(
         if not asked:
             continue
         wanted = msgpack.unpackb(line.recv_bytes())
-        if "update" in wanted or "unload" in wanted:
-            updates.begin(wanted)
+        if "change" in wanted:
+            pending.add(wanted["number"], _changing(desk, Change(**wanted["change"])))
             continue
         if closing := "close" in wanted:
             desk.close(DRAIN_S)
@@ -229,31 +238,12 @@ def _obey(
             return
 
 
-class Updates:
-    """Changes of weights and adapters that the owner has asked for and has not been told the end of."""
-
-    def __init__(self, desk: Desk | TextDesk) -> None:
-        self._desk = desk
-        self.under_way: dict[int, Future[None]] = {}
-
-    def begin(self, wanted: Mapping[str, Any]) -> None:
-        if isinstance(self._desk, Desk):
-            raise UsageError("a server of rows does not change its weights.")
-        future = self._desk.update(**wanted["update"]) if "update" in wanted else self._desk.unload(wanted["unload"])
-        self.under_way[wanted["number"]] = future
-
-    def done(self) -> list[dict[str, Any]]:
-        """What has ended since the last time, as the owner is told it."""
-        ended = [number for number, future in self.under_way.items() if future.done()]
-        return [{"updated": number, "failed": _why(self.under_way.pop(number))} for number in ended]
-
-
-def _why(update: Future[None]) -> dict[str, Any] | None:
-    if (error := update.exception()) is None:
-        return None
-    if isinstance(error, GpuinferError):
-        return error_to_wire(error)
-    return error_to_wire(BackendError(f"the update failed: {error!r}. Report this."))
+def _changing(desk: Desk | TextDesk, change: Change) -> Future[Sequence[str]]:
+    if not isinstance(desk, Desk):
+        return desk.change(change)
+    refused: Future[Sequence[str]] = Future()
+    refused.set_exception(UsageError("a model of rows keeps its weights. End the run, and start another."))
+    return refused
 
 
 def _overdue(desk: Desk | TextDesk, batch_timeout_s: float) -> BackendDied | None:

@@ -24,7 +24,8 @@ import msgpack
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import address, memory
-from gpuinfer.central.child import ServerOrder, ServerTuning, Texts, main
+from gpuinfer.central.changes import Change, standing
+from gpuinfer.central.child import CHANGING_S, ServerOrder, ServerTuning, Texts, main
 from gpuinfer.central.client import Client
 from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
 from gpuinfer.config import registry
@@ -41,7 +42,6 @@ START_TEXT_S = 3600.0  # of text: hundreds of gigabytes, perhaps over a network
 BACK_S = 60.0  # for a server that died to be there again
 LOOK_S = 0.5
 STATS_S = 2.0
-UPDATE_LOOK_S = 0.02
 CLOSE_S = 10.0
 TRIES = 3  # deaths in a row, each within `BACK_S` of its start, after which it is not started again
 
@@ -129,6 +129,9 @@ class CentralServer:
         restart: bool,
     ) -> None:
         self.limits: Limits  # once it has started
+        self.adapters: tuple[str, ...] = ()  # that prompts may ask for
+        self._changes: list[Change] = []  # of the weights since the start, that one started again is told
+        self._changed: dict[int, Any] = {}  # what has come of questions for such
         self._setup, self._tuning, self._strategy = setup, tuning, strategy
         self._roofline, self._max_clients = roofline, max_clients
         self._batch_timeout, self._restart = batch_timeout, restart
@@ -138,7 +141,6 @@ class CentralServer:
         self._watcher: threading.Thread | None = None  # once it has served
         self._address: address.Address | None = None
         self._line_lock = threading.Lock()  # one question to the process at a time
-        self._updated: dict[int, Mapping[str, Any] | None] = {}  # by number of the question: why it failed, if so
         self._questions = 0  # asked so far: an answer that comes too late is not taken for the next one's
         self._error: GpuinferError | None = None  # why it is not there
         self._gone = False  # for good
@@ -196,6 +198,7 @@ class CentralServer:
         ready = self._first_words(line)
         self._line = line  # not before: others ask on it, and would take its first words
         self.limits = Limits(ready["max_rows"], ready["in_flight"], ready["slots"])
+        self.adapters = tuple(ready["adapters"])
         self._pulse.late_s()  # from here on it counts
 
     def _first_words(self, line: Connection) -> dict[str, Any]:
@@ -239,6 +242,7 @@ class CentralServer:
             batch_timeout_s=self._batch_timeout,
             owner=self._owner,
             texts=self._texts,
+            changes=tuple(self._changes),
         )
 
     def _shares(self) -> ServerTuning:
@@ -294,33 +298,6 @@ class CentralServer:
         with self._line_lock:
             return merge_in_turn([*self._before, self._latest])
 
-    def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
-        """As `Backend.update`, of a model of text. Blocks. Raises `BackendDied` when the process ends meanwhile."""
-        self._change({"update": {"version": version, "weights": weights, "adapter": adapter, "drain": drain}})
-
-    def unload(self, adapter: str) -> None:
-        """As `Backend.unload`, likewise."""
-        self._change({"unload": adapter})
-
-    def _change(self, wanted: Mapping[str, Any]) -> None:
-        with self._line_lock:
-            process = self._process
-            self._questions += 1
-            number = self._questions
-            try:
-                self._line.send_bytes(msgpack.packb({**wanted, "number": number}))
-            except OSError:
-                raise BackendDied(f"{self._called} is gone. Update it again when it is back.") from None
-        while number not in self._updated:
-            with self._line_lock, contextlib.suppress(OSError, EOFError):
-                while self._process is process and self._line.poll(0):
-                    self._take_in()
-            if number not in self._updated and (self._process is not process or self._gone or self._closing.is_set()):
-                raise BackendDied(f"{self._called} ended before its update had. Update it again when it is back.")
-            time.sleep(UPDATE_LOOK_S)
-        if (failed := self._updated.pop(number)) is not None:
-            raise error_from_wire(failed)
-
     def _ask(self, question: Mapping[str, Any], seconds: float = STATS_S) -> bool:
         """Put a question to the process; its answer is the latest snapshot. Whether it came."""
         with self._line_lock, contextlib.suppress(OSError, EOFError):
@@ -332,14 +309,48 @@ class CentralServer:
                     return True
         return False
 
+    def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
+        """As `Backend.update`, of a model of text: see `change`."""
+        self.change(Change(version=version, weights=weights, adapter=adapter, drain=drain))
+
+    def unload(self, adapter: str) -> None:
+        """As `Backend.unload`, likewise."""
+        self.change(Change(adapter=adapter))
+
+    def change(self, change: Change) -> None:
+        """Have the model change its weights or adapters; a process that is brought back is told it again. Blocks.
+
+        Raises what the model raises, `BackendDied` when the process ends meanwhile, and `Closed`.
+        """
+        with self._line_lock:
+            if self._final is not None or self._address is None:
+                raise Closed("this server does not run. Start another.")
+            process = self._process
+            self._questions += 1
+            number = self._questions
+            with contextlib.suppress(OSError):
+                self._line.send_bytes(msgpack.packb({"change": change.told(), "number": number}))
+        while number not in self._changed:
+            with self._line_lock, contextlib.suppress(OSError, EOFError):
+                while self._process is process and self._line.poll(0):
+                    self._take_in()
+            if number not in self._changed and (self._process is not process or self._gone or self._closing.is_set()):
+                raise BackendDied(f"{self._called} ended before its update had. Update it again when it is back.")
+            time.sleep(CHANGING_S)
+        told = self._changed.pop(number)
+        if "refused" in told:
+            raise error_from_wire(told["refused"])
+        self.adapters = tuple(told["adapters"])
+        self._changes = standing(self._changes, change)
+
     def _take_in(self) -> int:
         """One message of the process: the number of the question that it answers, 0 for last words."""
         told = msgpack.unpackb(self._line.recv_bytes(), strict_map_key=False)
         if "error" in told:
             self._error = error_from_wire(told["error"])
             return 0
-        if "updated" in told:
-            self._updated[told["updated"]] = told["failed"]
+        if "changed" in told:
+            self._changed[told["changed"]] = told
             return 0
         self._latest = Snapshot.from_wire(told["stats"])
         return int(told["number"])

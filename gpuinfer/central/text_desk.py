@@ -18,6 +18,7 @@ from typing import Any
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
 from gpuinfer.central.caller import Bounds, Caller
+from gpuinfer.central.changes import Change
 from gpuinfer.central.lines import ClientLines
 from gpuinfer.central.outgoing import Outgoing
 from gpuinfer.central.wire import (
@@ -74,6 +75,22 @@ class OwnTexts(Backend):
         if self._text is not None:
             self._text.cancel(request)
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        return () if self._text is None else self._text.adapters
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        if self._text is None:
+            raise BackendDied("the central server's model does not run. Start it again.")
+        if adapter is None:
+            await self._text.update(version, weights, drain=drain)
+        else:
+            await self._text.load_adapter(adapter, version, weights)
+
+    async def unload(self, adapter: str) -> None:
+        if self._text is not None:
+            await self._text.unload_adapter(adapter)
+
     def device(self) -> Mapping[str, Any]:
         return {} if self._text is None else self._text.device()
 
@@ -119,6 +136,14 @@ class TextDesk:
 
     # From the main thread
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._engine.backend.adapters
+
+    def change(self, change: Change) -> Future[Sequence[str]]:
+        """Have the model change its weights; it gives the adapters that there are then."""
+        return asyncio.run_coroutine_threadsafe(self._change(change), self._loop)
+
     def start(self) -> None:
         if self._recorder is not None:
             self._recorder.limits = self.limits
@@ -155,16 +180,14 @@ class TextDesk:
         """As `desk.Desk.held`."""
         return (one for one in self._engine.held(patience) if one.plugin is self._engine.strategy)
 
-    def update(self, version: str, weights: str, adapter: str | None, drain: bool) -> Future[None]:
-        """As `Backend.update`, begun."""
-        work = self._engine.update(version, weights, adapter=adapter, drain=drain)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def unload(self, adapter: str) -> Future[None]:
-        """As `Backend.unload`, begun."""
-        return asyncio.run_coroutine_threadsafe(self._engine.unload(adapter), self._loop)
-
     # On the loop
+
+    async def _change(self, change: Change) -> Sequence[str]:
+        if change.weights is None:
+            await self._engine.unload(change.adapter or "")
+        else:
+            await self._engine.update(change.version, change.weights, adapter=change.adapter, drain=change.drain)
+        return self.adapters
 
     async def _snapshot(self) -> Snapshot:
         return self._engine.snapshot()

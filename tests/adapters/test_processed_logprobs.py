@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from adapters.test_version_spans import stepped
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,0 +1,61 @@
+"""The central server's weights and adapters, changed while it runs, and there again after it was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from helpers import AtOnce
+from random_adapters import peft_folder
+from test_adapter_backend import WAIT_S, asked
+from text.decoders import opened
+from text.tiny import tiny_checkpoint
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.central import Central
+from gpuinfer.central.changes import Change, standing
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.runtime.session import Session
+
+
+async def answered(infer, prompt):
+    return await asyncio.wait_for(infer(prompt), 2 * WAIT_S)
+
+
+async def test_the_server_changes_its_weights_and_one_that_comes_back_has_them_again(tmp_path):
+    model, other = str(tiny_checkpoint("qwen2")), str(tiny_checkpoint("qwen2", seed=1))
+    shape = opened(model).shape
+    folders = [str(peft_folder(tmp_path / str(seed), shape, 4, seed)) for seed in range(3)]
+    setup = Setup(devices=("cpu",), model=ModelSpec(model, kind="text"))
+    backend = Central(setup, context=64, slots=4, threads=1, restart=True, adapters={"start": folders[2]})
+    async with Session(backend, AtOnce()) as infer:
+        base = await answered(infer, asked())
+        assert infer.adapters == ("start", "start@0")
+        await infer.update("v1", folders[0], adapter="policy")
+        first = await answered(infer, asked(adapter="policy"))
+        await infer.update("v2", folders[1], adapter="policy")
+        with pytest.raises(UsageError, match="no folder"):
+            await infer.update("v3", "nowhere", adapter="policy")
+        await infer.update("w1", other, drain=False)
+        await infer.unload("start")
+        before = [await answered(infer, asked(adapter=name)) for name in (None, "policy")]
+        assert [one.version for one in before] == ["w1", "policy@v2+w1"]
+        assert first.version == "policy@v1"
+        assert base.completions[0].tokens != before[0].completions[0].tokens
+        os.kill(backend._server._process.pid, signal.SIGKILL)
+        after = [await answered(infer, asked(adapter=name)) for name in (None, "policy")]
+        assert [one.completions for one in after] == [one.completions for one in before]
+        assert [one.version for one in after] == [one.version for one in before]
+        with pytest.raises(BadPrompt, match="policy, policy@v2"):
+            await answered(infer, asked(adapter="nobody"))
+
+
+def test_a_server_that_comes_back_is_told_the_newest_of_each():
+    changes: list[Change] = []
+    for adapter, version in (("a", "1"), (None, "w1"), ("b", "1"), ("a", "2"), (None, "w2")):
+        changes = standing(changes, Change(version=version, weights="x", adapter=adapter))
+    assert [(one.adapter, one.version) for one in changes] == [("b", "1"), ("a", "2"), (None, "w2")]
+    assert [one.adapter for one in standing(changes, Change(adapter="a"))] == ["b", None]
+    assert standing(changes, Change(adapter="a@1")) == changes
