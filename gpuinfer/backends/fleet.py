@@ -19,6 +19,14 @@ from gpuinfer.generation import Part
 from gpuinfer.http.access import read_keys
 from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
+from gpuinfer.text.adapter_options import (
+    ADAPTERS,
+    FIRST,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_SAID,
+    MOST_ADAPTERS,
+    AdapterFolders,
+)
 
 if TYPE_CHECKING:
     from gpuinfer.fleet.owned import Owned
@@ -26,7 +34,10 @@ if TYPE_CHECKING:
 PASSING = 64  # blocks of rows under way at once; how many run is for the replicas to say
 AHEAD = 3  # times as many rows of text as there are slots: one that becomes free finds a row waiting there
 LEAST_AHEAD = 64  # rows, where there are few slots
-PASSED_ON = ("max_rows", "in_flight", "threads", "slots", "context", "step_tokens", "chunk_rows", "compute", "compile")
+PASSED_ON = (
+    *("max_rows", "in_flight", "threads", "slots", "context", "step_tokens", "chunk_rows", "compute", "compile"),
+    *("adapters", "max_adapters"),
+)
 
 
 class Remote(Backend):
@@ -199,6 +210,8 @@ class FleetBackend(Remote):
         slots: int | None = Field(None, ge=1, le=65_536, description="of a replica, of text: rows generated at once")
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
         step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        adapters: AdapterFolders = Field(None, description=ADAPTERS)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")
         threads: int | None = Field(None, ge=1, description="of a replica: torch threads in one forward")
         chunk_rows: int | None = Field(None, ge=1, description="of a replica: rows through the model at once")
@@ -212,6 +225,8 @@ class FleetBackend(Remote):
         given, own = self.options.model_fields_set, self.options
         self._name = own.model
         self._owned: Owned | None = None
+        names = own.adapters or {}
+        self._loaded = {text for name in names for text in (name, f"{name}@{FIRST}")}
         if own.endpoint is None and (odd := {"key_file", "model"} & given):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
         theirs = {"replicas", "gpus", "launcher", "launcher_options", "routing", "router_processes", "backend"}
@@ -280,7 +295,39 @@ class FleetBackend(Remote):
                 f"{self.options.endpoint} serves one model, and '{spec.name}' would be another beside it. "
                 "Leave -B endpoint out, and both are started for the run; or choose --backend inprocess."
             )
-        return FleetBackend(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
+        options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
+        return FleetBackend(replace(self.setup, model=spec), **options)
+
+    @property
+    def updates(self) -> bool:
+        return self.limits.slots is not None
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """At each replica, and at those that come up later. With an endpoint its key must be an admin's."""
+        if not self.updates or self._caller is None:
+            await super().update(version, weights, adapter=adapter, drain=drain)
+            return
+        body = {"version": version, "weights": weights, "adapter": adapter, "drain": drain}
+        if self._owned is not None:
+            await self._owned.update(body)
+        else:
+            await self._caller.change("/v1/update_weights", body)
+        if adapter is not None:
+            self._loaded |= {adapter, f"{adapter}@{version}"}
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Those that it has been told of: replicas may have more."""
+        return tuple(sorted(self._loaded))
+
+    async def unload(self, adapter: str) -> None:
+        if not self.updates or self._caller is None:
+            await super().unload(adapter)
+        elif self._owned is not None:
+            await self._owned.unload(adapter)
+        else:
+            await self._caller.change("/v1/unload_lora_adapter", {"lora_name": adapter})
+        self._loaded = {one for one in self._loaded if adapter not in (one, one.partition("@")[0])}
 
     async def _counters(self) -> Mapping[str, Any] | None:
         return await super()._counters() if self._owned is None else (await self._owned.snapshot()).to_wire()

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -174,6 +174,20 @@ class Caller:
             return bodies.answer_from_body(response.body)
         except bodies.NotTensors as error:
             raise BackendError(f"{self._way.url} sent no answer: {error} Let both ends run one version.") from None
+
+    async def change(self, path: str, body: Mapping[str, Any]) -> None:
+        """Have it change its weights or adapters. Raises `UsageError` for what it refuses, and a key of no admin."""
+        json = [("Content-Type", "application/json")]
+        response = await self._client.request("POST", path, msgspec.json.encode(body), json)
+        if response.status in (401, 403):
+            raise UsageError(
+                f"{self._way.url} changes its weights for its admin alone: {_words(response)}\n"
+                "Give the admin's key: -B key_file=FILE."
+            )
+        if response.status == 400:
+            raise UsageError(_words(response))
+        if response.status != 200:
+            _refuse(response)
 
     # Text
 

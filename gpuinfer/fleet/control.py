@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import msgspec
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet import page
+from gpuinfer.fleet.changes import Changes
 from gpuinfer.fleet.router.config import CONTROL_KEY_HEADER
 from gpuinfer.http.access import Access
 from gpuinfer.http.exchange import Exchange
@@ -23,6 +25,7 @@ from gpuinfer.monitoring.measured import serving
 from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.monitoring.router import of_router
 from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.openai.changing import CHANGES, LoadBody, UpdateBody
 from gpuinfer.stats import Snapshot
 
 encode = msgspec.json.Encoder().encode
@@ -41,6 +44,10 @@ class View(Protocol):
     async def add(self, url: str | None = None, key: str | None = None) -> Any: ...
     async def remove(self, id: int) -> Any: ...
     async def ask_replica(self, path: str) -> bytes | None: ...
+    @property
+    def changes(self) -> Changes: ...
+    async def update(self, body: Mapping[str, Any]) -> None: ...
+    async def unload(self, adapter: str) -> None: ...
 
 
 class Adding(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,6 +99,10 @@ class Control:
             Route("GET", workers, self._workers, "admin", "All workers"),
             Route("POST", workers, self._add, "admin", "Add a worker by its URL, or start a replica"),
             Route("DELETE", f"{workers}/{{id}}", self._remove, "admin", "Let a worker drain and leave"),
+            *(
+                Route("POST", path, functools.partial(self._change, body), "admin", summary)
+                for path, (body, summary) in CHANGES.items()
+            ),
             *page.routes(self._watching),
         ]
 
@@ -154,6 +165,26 @@ class Control:
             exchange.refuse(409, str(error))
         else:
             exchange.respond(201, encode(worker.told()))
+
+    async def _change(self, form: type[msgspec.Struct], exchange: Exchange) -> None:
+        """Other weights or adapters for all replicas."""
+        try:
+            asked: Any = msgspec.json.decode(exchange.body, type=form)
+            if isinstance(asked, LoadBody):
+                version = asked.version or self._fleet.changes.next_version()
+                asked = UpdateBody(version=version, weights=asked.lora_path, adapter=asked.lora_name)
+            if isinstance(asked, UpdateBody):
+                await self._fleet.update(msgspec.to_builtins(asked))
+            else:
+                await self._fleet.unload(asked.lora_name)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            exchange.refuse(400, f"{error}. Correct it.")
+        except UsageError as error:
+            exchange.refuse(400, str(error))
+        except WorkError as error:
+            exchange.refuse(503, str(error), [("Retry-After", "1")])
+        else:
+            exchange.respond(200, encode({"adapters": list(self._fleet.changes.adapters)}))
 
     async def _remove(self, exchange: Exchange) -> None:
         text = exchange.parameters["id"]

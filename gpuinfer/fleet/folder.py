@@ -34,6 +34,8 @@ class Folder:
         self.logs = logs or self.path
         self.key = secrets.token_urlsafe(32)
         self.key_file = self.write("replica.key", f"{self.key}\n".encode())
+        self.admin_key = secrets.token_urlsafe(32)  # the supervisor's alone: the router never has it
+        self.admin_key_file = self.write("admin.key", f"{self.admin_key}\n".encode())
         self._near: Path | None = None
 
     def write(self, name: str, contents: bytes) -> Path:

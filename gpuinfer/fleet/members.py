@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.changes import Changes
 from gpuinfer.fleet.folder import Folder
 from gpuinfer.fleet.launchers.launcher import Launcher, ReplicaPlan
 from gpuinfer.fleet.plan import MOST_REPLICAS, FleetPlan
@@ -45,6 +46,7 @@ class Members:
         self._ids, self._versions = itertools.count(), itertools.count(1)
         self._starting = asyncio.Semaphore(launcher.at_once)
         self._leaving: dict[int, asyncio.Task[None]] = {}
+        self.changes = Changes(folder.admin_key)
 
     @property
     def own(self) -> list[Replica]:
@@ -59,7 +61,16 @@ class Members:
             )
         plan = self._planned(next(self._ids))
         start_s = self._plan.start_s or self._launcher.start_s
-        replica = Replica(plan, self._folder.key, self._launcher, self._starting, start_s, self.changed, self._tell)
+        replica = Replica(
+            plan,
+            self._folder.key,
+            self._launcher,
+            self._starting,
+            start_s,
+            self.changed,
+            self._tell,
+            self.changes.catch_up,
+        )
         self._join(replica)
         return replica
 
@@ -108,7 +119,8 @@ class Members:
 
     def _planned(self, id: int) -> ReplicaPlan:
         """Its command line goes on with a ready file, which is another one for each attempt."""
-        files = ("--setup-file", str(self._setup_file), "--api-key-file", str(self._folder.key_file))
+        keys = ("--api-key-file", str(self._folder.key_file), "--admin-key-file", str(self._folder.admin_key_file))
+        files = ("--setup-file", str(self._setup_file), *keys)
         place = ("--host", self._launcher.bind, "--port", "0", "--behind-router")
         return ReplicaPlan(
             index=id,

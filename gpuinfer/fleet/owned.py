@@ -106,6 +106,18 @@ class Owned:
     def notices(self) -> Sequence[str]:
         return () if self._fleet is None else self._fleet.launcher.notices
 
+    async def update(self, body: Mapping[str, Any]) -> None:
+        """See `Fleet.update`."""
+        await self._there().update(body)
+
+    async def unload(self, adapter: str) -> None:
+        await self._there().unload(adapter)
+
+    def _there(self) -> Fleet:
+        if self._fleet is None:
+            raise UsageError("this fleet has not been started. Await start() first.")
+        return self._fleet
+
     async def snapshot(self) -> Snapshot:
         """What all replicas have counted."""
         return Snapshot() if self._fleet is None else await self._fleet.snapshot(0.0)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpuinfer.fleet.backoff import Backoff
 from gpuinfer.fleet.heartbeat import LATE_LOOKS, LOOK_S
 from gpuinfer.fleet.heartbeat import State as Beat
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
+from gpuinfer.fleet.probe import Health
 from gpuinfer.fleet.roster import Member
 from gpuinfer.fleet.worker import Worker
 
@@ -33,6 +34,10 @@ CAUSES = {
     "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
     "stuck": "had work and did none of it, and was killed",
 }
+
+
+async def nothing(worker: Worker) -> None:
+    """Where all that there is to know was said at the start."""
 
 
 class Replica(Worker):
@@ -53,9 +58,14 @@ class Replica(Worker):
         start_s: float,
         changed: Callable[[], None],
         tell: Callable[[str], None],
+        catch_up: Callable[[Worker], Awaitable[None]] = nothing,
     ) -> None:
+        """`catch_up` has it take the fleet's present weights and adapters, before it gets its first request."""
         super().__init__(plan.index, key, changed, tell)
         self.plan = plan
+        self._catch_up = catch_up
+        self._caught_up = 0  # the attempt that has
+        self._catching: asyncio.Task[None] | None = None
         self.first: asyncio.Future[WorkError | None] = asyncio.get_running_loop().create_future()
         self._launcher, self._starting, self._start_s = launcher, starting, start_s
         self._backoff = Backoff()
@@ -129,6 +139,25 @@ class Replica(Worker):
         await self._gone(plan, _obituary(plan, beat, launched))
         self._first_is_over(WorkError(self.failure))
         return 0.0 if up_at is None else time.monotonic() - up_at
+
+    def _answered(self, health: Health) -> None:
+        """It is up only with the weights that the others have."""
+        if not health.ready or self._caught_up == self.attempts:
+            super()._answered(health)
+        elif self._catching is None or self._catching.done():
+            self._catching = asyncio.create_task(self._catches_up())
+
+    async def _catches_up(self) -> None:
+        attempt = self.attempts
+        try:
+            await self._catch_up(self)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is tried again at the next probe)
+            if self.failure != str(error):
+                self.failure = str(error)
+                self._tell(f"{self.plan.name} has not the weights of the others yet: {error}")
+            return
+        self._caught_up = attempt
+        self.nudge()
 
     def _planned(self) -> ReplicaPlan:
         plan = replace(self.plan, attempt=self.attempts)

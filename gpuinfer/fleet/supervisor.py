@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpuinfer.errors import WorkError
+from gpuinfer.fleet.changes import Changes
 from gpuinfer.fleet.control import Control
 from gpuinfer.fleet.counting import EVERY_S, FRESH_S, Counting
 from gpuinfer.fleet.figures import figures
@@ -94,6 +95,20 @@ class Fleet:
     async def remove(self, id: int) -> Worker | None:
         """Let one drain and leave; it is not waited for. None: there is none of this id."""
         return self._members.remove(id, self.plan.drain_s)
+
+    @property
+    def changes(self) -> Changes:
+        return self._members.changes
+
+    async def update(self, body: Mapping[str, Any]) -> None:
+        """Have all replicas change their weights, or an adapter; `body` as `openai.changing.UpdateBody` has it. Those
+        that come up later have it before their first request. Raises `UsageError` and `BackendDied`.
+        """
+        await self.changes.update(self._members.all.values(), body)
+
+    async def unload(self, adapter: str) -> None:
+        """The same of an adapter that is unloaded."""
+        await self.changes.unload(self._members.all.values(), adapter)
 
     @property
     def status(self) -> str:

@@ -1,76 +1,37 @@
-"""Other weights and adapters while a replica serves: for whoever has the admin key, as they are named by their paths.
-
-Loading and unloading of adapters have vLLM's names and fields.
-"""
+"""Other weights and adapters while a replica serves: for whoever has the admin key, as it is paths that name them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gpuinfer.errors import UsageError
 from gpuinfer.http.exchange import Exchange
 from gpuinfer.http.paths import Route
+from gpuinfer.openai.changing import CHANGES, LoadBody, UnloadBody, UpdateBody
 from gpuinfer.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.answers import encode, plain_headers
 from gpuinfer.serving.asking import Asking
 from gpuinfer.serving.openapi import answers, holding
 from gpuinfer.serving.service import Service, Work
 
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
-Place = Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class LoadBody(Struct, forbid_unknown_fields=True):
-    """An adapter of this name is loaded from a folder of the server's machine; under way or not, it takes the place of
-    the one that the name means now.
-    """
-
-    lora_name: Name
-    lora_path: Place
-    version: Name | None = None  # none: the next whole number
-    load_inplace: bool = True  # of vLLM: a name that is loaded already is loaded again
-    lora_int_id: int | None = None  # of vLLM: not used
-
-
-class UnloadBody(Struct, forbid_unknown_fields=True):
-    """`policy` with all its versions, or one of them, `policy@7`."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=257)]
-    lora_int_id: int | None = None
-
-
-class UpdateBody(Struct, forbid_unknown_fields=True):
-    """As `Backend.update`: other weights of the model, or with `adapter` those of an adapter."""
-
-    version: Name
-    weights: Place
-    adapter: Name | None = None
-    drain: bool = True
-
 
 def changing(service: Service) -> list[Route]:
     changes = _Changes(service)
-    table = (
-        ("/v1/load_lora_adapter", LoadBody, changes.load, "Load an adapter, or another version of it."),
-        ("/v1/unload_lora_adapter", UnloadBody, changes.unload, "Unload an adapter."),
-        ("/v1/update_weights", UpdateBody, changes.update, "Compute with other weights, or another adapter."),
-    )
+    works: Mapping[type[Struct], Any] = {
+        LoadBody: changes.load,
+        UnloadBody: changes.unload,
+        UpdateBody: changes.update,
+    }
     told = answers("What there is now.", holding("model", "adapters"))
-    return [
-        Route(
-            "POST",
-            url,
-            service.handler(changes.reading(body, work)),
-            "admin",
-            summary,
-            {"body": body, "responses": told},
-        )
-        for url, body, work, summary in table
-    ]
+    found = []
+    for url, (body, summary) in CHANGES.items():
+        handler = service.handler(changes.reading(body, works[body]))
+        found.append(Route("POST", url, handler, "admin", summary, {"body": body, "responses": told}))
+    return found
 
 
 class _Changes:

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from gpuinfer.http.strict import LENGTH_DIGITS, METHODS, Malformed, check_head, check_target
 
+CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"})  # of weights
+
 CHUNKED = -1  # the length of a body that says itself where it ends
 LONGEST_ID = 200  # a longer X-Request-Id is not passed on
 PLAIN = 8 << 10  # bytes of a head that breaks no limit of lines and headers, unless there are many
@@ -76,7 +78,8 @@ class RequestHead:
         self.session: bytes | None = None
         self.lines = self._read(head)
         path = check_target(self.target)  # after the headers, as `http.strict` does: of two faults both name one
-        self.to_replicas = path.startswith("/v1/") or path == "/predict"  # else to the control application
+        to_model = path.startswith("/v1/") and path not in CHANGES  # of all replicas, not of one
+        self.to_replicas = to_model or path == "/predict"  # else to the control application
         if self.old:
             version = len(self.method) + len(self.target) + 9
             self.lines = self.lines[:version] + b"1" + self.lines[version + 1 :]
