@@ -16,6 +16,7 @@ from serving.replica_servers import Server
 from gpuinfer.fleet.control import Control
 from gpuinfer.http.access import Access
 from gpuinfer.monitoring.page import FILES
+from gpuinfer.openai.changing import CHANGES
 
 pytestmark = pytest.mark.thorough
 KEY, ADMIN = "a-key-of-clients", "the-key-of-the-owner"
@@ -67,7 +68,7 @@ def status(server: Server, method: str, path: str, headers: dict[str, str]) -> i
 
 def test_only_health_and_the_files_of_the_page_are_open():
     assert {path for _, path, access in ROUTES if access == "open"} == OPEN
-    assert {path for _, path, access in ROUTES if access == "admin"} == {"/workers", "/workers/{id}"}
+    assert {path for _, path, access in ROUTES if access == "admin"} == {"/workers", "/workers/{id}", *CHANGES}
 
 
 @pytest.mark.parametrize(("method", "path", "access"), [*ROUTES, *REPLICAS])

@@ -88,6 +88,35 @@ def _columns(low: LowRank, shape: Shape, share: Share) -> list[tuple[int, int, i
     ]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """How the segments of one step are sorted: `order` of segments, `rows` of tokens, and `back` where each of these is
+    then. Steps of the same rows have the very same arrays, and are sorted once.
+    """
+
+    step: Step
+    order: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    back: NDArray[np.int32]
+    runs: NDArray[np.int64]
+
+    def of(self, step: Step) -> bool:
+        own = self.step
+        return step.adapters is own.adapters and step.slots is own.slots and step.lengths is own.lengths
+
+    def applied(self, step: Step) -> Step:
+        """The segments in this order; the logits that are asked for stay in theirs."""
+        order = self.order
+        return replace(
+            step,
+            tokens=step.tokens[self.rows],
+            slots=step.slots[order],
+            starts=step.starts[order],
+            lengths=step.lengths[order],
+            wanted=self.back[step.wanted],
+        )
+
+
 class LoadedAdapters:
     """Where the adapters lie that steps may name: place 0 is nobody's."""
 
@@ -97,6 +126,7 @@ class LoadedAdapters:
         self._places: dict[int, int] = {}
         self._kept: dict[int, PackedAdapter] = {}
         self.rank = 0  # the largest until now
+        self._order: _Order | None = None  # of the latest step
 
     def load(self, number: int, packed: PackedAdapter) -> bool:
         """Whether there is more room needed than there was."""
@@ -109,6 +139,7 @@ class LoadedAdapters:
         for table, own in zip(self._tables, packed.tables, strict=True):
             table[place] = own
         self._places[number], self._kept[number] = place, packed
+        self._order = None
         self.rank = max(self.rank, packed.rank)
         return grows
 
@@ -129,37 +160,27 @@ class LoadedAdapters:
 
     def sorted(self, step: Step) -> SortedStep:
         """The same step, with the rows of each adapter side by side."""
-        if step.adapters is None or not step.adapters.any():
+        if step.adapters is None:
             return SortedStep(step, NO_RUNS)
-        numbers, of = np.unique(step.adapters, return_inverse=True)
-        places = np.array([self._places[number] if number else 0 for number in numbers.tolist()])[of]
+        order = self._order
+        if order is None or not order.of(step):
+            order = self._order = self._ordered(step)
+        return SortedStep(order.applied(step), order.runs)
+
+    def _ordered(self, step: Step) -> _Order:
+        assert step.adapters is not None
+        places = np.array([self._places[number] if number else 0 for number in step.adapters.tolist()])
         order = np.argsort(places, kind="stable")
-        if not np.array_equal(order, np.arange(len(order))):
-            step = _ordered(step, order)
-            places = places[order]
-        ends = np.cumsum(step.lengths, dtype=np.int64)
+        places, lengths = places[order], step.lengths[order]
+        ends = np.cumsum(lengths, dtype=np.int64)
         last = np.flatnonzero(np.append(places[1:] != places[:-1], True))
         until = ends[last]
         runs = np.stack([places[last], np.concatenate([[0], until[:-1]]), until], axis=1)
-        return SortedStep(step, runs[runs[:, 0] > 0])
+        firsts = np.cumsum(step.lengths, dtype=np.int64) - step.lengths
+        rows = np.repeat(firsts[order] - (ends - lengths), lengths) + np.arange(len(step.tokens))
+        back = np.empty(len(rows), np.int32)
+        back[rows] = np.arange(len(rows), dtype=np.int32)
+        return _Order(step, order, rows, back, runs[runs[:, 0] > 0])
 
     def _table(self, places: int) -> NDArray[np.int64]:
         return np.zeros((places, *self._form), np.int64)
-
-
-def _ordered(step: Step, order: NDArray[np.int64]) -> Step:
-    """The segments in this order; the logits that are asked for stay in theirs."""
-    firsts = np.cumsum(step.lengths, dtype=np.int64) - step.lengths
-    lengths = step.lengths[order]
-    begins = np.cumsum(lengths, dtype=np.int64) - lengths
-    rows = np.repeat(firsts[order] - begins, lengths) + np.arange(len(step.tokens))
-    back = np.empty(len(rows), np.int32)
-    back[rows] = np.arange(len(rows), dtype=np.int32)
-    return replace(
-        step,
-        tokens=step.tokens[rows],
-        slots=step.slots[order],
-        starts=step.starts[order],
-        lengths=lengths,
-        wanted=back[step.wanted],
-    )
