@@ -136,6 +136,7 @@ class _Examination:
             **({"goes on with an answer that has begun": self._goes_on} if self._takes_prompts else {}),
             **({"lets a reader leave": self._lets_readers_leave} if self._takes_prompts else {}),
             **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
+            **({"answers with each of its adapters": self._answers_with_adapters} if self.backend.adapters else {}),
             **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
             **({"changes its weights": self._updates} if self.backend.updates else {}),
         }
@@ -274,6 +275,18 @@ class _Examination:
         if any(isinstance(one, Exception) for one in told):
             return None
         return "it answered a prompt whose adapter it has not. Refuse one whose `adapter` is not None with BadPrompt."
+
+    async def _answers_with_adapters(self) -> str | None:
+        """Each answer names the adapter that it was computed with, and its version."""
+        for name in self.backend.adapters:
+            prompt = structs.replace(_prompt(1, 0), adapter=name)
+            answer = await self._whole(Request(prompt))
+            own = name if "@" in name else f"{name}@"
+            if not answer.version.startswith(own) or any(
+                not one.versions[-1][1].startswith(own) for one in answer.completions
+            ):
+                return f"an answer of the adapter '{name}' says {answer.versions}. Name it with its version: '{own}…'."
+        return None
 
     async def _updates(self) -> str | None:
         """With the weights that it has, where those are files: the answers stay what they were, under another name."""

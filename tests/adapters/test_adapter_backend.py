@@ -45,6 +45,7 @@ def asked(text="The tide", adapter=None, count=8, **more):
 
 
 async def answered(infer, prompt):
+    await infer.ready()  # kernels may have to be compiled
     return await asyncio.wait_for(infer(prompt), WAIT_S)
 
 

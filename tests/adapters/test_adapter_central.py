@@ -31,6 +31,7 @@ async def test_the_server_changes_its_weights_and_one_that_comes_back_has_them_a
     setup = Setup(devices=("cpu",), model=ModelSpec(model, kind="text"))
     backend = Central(setup, context=64, slots=4, threads=1, restart=True, adapters={"start": folders[2]})
     async with Session(backend, AtOnce()) as infer:
+        await infer.ready()  # kernels may have to be compiled
         base = await answered(infer, asked())
         assert infer.adapters == ("start", "start@0")
         await infer.update("v1", folders[0], adapter="policy")
