@@ -111,3 +111,28 @@ def test_in_bfloat16_a_row_is_near_that_of_the_merged_model(name):
     wide = random_weights(shape, torch.bfloat16)
     wanted = oracle(shape, wide, adapter).forward(step_of((0, 0, [1, 2, 3])))
     torch.testing.assert_close(found, wanted, atol=0.15, rtol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options", [{"graphs": True}, {"graphs": False}, {"deterministic": True}], ids=lambda given: str(given)
+)
+def test_on_a_gpu_a_row_with_an_adapter_is_that_of_the_merged_model(options):
+    """Steps of one token a row come again and again, so that those without adapters are captured as graphs between."""
+    shape, weights, adapter = LLAMA, random_weights(LLAMA), random_adapter(LLAMA)
+    cuda = torch.device("cuda", 0)
+    decoder = TorchDecoder(shape, weights, cuda, torch.float32, slots=4, length=64, **options)
+    loaded(decoder, {1: adapter})
+    merged_one, plain_one = oracle(shape, weights, adapter), oracle(shape, weights)
+    for number in range(6):
+        step = step_of((0, number, [5 + number]), (1, number, [9 + number]))
+        wanted = torch.cat(
+            [
+                merged_one.forward(step_of((0, number, [5 + number]))),
+                plain_one.forward(step_of((1, number, [9 + number]))),
+            ]
+        )
+        found = decoder.forward(with_adapters(step, [1, 0])).cpu()
+        torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
+        decoder.forward(step_of((2, number, [3]), (3, number, [4])))
