@@ -13,6 +13,7 @@ from msgspec import structs
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed
 from gpuinfer.text.language import Language
+from gpuinfer.text.language.trie import trie
 from gpuinfer.text.language.trie.lines import MOST_ITEMS, lines_of
 from gpuinfer.text.language.trie.tokens import TokenBytes
 from gpuinfer.text.language.trie.trie import MOST_KEPT, Tries
@@ -128,3 +129,13 @@ def test_compiled_lists_are_shared_and_few_are_kept():
         tries.trie(structs.replace(ORDERS, items=(("u", str(number)),)))
     assert tries.trie(ORDERS) is not first
     assert np.array_equal(tries.trie(ORDERS).image, first.image)
+
+
+def test_one_long_item_among_many_is_sorted_in_another_way_to_the_same(monkeypatch):
+    items = tuple((f"u{n}", f"{n % 7} {n} é{'x' * (n % 5)}") for n in range(300))
+    listed = Listed(items=(*items, ("long", "7 " * 400)), begin="[", end="]")
+    images = []
+    for most in (1 << 30, 0):
+        monkeypatch.setattr(trie, "MOST_PADDED", most)
+        images.append(Tries(codec_of("byte level"), 600).trie(listed).image)
+    assert np.array_equal(*images)

@@ -117,10 +117,12 @@ def alike(data, one, others, other, size):
 
 
 @compiled
-def bar(base, data, starts, spills, ends, barred):
-    """Which of the borders, given by where in `data` the rest of their token is, lead nowhere in the list."""
+def bar(base, data, starts, spills, ends, letter, barred):
+    """Which of the borders, given by where in `data` the rest of their token is, lead nowhere in the list. All lines
+    begin with `letter`.
+    """
     for place in range(spills.shape[0]):
-        barred[place] = land(base, data, starts, spills[place], ends[place]) < 0
+        barred[place] = data[spills[place]] != letter or land(base, data, starts, spills[place], ends[place]) < 0
 
 
 @compiled

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from gpuinfer.text.language.trie.tokens import Ints, TokenBytes
 
 MOST_KEPT, KEPT_BYTES = 256, 256 << 20  # compiled lists in the cache, and what their arrays take
 MOST_TAGS = 16
+MOST_PADDED = 1 << 20  # tokens of all lines, each as long as the longest, that are sorted column by column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,8 @@ def build(lines: Lines, tag: Tag, said: TokenBytes, ends: bool) -> Trie:
     }
     lengths = {cpu_image.NODES: nodes, cpu_image.WORDS: words, cpu_image.LENGTH: len(tag.goto)}
     image = _joined(parts, {**lengths, cpu_image.ENDS: int(ends)})
-    starts, bars = _bars(image, tag, said)
+    letter = int(said.data[said.starts[token[1]]])  # each line begins with the separator
+    starts, bars = _bars(image, tag, said, letter)
     image = np.concatenate([image, starts, bars])
     image[cpu_image.BAR_STARTS], image[cpu_image.BARS] = len(image) - len(bars) - len(starts), len(image) - len(bars)
     degrees = np.diff(first)
@@ -77,6 +80,10 @@ def build(lines: Lines, tag: Tag, said: TokenBytes, ends: bool) -> Trie:
 def sorted_lines(lines: Lines) -> NDArray[np.int64]:
     """Their numbers, in the order of their tokens; a line goes before those that it begins."""
     lengths = np.diff(lines.starts)
+    if int(lengths.max()) * len(lengths) > MOST_PADDED:
+        written, starts = lines.tokens.astype(">u4").tobytes(), lines.starts.tolist()
+        keys = [written[4 * start : 4 * end] for start, end in pairwise(starts)]
+        return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
     padded = np.full((int(lengths.max()), len(lengths)), -1, np.int32)
     inside = np.arange(len(padded))[:, None] < lengths
     padded.T[inside.T] = lines.tokens
@@ -132,12 +139,13 @@ def _joined(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) -> Int
     return np.concatenate([header, *parts.values()])
 
 
-def _bars(image: Ints, tag: Tag, said: TokenBytes) -> tuple[Ints, Ints]:
+def _bars(image: Ints, tag: Tag, said: TokenBytes, letter: int) -> tuple[Ints, Ints]:
     """Tokens that may not come, by the state of the tag: they say it, and then what no list begins with."""
     barred = np.ones(len(tag.tokens), np.bool_)
     usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text none is taken
     some, found = tag.offsets[usual], np.zeros(len(usual), np.bool_)
-    cpu_tag.bar(int(image.ctypes.data), said.data, said.starts, some, said.starts[tag.tokens[usual] + 1], found)
+    ends = said.starts[tag.tokens[usual] + 1]
+    cpu_tag.bar(int(image.ctypes.data), said.data, said.starts, some, ends, letter, found)
     barred[usual] = found
     counts = np.bincount(tag.states[barred], minlength=len(tag.goto) + 1)
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tag.tokens[barred]
