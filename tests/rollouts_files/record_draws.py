@@ -89,6 +89,7 @@ groups = st.builds(
     failed=tuples(games, max_size=2),
     started=seconds,
     seconds=seconds,
+    reference_s=seconds,
 )
 
 

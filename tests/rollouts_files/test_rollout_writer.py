@@ -23,6 +23,7 @@ from record_draws import group_of, groups
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.rollouts import header, read
 from gpuinfer.rollouts.files import Writer, lines, parquet
+from gpuinfer.rollouts.record import Game, Group, Trajectory, Turn
 
 HEADER = {"env": "toy", "seed": 1, "model": {"fingerprint": "f00d"}}
 FORMS = ["jsonl", "parquet"]
@@ -280,6 +281,14 @@ def test_groups_come_back_from_a_table_as_they_were(tmp_path_factory, some):
     with path.open("wb") as file:
         parquet.write(file, some)
     assert list(parquet.read(path)) == some
+
+
+def test_everything_that_is_recorded_has_a_column():
+    columns = set(parquet.schema().names)
+    prefixes = {"group": Group, "game": Game, "trajectory": Trajectory, "": Turn}
+    inner = {"group_games", "group_failed", "game_trajectories", "trajectory_turns"}
+    named = {f"{prefix}_{name}".lstrip("_") for prefix, part in prefixes.items() for name in part.__struct_fields__}
+    assert columns == (named - inner) | {"failed", "game", "trajectory", "turn"}
 
 
 def test_a_table_has_a_row_a_turn_and_tokens_as_integers(tmp_path):

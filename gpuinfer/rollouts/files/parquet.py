@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 MISSING = "needs the package pyarrow. Install it: pip install 'gpuinfer[parquet]'"
-GROUP = ("id", "number", "environment", "started", "seconds")
-GAME = ("sample", "seed", "ending", "steps", "metrics", "error", "attempt", "seconds")
-TRAJECTORY = ("id", "agent", "role", "trainable", "model", "reward")
+GROUP = tuple(name for name in Group.__struct_fields__ if name not in ("games", "failed"))
+GAME = tuple(name for name in Game.__struct_fields__ if name != "trajectories")
+TRAJECTORY = tuple(name for name in Trajectory.__struct_fields__ if name != "turns")
 TURN = tuple(name for name in Turn.__struct_fields__ if name not in ("spans", "timing"))
 LISTS = ("prompt_tokens", "completion_tokens", "logprobs", "reference_logprobs", "policy_logprobs", "nodes")
 
@@ -53,6 +53,7 @@ def schema() -> pyarrow.Schema:
         "group_environment": word,
         "group_started": pa.float64(),
         "group_seconds": pa.float64(),
+        "group_reference_s": pa.float64(),
         "failed": pa.bool_(),  # the game was replaced
         "game": pa.int32(),
         "game_sample": pa.int64(),
