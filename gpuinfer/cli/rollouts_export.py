@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpuinfer.rollouts.record import Group
 
 SHOWN = 40  # groups, unless --all asks for more
-COLUMNS = ("group", "games", "replaced", "turns", "tokens in", "out", "reward", "versions")
+COLUMNS = ("group", "games", "turns", "in", "out", "reward", "versions")
 
 
 def _names() -> list[str]:
@@ -85,9 +85,10 @@ class _Tally:
 def _row(group: Group, turns: int, shown: int, drawn: int) -> tuple[str, ...]:
     rewards = [one.reward for game in group.games for one in game.trajectories if one.trainable]
     reward = f"{sum(rewards) / len(rewards):.3g} ({min(rewards):.3g}…{max(rewards):.3g})" if rewards else "–"
-    counts = (len(group.games), len(group.failed), turns, shown, drawn)
+    games = f"{len(group.games):,}" + (f" (+{len(group.failed):,} replaced)" if group.failed else "")
+    counts = (f"{count:,}" for count in (turns, shown, drawn))
     versions = ", ".join(version or "start" for version in group.versions) or "–"
-    return (group.id, *(f"{count:,}" for count in counts), reward, versions)
+    return (group.id, games, *counts, reward, versions)
 
 
 def _app(word: str, call: Callable[..., None]) -> typer.Typer:

@@ -207,7 +207,8 @@ def test_what_cannot_be_exported_is_told(gpuinfer, records, tmp_path, monkeypatc
     assert "holds no rollouts" in gpuinfer("rollouts", "export", ".", "--to", "verl", "--out", "out")[2]
 
 
-def test_the_command_shows_what_there_is(gpuinfer, records):
+def test_the_command_shows_what_there_is_in_80_columns(gpuinfer, records, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, said, _ = gpuinfer("rollouts", "show", str(records))
     assert code == 0
     assert "policy@v1" in said
