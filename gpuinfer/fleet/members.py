@@ -126,6 +126,7 @@ class Members:
             index=id,
             setup_file=self._setup_file,
             key_file=self._folder.key_file,
+            admin_key_file=self._folder.admin_key_file,
             folder=self._folder.path,
             devices=self._device(),
             threads=self._plan.threads() if self._launcher.here else None,

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     for name in ("--behind-router", "--leave-with-parent"):
         parser.add_argument(name, action="store_true", required=True)
-    for name in ("--setup-file", "--api-key-file", "--ready-file"):
+    for name in ("--setup-file", "--api-key-file", "--admin-key-file", "--ready-file"):
         parser.add_argument(name, type=Path, required=True)
     given = parser.parse_args()
     leaving.with_parent()

@@ -99,11 +99,11 @@ def test_no_key_is_in_a_log_a_command_line_or_an_environment(fleet):
     status(fleet, "GET", "/workers", bearer(ADMIN))
     family = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
     folder = folder_of(family)
-    replica = (folder / "replica.key").read_text().strip()
+    replica, changing = ((folder / name).read_text().strip() for name in ("replica.key", "admin.key"))
     told = [fleet.log, *(log.read_text() for log in folder.glob("*.log"))]
     told += [" ".join([*one.cmdline(), *one.environ().values()]) for one in family]
     assert len(family) > 2
-    for key in (KEY, ADMIN, replica):
+    for key in (KEY, ADMIN, replica, changing):
         assert not [text for text in told if key in text]
 
 

@@ -28,6 +28,7 @@ class ReplicaPlan:
     arguments: tuple[str, ...]  # all of the command line that follows `gpuinfer`
     attempt: int = 0  # how often this index was started before
     logs: Path | None = None  # where its log goes instead, when people named a folder
+    admin_key_file: Path | None = None  # 0600; who changes its weights has this key
 
     @property
     def name(self) -> str:

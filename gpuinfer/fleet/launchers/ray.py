@@ -77,7 +77,8 @@ class Ray(Launcher):
             if self._ray is None:
                 self._ray = await asyncio.to_thread(self._open)
                 _take_signals_back()
-        files = {str(path): path.read_bytes() for path in (plan.setup_file, plan.key_file)}
+        needed = (plan.setup_file, plan.key_file, plan.admin_key_file)
+        files = {str(path): path.read_bytes() for path in needed if path is not None}
         actor = Actor(plan, self._ray, self._placed(plan), self.options.pending)
         actor.begin(self._command, files)
         self._launched.add(actor)
