@@ -81,7 +81,8 @@ class Engine(FakeInfer):
         self._rows, self._since = 0, time.monotonic()
         self._seconds: Counter[int] = Counter()  # by rows in a step
         self._constrained = 0.0
-        self._warm_at, self._version = self._since + world.cold, ""
+        self._warm_at: float | None = None  # once it has been asked
+        self._version = ""
 
     async def __call__(self, payload: Any, **ways: Any) -> Any:
         async with self._free:
@@ -94,6 +95,10 @@ class Engine(FakeInfer):
 
     async def _answer_to(self, prompt: Prompt, began: float) -> Generation:
         version = self._version
+        if prompt.key == "probe":  # before the run's clock starts
+            return drawn(prompt, 0.0, 0.0, version)
+        if self._warm_at is None:
+            self._warm_at = began + self.world.cold
         await asyncio.sleep(max(0.0, self._warm_at - began))
         if prompt.sampling.prompt_logprobs is not None:
             await asyncio.sleep(self.world.score)
