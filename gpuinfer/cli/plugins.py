@@ -75,7 +75,7 @@ def show_one(
     record = registry.find(kind, name)
     plugin = registry.load(kind, name)
     origin = [("package", record.package, ""), ("module", record.module, "")]
-    if problem := plugin.missing() if hasattr(plugin, "missing") else None:
+    if problem := registry.missing(plugin):
         origin.append(("missing", problem, ""))
     facts(f"{registry.KINDS[record.kind]} {name}", [("what", _about(plugin), ""), *origin])
     if rows := _options(record, plugin):

@@ -109,9 +109,15 @@ def inspect(record: PluginRecord) -> PluginRecord:
     except PluginError as error:
         cause = error.__cause__
         return replace(record, ok=False, reason=_in_short(cause) if cause else str(error))
-    missing = getattr(plugin, "missing", None)  # games and environments say nothing of it
-    problem = missing() if callable(missing) else None
+    problem = missing(plugin)
     return replace(record, ok=True, reason=f"{LACKS}{problem}" if problem else "")
+
+
+def missing(plugin: Any) -> str | None:
+    """As `Plugin.missing`; games and environments say nothing of it."""
+    from gpuinfer.api import Plugin  # as above
+
+    return plugin.missing() if isinstance(plugin, type) and issubclass(plugin, Plugin) else None
 
 
 def switch_off(plugins: Iterable[str]) -> None:
