@@ -30,10 +30,12 @@ class Games:
             self.crowd.seated(place, self.agents)
             self.crowd.counts.ask(self.agents)
             self.crowd.asking(place)
-            await self._go[number].wait()
-            for _ in range(self.agents):
-                self.crowd.counts.answered(None)
-            self.inside.remove(number)
+            try:
+                await self._go[number].wait()
+            finally:
+                for _ in range(self.agents):
+                    self.crowd.counts.answered(None)
+                self.inside.remove(number)
 
     async def go(self, number):
         self._go[number].set()
@@ -67,7 +69,7 @@ def test_games_are_let_in_while_fewer_answers_are_under_way_than_slots():
             await games.come(number)
         first = list(games.inside)
         await games.go(1)
-        return first, games.inside
+        return first, list(games.inside)
 
     assert played(play, slots=4) == ([0, 1, 2, 3], [0, 2, 3, 4])
 
@@ -83,7 +85,7 @@ def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_aga
         games.crowd.counts.asked = 2
         games.crowd.look()
         await settled()
-        return before, games.inside
+        return before, list(games.inside)
 
     assert played(play, slots=7, agents=3, counts=Counts(input_tokens=10)) == ([0, 1], [1, 2, 3])
 
@@ -119,7 +121,7 @@ def test_a_game_that_is_given_up_while_it_waits_keeps_no_place():
         games._tasks[1].cancel()
         await settled()
         await games.go(0)
-        return games.inside, games.crowd.games
+        return list(games.inside), games.crowd.games
 
     assert played(play, slots=1) == ([2], 1)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gpuinfer.api import Infer
-from gpuinfer.errors import BackendError, BadResult, QueueFull, RequestError
+from gpuinfer.errors import BadResult, QueueFull
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.rollouts.environment import Observation
 from gpuinfer.rollouts.record import Span, Timing, Trajectory, Turn
@@ -57,6 +57,7 @@ class Counts:
     environment_s: float = 0.0  # the sum over all games, waiting included
     blocked_s: float = 0.0  # the sum over all games, that they kept the event loop
     blocked_said: bool = False
+    raw: bool = False  # the backend knows no log-probabilities but the model's own
     complained: bool = False  # of an environment that cannot be closed
     changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
 
@@ -113,7 +114,7 @@ class Seat:
             key=f"{self._key}/{len(self._turns)}",
             adapter=self._speaker.adapter,
         )
-        generation = await self._ask(prompt, carried=len(self._said.tokens))
+        generation = await self._told(prompt, carried=len(self._said.tokens))
         (drawn,) = generation.completions
         seconds = time.monotonic() - asked
         timing = Timing(
@@ -147,9 +148,25 @@ class Seat:
         found = self._speaker.sampling
         if constrain and observation.constraint is not None:
             found = msgspec.structs.replace(found, constraint=observation.constraint)
+        if self._counts.raw and found.logprobs is None:
+            found = msgspec.structs.replace(found, logprobs=0)
         if observation.max_tokens is not None:
             found = msgspec.structs.replace(found, max_tokens=observation.max_tokens)
         return found
+
+    async def _told(self, prompt: Prompt, carried: int) -> Generation:
+        """With log-probabilities: a backend that has those of the model alone is asked again, and draws the same."""
+        found = await self._ask(prompt, carried)
+        if prompt.sampling.logprobs is not None or found.completions[0].processed is not None:
+            return found
+        if not (self._counts.raw or plain(prompt.sampling)):
+            log.warning(
+                "the backend does not tell log-probabilities under temperature, filters and constraints, and the "
+                "record has none of such answers. Choose another backend, or draw without them."
+            )
+        self._counts.raw = True
+        again = msgspec.structs.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=0))
+        return await self._ask(again, carried)
 
     async def _ask(self, prompt: Prompt, carried: int) -> Generation:
         """A queue that is full is tried again: others may ask the same backend."""
@@ -196,26 +213,6 @@ def _turn(
         temperature=sampling.temperature,
         timing=timing,
     )
-
-
-async def probed(infer: Infer, sampling: Sampling) -> Sampling:
-    """How to ask this backend, so that it tells under which distribution its tokens were drawn: not all do of another
-    than the model's own.
-    """
-    probe = Prompt(tokens=(0,), sampling=Sampling(max_tokens=1, processed_logprobs=True), key="probe")
-    try:
-        found = await infer(probe)
-    except (RequestError, BackendError) as error:  # which the games will hear too
-        log.info("the backend was not found out: %s", error)
-        return sampling
-    if type(found) is Generation and all(one.processed is not None for one in found.completions):
-        return sampling
-    if not plain(sampling):
-        log.warning(
-            "the backend does not tell log-probabilities under temperature and filters, and the record has none. "
-            "Draw with --temperature 1 and no filters, or choose another backend."
-        )
-    return msgspec.structs.replace(sampling, logprobs=0)
 
 
 def plain(sampling: Sampling) -> bool:

@@ -34,7 +34,7 @@ from gpuinfer.workloads.rollouts.options import RolloutsOptions
 from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
-from gpuinfer.workloads.rollouts.speaking import Counts, Speaker, probed
+from gpuinfer.workloads.rollouts.speaking import Counts, Speaker
 from gpuinfer.workloads.rollouts.telling import facts
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,6 @@ class Rollouts(Workload):
                 settings = await asyncio.to_thread(self.deciding_settings)
                 stage.keeper = Writer(self.options.out, self.options.format, settings, resume=self.options.resume)
             await infer.ready()
-            self.sampling = await probed(infer, self.sampling)
             for name, folder in self.cast.adapters.items():
                 await infer.update(START, str(folder), adapter=name, drain=False)
             for role, opponent in self.cast.opponents.items():
