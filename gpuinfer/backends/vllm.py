@@ -35,7 +35,7 @@ from gpuinfer.vllm.served import Served
 from gpuinfer.vllm.texts import Texts as Engine
 
 ROWS = 64  # asked of a server at once, where nobody says how many
-THEIRS = {*PASSED_ON, "dtype", "engine_args", "start_timeout", "batch_timeout", "restart", "log"} - {
+THEIRS = {*PASSED_ON, "engine_args", "start_timeout", "batch_timeout", "restart", "log"} - {
     "max_num_seqs",
     "logprobs_mode",
 }
@@ -145,7 +145,7 @@ class Vllm(Remote):
 
     @property
     def compute(self) -> str:
-        return self.options.dtype or self.setup.dtype
+        return self.setup.dtype
 
     @classmethod
     def missing(cls) -> str | None:
@@ -166,7 +166,7 @@ class Vllm(Remote):
             raise UsageError("the backend 'vllm' forms its queue itself. Give start() a context with a strategy.")
         own = self.options
         self._room = Path(tempfile.mkdtemp(prefix="gpuinfer-vllm-"))
-        engine = {name: getattr(own, name) for name in (*PASSED_ON, "dtype", "engine_args", "adapters", "max_adapters")}
+        engine = {name: getattr(own, name) for name in (*PASSED_ON, "engine_args", "adapters", "max_adapters")}
         self._server = CentralServer.of(
             self.setup,
             ServerTuning(),

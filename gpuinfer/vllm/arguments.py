@@ -43,7 +43,7 @@ OURS = {
     "tokenizer": "it lies in the model's folder",
     "served_model_name": "clients know the model by the run's name for it",
     "seed": "give --seed",
-    "dtype": "give -B dtype, or --dtype",
+    "dtype": "give --dtype",
     "trust_remote_code": "give --trust-remote-code",
     "skip_tokenizer_init": "it follows from the model's folder",
     "generation_config": "what a request does not say is gpuinfer's default, the same for all backends",
@@ -73,7 +73,6 @@ class EngineOptions(api.Options):
     enforce_eager: bool | None = Field(None, description="compile nothing, capture no graphs; default true on a CPU")
     tensor_parallel_size: int | None = Field(None, ge=1, description="GPUs that share each layer")
     pipeline_parallel_size: int | None = Field(None, ge=1, description="groups of GPUs that share the layers")
-    dtype: str | None = Field(None, description="number format of the model: auto, bfloat16, …; default --dtype")
     quantization: str | None = Field(None, description="how the weights are packed, where the model does not say")
     load_format: str | None = Field(None, description="how weights are read; default safetensors as they are")
     enable_lora: bool | None = Field(None, description="make room for adapters; default when some are named")
@@ -102,7 +101,7 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": folder,
         "seed": setup.seed,
-        "dtype": own.dtype or setup.dtype,
+        "dtype": setup.dtype,
         "trust_remote_code": bool(given.get("trust_remote_code")),
         "skip_tokenizer_init": not tokenizer,
         "generation_config": "vllm",
