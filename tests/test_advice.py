@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import typer
 
-from gpuinfer.cli import bench_serve
+from gpuinfer.cli import bench_serve, beside
 from gpuinfer.cli.targets import Targets
 from gpuinfer.cli.workload import command
 from gpuinfer.config import options, registry
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
-WORKLOADS = ("selfplay", "load", "generate")
-OTHERS = {"--force-reinstall", "--query-gpu", "--format"}  # flags of programs that are not ours
+WORKLOADS = ("selfplay", "load", "generate", "rollouts")
+OTHERS = {"--force-reinstall", "--no-deps", "--enable-lora", "--query-gpu", "--format"}  # flags of programs that are not ours
 SLURMS = "fleet/launchers/slurm"  # the files that write commands of SLURM's
 WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options.py")}  # said only then, or as such
 FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")
@@ -58,6 +58,7 @@ def flags() -> frozenset[str]:
     for one in commands().values():
         below = [one.target(name) for name in WORKLOADS] if isinstance(one, Targets) else []
         below += [bench_serve.command()]
+        below += [beside.command(name, word) for name, words in beside.WORDS.items() for word in words]
         below += list(getattr(one, "commands", {}).values())
         for each in (one, *below):
             for parameter in each.params:
@@ -98,6 +99,7 @@ def test_each_option_that_is_named_is_an_option_of_some_plugin(letter, kind):
 
 def test_each_command_that_is_named_is_one():
     below = {name: set(getattr(one, "commands", {})) | set(WORKLOADS) for name, one in commands().items()}
+    below |= {name: set(words) for name, words in beside.WORDS.items()}
     wrong = {
         (path, f"gpuinfer {name} {more or ''}")
         for path, (name, more) in named(COMMAND)

@@ -123,7 +123,7 @@ class Vllm(Remote):
         log: Path | None = Field(None, description="file for all that vLLM prints; default one for the run")
 
     options: Options
-    several_devices = True
+    several_devices, remote_code = True, True
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)

@@ -125,6 +125,11 @@ def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend
             f"{name} has a model of {setup.model.kind}, and the backend '{chosen}' serves "
             f"{' and '.join(backend.serves)}. Choose another with --backend; `gpuinfer plugins list` names them."
         )
+    if setup.model is not None and setup.model.arguments.get("trust_remote_code") and not backend.remote_code:
+        raise UsageError(
+            "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
+            "vllm. Leave the flag out, or add --backend vllm."
+        )
 
 
 def shown(

@@ -13,7 +13,6 @@ from pydantic.config import JsonDict
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
-from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Rendering, Sampling
 from gpuinfer.openai.schema import MOST_TOKENS
@@ -81,11 +80,6 @@ def check_model(own: ModelOptions, command: str) -> None:
         both = f"{command} takes {flags}, and not both" if given else f"{command} needs a model"
         raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
     check_parts(own)
-    if own.trust_remote_code and "vllm" not in registry.names("backends"):
-        raise UsageError(
-            "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
-            "vllm, which is not installed. Leave the flag out, or install that backend and add --backend vllm."
-        )
 
 
 class Parts(Protocol):

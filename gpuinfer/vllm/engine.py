@@ -58,7 +58,7 @@ class Engine:
                 config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
         except Exception as error:
             raise UsageError(
-                f"vLLM does not take these engine arguments: {_line(error)} Correct the -B option that says so."
+                f"vLLM does not take these engine arguments: {_line(error)} Correct that option."
             ) from error
         try:
             llm = AsyncLLM.from_vllm_config(config, stat_loggers=[factory(counting)], disable_log_stats=True)

@@ -199,4 +199,5 @@ async def test_the_reference_under_an_adapter_is_the_base_whatever_version_is_in
             assert turns[0].policy_logprobs != pytest.approx(turns[0].reference_logprobs, abs=1e-3)
             assert turns[0].spans[0].version.startswith("policy@v")
     steps = list(read_steps(tmp_path / "steps.jsonl"))
-    assert all(step.kl > 0 and step.reference_s > 0 and step.reference_share > 0 for step in steps)
+    assert all(step.kl > 0 and step.reference_share > 0 for step in steps)
+    assert any(step.reference_s > 0 for step in steps)  # of one it may have been over before

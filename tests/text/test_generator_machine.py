@@ -35,6 +35,7 @@ class Served(RuleBasedStateMachine):
         self.given: dict[int, list] = {}
         self.changed: set[int] = set()  # tickets under way when the weights changed
         self.count = self.weights = 0
+        self.version = ""
 
     @rule(prompt=prompts, form=st.sampled_from([None, None, None, *FORMS]), parts=st.booleans(), data=st.data())
     def ask(self, prompt, form, parts, data):
@@ -73,7 +74,8 @@ class Served(RuleBasedStateMachine):
     def update(self, weights):
         self.changed |= set(self.open)
         self.weights = weights
-        self.generator.update(f"{weights}", weights)
+        self.version = f"{weights}"
+        self.generator.update(self.version, weights)
 
     @rule(room=st.sampled_from([None, None, 1, 4]))
     def memory(self, room):
@@ -97,7 +99,9 @@ class Served(RuleBasedStateMachine):
         assert len(outcome.completions) == prompt.samples
         if prompt.sampling.constraint is None and ticket not in self.changed:
             expected = alone(structs.replace(prompt, begun=()), LENGTH, weights=self.weights)
-            assert outcome.completions == expected
+            assert tuple(structs.replace(one, versions=((0, ""),)) for one in outcome.completions) == expected
+            if not prompt.begun:
+                assert {one.versions for one in outcome.completions if one.tokens} <= {((0, self.version),)}
         if ticket in self.given and not prompt.begun:
             assert joined(self.given[ticket]) == list(outcome.completions)
 
