@@ -20,7 +20,13 @@ from gpuinfer.config import options, registry
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 WORKLOADS = ("selfplay", "load", "generate", "rollouts")
-OTHERS = {"--force-reinstall", "--no-deps", "--enable-lora", "--query-gpu", "--format"}  # flags of programs that are not ours
+OTHERS = {
+    "--force-reinstall",
+    "--no-deps",
+    "--enable-lora",
+    "--query-gpu",
+    "--format",
+}  # flags of programs that are not ours
 SLURMS = "fleet/launchers/slurm"  # the files that write commands of SLURM's
 WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options.py")}  # said only then, or as such
 FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")

@@ -628,7 +628,7 @@ def test_a_workload_in_order_passes():
 )
 def test_a_broken_workload_is_caught(workload, promise):
     # time enough for a machine that stalls: one that blocks would be told instead
-    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=4.0))
+    assert promise in broken(check_workload(workload, answer=lambda request: request.payload, timeout_s=2.0))
 
 
 class Raises(Sums):

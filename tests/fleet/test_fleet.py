@@ -130,13 +130,13 @@ async def test_replicas_that_are_killed_under_load_take_no_request_with_them(sha
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
-async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_at_random(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "requests"), [(0, 1500), pytest.param(1, 5000, marks=pytest.mark.soak)])
+async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_at_random(tmp_path, seed, requests):
     async with fleet(tmp_path, replicas=3, router_processes=2, standin={"answer_s": 0.05}) as it:
         outcome = await drive(
             it,
             replicas=3,
-            requests=5000,
+            requests=requests,
             at_once=24,
             tokens=16,
             every_s=2.0,
@@ -145,7 +145,7 @@ async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_
         )
         assert outcome.failed == []
         assert outcome.wrong == []
-        assert sum(outcome.deeds.values()) > 10
+        assert sum(outcome.deeds.values()) > requests // 500
         assert outcome.counters["resumed"] > 0
 
 
