@@ -10,6 +10,7 @@ from typing import Any
 from gpuinfer.errors import Closed
 from gpuinfer.rollouts.record import Group
 from gpuinfer.rollouts.versions import oldest
+from gpuinfer.rollouts.waking import Changes
 
 CLOSED = "the run is ending: the buffer takes and gives nothing more."
 
@@ -96,7 +97,7 @@ class Buffer:
         self._wanted = 0  # by the taker that waits
         self._coming = 0  # those that are being put
         self._ending = self._closed = False
-        self._changed: list[asyncio.Future[None]] = []
+        self._changed = Changes()
 
     def __len__(self) -> int:
         """How many groups wait."""
@@ -113,7 +114,7 @@ class Buffer:
         try:
             async with self._putting:
                 while not (self._closed or self._ending or self.shelf.stale(group) or self.shelf.room(self._wanted)):
-                    await self._change()
+                    await self._changed.wait()
                 if self._closed:
                     raise Closed(CLOSED)
                 kept = self.shelf.add(group)
@@ -123,7 +124,7 @@ class Buffer:
         finally:
             self._coming -= 1
             self._look_for_end()
-            self._tell()
+            self._changed.tell()
 
     async def take(self, wanted: int) -> list[Group]:
         """Wait for so many groups. Once no more will come: the rest, and then none. Raises `Closed`.
@@ -134,16 +135,16 @@ class Buffer:
             raise ValueError("at least one group is taken")
         async with self._taking:
             self._wanted = wanted
-            self._tell()  # there may be room now for those who put
+            self._changed.tell()  # there may be room now for those who put
             try:
                 while not self._closed and not self.shelf.ready(wanted):
-                    await self._change()
+                    await self._changed.wait()
             finally:
                 self._wanted = 0
             if self._closed:
                 raise Closed(CLOSED)
             taken = self.shelf.take(wanted)
-            self._tell()
+            self._changed.tell()
             return taken
 
     def advance(self, version: int) -> int:
@@ -151,34 +152,19 @@ class Buffer:
         gone = self.shelf.advance(version)
         for group in gone:
             self._on_drop(group)
-        self._tell()
+        self._changed.tell()
         return len(gone)
 
     def end(self) -> None:
         """No more will come but those that wait to be put: what is there can be taken, and then there is nothing."""
         self._ending = True
         self._look_for_end()
-        self._tell()
+        self._changed.tell()
 
     def close(self) -> None:
         """Whoever waits, or comes from now on, is told `Closed`. What is there stays where it was written."""
         self._closed = True
-        self._tell()
+        self._changed.tell()
 
     def _look_for_end(self) -> None:
         self.shelf.ended = self._ending and not self._coming
-
-    async def _change(self) -> None:
-        changed = asyncio.get_running_loop().create_future()
-        self._changed.append(changed)
-        try:
-            await changed
-        finally:
-            if changed in self._changed:  # nothing has happened: whoever waited was cancelled
-                self._changed.remove(changed)
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, []
-        for one in changed:
-            if not one.done():
-                one.set_result(None)

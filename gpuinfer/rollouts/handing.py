@@ -11,6 +11,7 @@ import msgspec
 from gpuinfer.errors import Closed
 from gpuinfer.rollouts.record import Group
 from gpuinfer.rollouts.trainer import Batch, Trained
+from gpuinfer.rollouts.waking import Changes
 
 
 class NotGiven(ValueError):
@@ -47,7 +48,7 @@ class Handover:
         self.over = False  # no more batches will come
         self._left = False
         self._trained: asyncio.Future[Trained] | None = None
-        self._changed: list[asyncio.Future[None]] = []
+        self._changed = Changes()
 
     # The run's side
 
@@ -57,7 +58,7 @@ class Handover:
 
     async def asks(self) -> int | None:
         while self.wanted is None and not self._left:
-            await self._change()
+            await self._changed.wait()
         return None if self._left else self.wanted
 
     async def train(self, groups: Sequence[Group], step: int) -> Trained:
@@ -66,7 +67,7 @@ class Handover:
         self.wanted, self.times = None, 0
         self.batch = Batch(number=self.last, step=step, version=self.trains.version, groups=tuple(groups))
         self._trained = asyncio.get_running_loop().create_future()
-        self._tell()
+        self._changed.tell()
         try:
             return await self._trained
         finally:
@@ -75,7 +76,7 @@ class Handover:
     def end(self) -> None:
         """No more batches will come."""
         self.over = True
-        self._tell()
+        self._changed.tell()
 
     # The trainer's side
 
@@ -83,14 +84,14 @@ class Handover:
         """It waits for a batch of so many groups from now on; not, where one is out."""
         if self.batch is None and not self.over:
             self.wanted = groups
-            self._tell()
+            self._changed.tell()
 
     async def next(self, within_s: float | None) -> Batch | None:
         """The batch that is out, once there is one; None: there was none in that time, or no more will come."""
         try:
             async with asyncio.timeout(within_s):
                 while self.batch is None and not self.over:
-                    await self._change()
+                    await self._changed.wait()
         except TimeoutError:
             return None
         self.times += self.batch is not None
@@ -119,7 +120,7 @@ class Handover:
         self._left = True
         if self._trained is not None and not self._trained.done():
             self._trained.set_exception(Closed("the trainer has left."))
-        self._tell()
+        self._changed.tell()
 
     def without(self, gone: Sequence[Group]) -> None:
         """These groups of the batch that is out have become too old: whoever is given it again gets the others."""
@@ -127,18 +128,3 @@ class Handover:
             numbers = {group.number for group in gone}
             left = tuple(group for group in self.batch.groups if group.number not in numbers)
             self.batch = msgspec.structs.replace(self.batch, groups=left)
-
-    async def _change(self) -> None:
-        changed = asyncio.get_running_loop().create_future()
-        self._changed.append(changed)
-        try:
-            await changed
-        finally:
-            if changed in self._changed:  # nothing has happened: whoever waited was cancelled
-                self._changed.remove(changed)
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, []
-        for one in changed:
-            if not one.done():
-                one.set_result(None)

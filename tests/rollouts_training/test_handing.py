@@ -139,6 +139,6 @@ def test_waiting_in_vain_leaves_nothing_behind():
         hand = await met()
         for _ in range(20):
             assert await hand.next(0.0) is None
-        assert hand._changed == []
+        assert len(hand._changed) == 0
 
     run(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -13,7 +11,7 @@ import numpy as np
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
-from gpuinfer.host.files import sync_folder
+from gpuinfer.host.files import put_whole
 from gpuinfer.workloads.generate.lines import BATCH_ANSWER
 from gpuinfer.workloads.generate.seen import KEY_BYTES, Seen
 
@@ -80,18 +78,8 @@ class Done:
 
 def rewrite(path: Path, keeps: Callable[[bytes], object]) -> None:
     """Leave out all lines but those that `keeps` has a key for. A crash leaves the old file or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with path.open("rb") as old, new.open("wb") as file:
-            file.writelines(line for line in old if keeps(line) is not None)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+    with path.open("rb") as old:
+        put_whole(path, lambda new: new.writelines(line for line in old if keeps(line) is not None))
 
 
 class Earlier:
