@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from gpuinfer.api import Infer
-from gpuinfer.errors import BadResult, QueueFull, unwrap
+from gpuinfer.engine.insisting import insist
+from gpuinfer.errors import BadResult, unwrap
 from gpuinfer.generation import Generation, Part, Prompt
 
-AGAIN_S, TRIES = 0.05, 2000  # between two tries at a queue that is full, and how many
+TRIES = 2000  # at a queue that is full
 
 
 class Asker:
@@ -40,18 +41,13 @@ class Asker:
         return joined([piece.result() for piece in pieces])
 
     async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None) -> Generation:
-        rows, full = prompt.samples, QueueFull()
+        rows = prompt.samples
         taken = await self._room.take(rows)
         try:
-            for _ in range(TRIES):
-                try:
-                    found = await self._infer(prompt, rows=rows) if reads is None else await self._read(prompt, reads)
-                    break
-                except QueueFull as error:
-                    full = error
-                    await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            if reads is None:
+                found = await insist(lambda: self._infer(prompt, rows=rows), TRIES)
             else:
-                raise full
+                found = await insist(lambda: self._read(prompt, reads), TRIES)
         finally:
             self._room.give(taken)
         if type(found) is not Generation or len(found.completions) != rows:

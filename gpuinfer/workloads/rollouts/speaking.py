@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gpuinfer.api import Infer
-from gpuinfer.errors import BadResult, QueueFull
+from gpuinfer.engine.insisting import insist
+from gpuinfer.errors import BadResult
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.rollouts.environment import Observation
 from gpuinfer.rollouts.record import Span, Timing, Trajectory, Turn
@@ -19,7 +19,7 @@ from gpuinfer.workloads.rollouts.conversing import Conversation, Conversing
 
 log = logging.getLogger(__name__)
 
-AGAIN_S, TRIES = 0.05, 12_000  # between two tries at a queue that is full, and how many
+TRIES = 12_000  # at a queue that is full
 
 NO_CHANGE = ("max_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "logprobs", "processed_logprobs")
 """What of a sampling leaves the model's distribution as it is."""
@@ -170,16 +170,7 @@ class Seat:
 
     async def _ask(self, prompt: Prompt, carried: int) -> Generation:
         """A queue that is full is tried again: others may ask the same backend."""
-        full = QueueFull()
-        for _ in range(TRIES):
-            try:
-                found = await self._speaker.infer(prompt)
-                break
-            except QueueFull as error:
-                full = error
-                await asyncio.sleep(error.retry_after_s or AGAIN_S)
-        else:
-            raise full
+        found = await insist(lambda: self._speaker.infer(prompt), TRIES)
         if type(found) is not Generation or len(found.completions) != 1:
             raise BadResult(f"the backend answered a prompt with {found!r:.80}. Use another backend.")
         self._counts.answer(found, carried)
