@@ -42,6 +42,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 KillWait=3
 MinJobAge=60
+Epilog={folder}/epilog
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES OverSubscribe=FORCE:4 MaxTime=INFINITE State=UP
 PartitionName=closed Nodes=ALL MaxTime=INFINITE State=DOWN
@@ -84,6 +85,10 @@ def running() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# As on a real node, where tidying up takes a while: a job is COMPLETING for longer than tests look away.
+EPILOG = "#!/bin/sh\nsleep 0.4\n"
+
+
 def _configure(folder: Path) -> None:
     for name in ("state", "spool", "munge"):
         (folder / name).mkdir()
@@ -91,6 +96,8 @@ def _configure(folder: Path) -> None:
     (folder / "munge" / "key").chmod(0o400)
     subprocess.run(["chown", "-R", "munge:munge", folder / "munge"], check=True)
     (folder / "munge").chmod(0o755)
+    (folder / "epilog").write_text(EPILOG)
+    (folder / "epilog").chmod(0o755)
     ports = dict(zip(("controller", "daemon"), _free(2), strict=True))
     host = socket.gethostname().partition(".")[0]
     text = CONFIGURATION.format(host=host, folder=folder, cores=os.cpu_count(), **ports)

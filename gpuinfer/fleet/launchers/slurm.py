@@ -70,7 +70,7 @@ class Slurm(Launcher):
         self.shared = Path(self.options.folder or "gpuinfer-fleet").expanduser().absolute()
         self._command = tuple(command) if command else (self._python, "-m", "gpuinfer")
         self._look_s = look_s
-        self._jobs: dict[str, SlurmJob] = {}  # those that have not ended
+        self._jobs: dict[str, SlurmJob] = {}  # those of which it is not known how they ended
         self._pulses: set[Path] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -146,14 +146,14 @@ class Slurm(Launcher):
             await asyncio.sleep(self._look_s)
 
     async def _look(self) -> None:
-        """Learn how all jobs are. One that has ended is not asked for any more."""
+        """Learn how all jobs are. One of which it is known how it ended is not asked for any more."""
         if not self._jobs:
             return
         found = await slurm_jobs.states(list(self._jobs))
         for number, job in (found or {}).items():
             if (known := self._jobs.get(number)) is not None:  # another look may have seen its end
                 known.learn(job)
-            if job.ended:
+            if job.settled:
                 self._jobs.pop(number, None)
 
     async def close(self) -> None:
@@ -203,7 +203,8 @@ class SlurmJob(Launched):
             raise self._failure(
                 f"waited {self._pending_s:g} s in the queue ({self.job.reason}), which -L pending bounds"
             )
-        address = await readiness.wait(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
+        # not `alive`: the failure tells how the job ended, which SLURM knows a moment after its last process has
+        address = await readiness.wait(self._plan.ready_file, within_s, lambda: not self.job.settled, self._failure)
         return (self.job.node if address.host in EVERYWHERE else address.host), address.port
 
     @property

@@ -34,6 +34,11 @@ class Job:
         return self.state in ENDED
 
     @property
+    def settled(self) -> bool:
+        """Whether how it ended is known: while its node tidies up, SLURM says only that it does."""
+        return self.ended and self.state != "COMPLETING"
+
+    @property
     def waits(self) -> bool:
         return self.state in ("PENDING", "CONFIGURING", "REQUEUED")
 
