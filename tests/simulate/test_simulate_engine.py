@@ -107,6 +107,10 @@ def test_any_closed_load():
     many(same_for_a_closed_load, closed_loads, 12)
 
 
+def test_a_request_that_comes_within_a_nanosecond_after_a_batch():
+    same_for_an_open_load(10871, 2, 8, (Dynamic, {}), 3513.5112217670294, math.inf)
+
+
 @pytest.mark.soak
 def test_any_load_at_length():
     many(same_for_an_open_load, open_loads, 600)
