@@ -41,6 +41,21 @@ class Constraint(Struct, frozen=True, kw_only=True):
     listed: Listed | None = None
 
 
+class Unmasking(Struct, frozen=True, kw_only=True):
+    """How the answer of a masked diffusion model is filled in; None leaves it to the run, and then to the model.
+
+    The answer is `Sampling.max_tokens` masks, in blocks from left to right. Each step commits some of a block's masks.
+    """
+
+    decoder: str | None = None  # which masks a step commits: an entry point of the group gpuinfer.decoders
+    steps: int | None = None  # of the whole answer, shared out among its blocks; None: one for each token
+    block_length: int | None = None  # tokens; None: the model's own, or the whole answer
+    threshold: float | None = None  # confidence from which a token may be committed; None: the decoder's own
+    cfg_scale: float = 0.0  # classifier-free guidance (Ho and Salimans 2022); 0: none
+    cache: Literal["none", "prefix", "dual", "vicinity", "exact"] | None = None  # `exact`: block-causal models alone
+    options: Mapping[str, Any] = {}  # what else this decoder has
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """How one answer is drawn. The names are those of OpenAI's API, and of vLLM's where that has none.
 
@@ -67,6 +82,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     prompt_logprob_start: int = 0  # from this one of them on; what comes before need not be told, and is None
     processed_logprobs: bool = False  # of chosen tokens: under the distribution they were drawn from, filters and all
     constraint: Constraint | None = None
+    unmasking: Unmasking | None = None  # of diffusion models alone
 
 
 class Rendering(Struct, frozen=True, kw_only=True):

@@ -18,10 +18,36 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a layer's MLP (Shazeer et al. 2017): each token goes through a few of many."""
+
+    count: int
+    chosen: int  # of a token
+    intermediate: int  # of one expert
+    shared: int = 0  # intermediate size of the one that every token goes through besides; 0: there is none
+    dense: tuple[int, ...] = ()  # layers that have an ordinary MLP of `Shape.intermediate` instead
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    normalised: bool = False  # the chosen ones' scores are divided by their sum
+    scale: float = 1.0  # then multiplied by this
+    groups: int = 1  # experts in as many groups, of which those with the best sums of two are looked into
+    groups_chosen: int = 1
+
+
+@dataclass(frozen=True)
+class Masking:
+    """What makes a transformer a masked diffusion model (Nie et al. 2025): it fills masks in, in any order."""
+
+    mask_token: int
+    block: int | None = None  # positions of a block from 0 on: a token sees its own and those before; None: it sees all
+    shifted: bool = False  # a position's logits are for the position after it (Dream)
+    guided: bool = True  # it was trained so that classifier-free guidance makes sense
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes and switches. All weights' shapes follow from it."""
 
-    family: str  # "llama", "mistral", "qwen2", "qwen3", "gpt2", "nanogpt", "null"
+    family: str  # "llama", "mistral", "qwen2", "qwen3", "gpt2", "nanogpt", "null"; "llada", "llada-moe", "llada2", …
     vocabulary: int
     hidden: int
     layers: int
@@ -41,6 +67,8 @@ class Shape:
     tied: bool = False  # the head is the embedding: no weight of its own
     end_tokens: tuple[int, ...] = ()  # any of them ends an answer
     beginning_token: int | None = None
+    experts: Experts | None = None
+    masking: Masking | None = None  # None: the model goes from left to right
 
     @property
     def cache_values(self) -> int:

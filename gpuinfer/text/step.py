@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """Embeddings that stand in the place of some tokens' own."""
+
+    places: NDArray[np.int32]  # [n] indices into `Step.tokens`, ascending
+    values: NDArray[np.float32]  # [n, hidden], contiguous
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What to compute next. Segment i brings `lengths[i]` tokens of slot `slots[i]`, at positions `starts[i]` onwards;
     the positions before are in the cache. No slot comes twice. Arrays are int32 and contiguous.
@@ -34,6 +42,10 @@ class Step:
     adapters: NDArray[np.int32] | None = (
         None  # [segments] the number of each one's adapter, 0: none; None: none has any
     )
+    sees: NDArray[np.int32] | None = None
+    """[all tokens] how many positions of its slot each token attends to, from 0 on: those of this step and those in the
+    cache. They may lie after its own, also beyond the segment: such are in the cache. None: each up to itself."""
+    vectors: Vectors | None = None
 
 
 class Decoder(Protocol):

@@ -26,9 +26,20 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A layer's experts: all of them, and who decides (`shape.Experts`)."""
+
+    router: Tensor  # float32 [count, hidden]
+    bias: Tensor | None  # float32 [count], added to the scores where experts are chosen, not where they are weighed
+    up: Tensor  # [count, 2 × intermediate, hidden], gate then value
+    down: Tensor  # [count, hidden, intermediate]
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block. `qkv` gives queries, keys, values after one another: [(heads + 2 × kv_heads) × head_dim, hidden];
-    `up` gives gate then value when gated: [2 × intermediate, hidden], else [intermediate, hidden].
+    `up` gives gate then value when gated: [2 × intermediate, hidden], else [intermediate, hidden]. In a layer with a
+    `mixture`, `up` and `down` are those of the expert that every token goes through: of size 0 where there is none.
     """
 
     attention_norm: Norm
@@ -39,6 +50,7 @@ class Layer:
     down: Linear
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Masked diffusion models: answers that are filled in a block at a time, some tokens a step, in any order."""
