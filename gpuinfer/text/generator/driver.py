@@ -41,6 +41,9 @@ class Counters:
     failed: int = 0
     held_s: float = 0.0  # in steps that had no room for all tokens of the prompts that were there
     echoing_s: float = 0.0  # in steps that had none for the logits that prompts' log-probabilities need
+    positions: int = 0  # of canvases, summed over steps: `tokens` are those of them that were computed
+    committed: int = 0  # masks that became tokens
+    idle: int = 0  # of `rows`, those that committed nothing
 
     def add(self, stepped: Stepped, seconds: float) -> None:
         self.steps += 1
@@ -52,6 +55,9 @@ class Counters:
         self.output_tokens += stepped.output_tokens
         self.held_s += seconds * stepped.held
         self.echoing_s += seconds * stepped.echoing
+        self.positions += stepped.positions
+        self.committed += stepped.committed
+        self.idle += stepped.idle
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ class Stepped:
     output_tokens: int = 0  # drawn
     held: bool = False  # prompts were cut, or waited, since no more tokens may go in
     echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
+    positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
+    committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
+    idle: int = 0  # of `rows`, those that committed nothing
 
 
 class TextGenerator(Protocol):
