@@ -72,7 +72,9 @@ class UnmaskingDecoder(ABC):
 
     name: ClassVar[str] = ""  # filled in from the entry point
     needs: ClassVar[frozenset[Need]] = frozenset()
-    edits: ClassVar[bool] = False  # wants `View.edited`
+    edits: ClassVar[bool] = False
+    """Wants `View.edited`. A block whose masks are gone goes on, with views of no mask, until a decision edits nothing
+    or `MOST_IDLE` steps have passed: until then none of its tokens is given out."""
     biased: ClassVar[bool] = True  # logit bias means what it says
     default_threshold: ClassVar[float | None] = None  # None: it has none, and a request that gives one is refused
 
