@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 class ModelOptions(api.Options):
     """Which text model, and how it is run."""
 
-    model: str | None = Field(None, description="a folder with a checkpoint, or tiny or null, which are built in")
+    model: str | None = Field(
+        None, description="a folder with a checkpoint, or tiny, tiny-llada or null, which are built in"
+    )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")

@@ -51,6 +51,17 @@ def test_tiny_speaks_bytes() -> None:
     assert checkpoint.folder is None
 
 
+def test_tiny_llada_fills_in_masks_that_it_never_says_itself() -> None:
+    checkpoint = opened("tiny-llada")
+    masking = checkpoint.shape.masking
+    assert masking is not None
+    assert (masking.block, masking.shifted) == (None, False)
+    weights = checkpoint.weights(torch.float32)
+    assert sizes(weights)[0] < 600_000
+    silent = weights.head.weight[masking.mask_token, 0]
+    assert silent < -100 < weights.head.weight[ord("a"), 0] == 0.0
+
+
 def test_null_takes_no_memory() -> None:
     checkpoint = opened("null")
     weights = checkpoint.weights(torch.float32)
@@ -73,9 +84,9 @@ def test_tiny_is_written_for_other_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [*FAMILIES, "tiny"])
+@pytest.mark.parametrize("family", [*FAMILIES, "tiny", "tiny-llada"])
 def test_the_estimate_is_what_the_weights_take(family: str, dtype: torch.dtype) -> None:
-    checkpoint = opened("tiny" if family == "tiny" else tiny_checkpoint(family))
+    checkpoint = opened(family if family.startswith("tiny") else tiny_checkpoint(family))
     estimate, shape = checkpoint.estimate(3, 100, dtype), checkpoint.shape
     assert estimate.weights_bytes == sizes(checkpoint.weights(dtype))[1]
     positions = 128  # 100, in whole portions
