@@ -44,7 +44,8 @@ class Step:
     )
     sees: NDArray[np.int32] | None = None
     """[all tokens] how many positions of its slot each token attends to, from 0 on: those of this step and those in the
-    cache. They may lie after its own, also beyond the segment: such are in the cache. None: each up to itself."""
+    cache. They may lie after its own, also beyond the segment: such are in the cache. What lies behind all that a step
+    sees of a slot is forgotten. None: each up to itself."""
     vectors: Vectors | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.text.decoder import torch_batch
-from gpuinfer.text.decoder.torch_batch import back, parts_of, positions_of, reach_buckets, row_buckets, rows_of, tiles
+from gpuinfer.text.decoder.segments import ends_of, positions_of, sees_of
+from gpuinfer.text.decoder.torch_batch import back, parts_of, reach_buckets, row_buckets, rows_of, tiles
 from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.step import Step
 
@@ -24,16 +27,35 @@ def steps(draw):
     return Step(tokens, np.arange(len(runs), dtype=np.int32), starts, lengths, tokens[:0])
 
 
-@given(steps())
+@st.composite
+def seeing_steps(draw):
+    """Steps that say what is seen, or do not; each segment's tokens see alike, or as they please."""
+    step = draw(steps())
+    if draw(st.booleans()):
+        return step
+    sees = []
+    for length in step.lengths.tolist():
+        alike = draw(st.booleans())
+        seen = st.integers(1, ROOM)
+        sees += [draw(seen)] * length if alike else draw(st.lists(seen, min_size=length, max_size=length))
+    return replace(step, sees=np.array(sees, np.int32))
+
+
+@given(seeing_steps())
 def test_each_segment_is_in_one_group_that_holds_it(step):
-    ends = step.starts + step.lengths
+    ends = ends_of(step)
+    tokens = np.repeat(np.arange(len(step.slots)), step.lengths)
     seen = []
     for part in parts_of(step, ROOM):
         seen += part.segments.tolist()
         assert (step.lengths[part.segments] <= part.width).all()
         assert (ends[part.segments] <= part.reach).all()
         assert part.reach <= ROOM
-        assert not part.fresh or (part.width > 1 and (step.starts[part.segments] == 0).all())
+        if part.order == "causal":
+            assert part.width > 1
+            assert (step.starts[part.segments] == 0).all()
+        elif part.order == "whole":
+            assert (sees_of(step)[np.isin(tokens, part.segments)] == part.reach).all()
     assert sorted(seen) == list(range(len(step.slots)))
 
 
@@ -68,7 +90,7 @@ def test_tiles_hold_each_token_once_after_those_before_it(step, size):
     positions, segments = positions_of(step), np.repeat(step.slots, step.lengths)
     reaches = reach_buckets(ROOM)
     done = step.starts.copy()
-    for members, reach in tiles(positions, size, reaches):
+    for members, reach in tiles(positions + 1, size, reaches):
         assert len(members) <= size
         for token in members:
             assert positions[token] == done[segments[token]]

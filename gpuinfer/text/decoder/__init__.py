@@ -7,6 +7,7 @@ cpu_step.py       a step of one lane      cpu_attention.py      cpu_product.py  
 cpu_vectors.py    cpu_math.py   cpu_intrinsics.py    vectors and what LLVM makes of them
 cpu_weights.py    cpu_sizes.py    how weights lie    blas.py    MKL's bfloat16 product
 torch_decoder.py  any device and format    torch_layers.py   torch_batch.py   torch_cache.py
+segments.py       where the tokens of a step are, and what they see
 torch_static.py   batches of fixed shape: compiled, and captured as CUDA graphs
 ```
 """

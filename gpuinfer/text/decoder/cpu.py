@@ -29,6 +29,7 @@ from gpuinfer.text.decoder.cpu_weights import (
     norms,
     share_of,
 )
+from gpuinfer.text.decoder.segments import positions_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
 from gpuinfer.text.weights import Adapter, Weights
@@ -94,11 +95,12 @@ class CpuDecoder:
             self._make_room(rows, segments, outputs)
         by_adapter = self._adapters.sorted(step)
         step = by_adapter.step
-        tokens, slots, starts, lengths, wanted, positions, runs = self._step
+        tokens, slots, starts, lengths, wanted, positions, sees, runs = self._step
         runs[: len(by_adapter.runs)] = by_adapter.runs
         tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
         slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
-        positions[:rows] = step.starts if rows == segments else _positions(step)
+        positions[:rows] = step.starts if rows == segments else positions_of(step)
+        sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
         for sizes in self._sizes:
             sizes[cpu_sizes.ROWS : cpu_sizes.RUNS + 1] = rows, segments, outputs, len(by_adapter.runs)
         assert self._lanes is not None  # made with the room
@@ -214,7 +216,7 @@ class CpuDecoder:
         )
         self._room = rows, segments, outputs
         shape, multiplied = self.shape, self._multiplied
-        counts = (rows, segments, segments, segments, outputs, rows)
+        counts = (rows, segments, segments, segments, outputs, rows, rows)
         step = [np.zeros(count, np.int32) for count in counts]
         self._step = (*step, np.zeros((segments, cpu_adapters.RUN), np.int64))
         for sizes in self._sizes:
@@ -266,13 +268,6 @@ def _buffers(own: LaneWeights, rows: int) -> tuple[NDArray[Any], ...]:
 def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
     """Scores of two queries, the queries, and their mixes of values."""
     return (np.zeros(2 * tiles * TILE, np.float32), np.zeros(2 * padded, np.float32), np.zeros(2 * padded, np.float32))
-
-
-def _positions(step: Step) -> NDArray[np.int32]:
-    """The position of each token of a step."""
-    before = np.cumsum(step.lengths, dtype=np.int32) - step.lengths
-    offsets: NDArray[np.int32] = np.repeat(step.starts - before, step.lengths)
-    return np.arange(len(step.tokens), dtype=np.int32) + offsets
 
 
 def _sched_yield() -> int:

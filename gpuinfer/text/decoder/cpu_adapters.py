@@ -114,6 +114,7 @@ class _Order:
             starts=step.starts[order],
             lengths=step.lengths[order],
             wanted=self.back[step.wanted],
+            sees=None if step.sees is None else step.sees[self.rows],
         )
 
 

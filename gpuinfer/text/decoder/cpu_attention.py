@@ -18,13 +18,13 @@ from gpuinfer.text.decoder.cpu_vectors import (
 
 @compiled
 def attend_segment(
-    layer, row, slot, start, length, window, sizes, eps, qkv, biases, query_scale, key_scale, cosines, sines,
+    layer, row, slot, start, length, sees, window, sizes, eps, qkv, biases, query_scale, key_scale, cosines, sines,
     keys, values, scores, query, mix, mixed,
 ):  # fmt: skip
     """Store the keys and values of a segment's rows, then put what each row sees in `mixed`.
 
-    Its rows begin at `row` in `qkv`, its positions at `start`. A row sees what is not later than itself, and no more
-    than `window` positions, itself included (0: all).
+    Its rows begin at `row` in `qkv` and `sees`, its positions at `start`. A row sees its slot's first `sees` positions,
+    and no more than `window` of those up to itself (0: all).
     """
     heads, kv_heads, dim = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM]
     padded, half = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE]
@@ -52,22 +52,27 @@ def attend_segment(
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
                 load_head(qkv[row + t], biases, column, query_scale, sizes, eps, query, which * padded)
                 turn(query, which * padded, cosines[start + t], sines[start + t], half)
-            near, far = start + number // group, start + (number + count - 1) // group
-            attend(count, near, far, window, place, padded, sizes, keys, values, scores, query, mix)
+            near, far = number // group, (number + count - 1) // group
+            attend(
+                count, start + near, start + far, sees[row + near], sees[row + far], window, place, padded, sizes,
+                keys, values, scores, query, mix,
+            )  # fmt: skip
             for which in range(count):
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
                 put(mix, which * padded, dim, mixed[row + t], sizes[at.MIXED] + column)
 
 
 @inlined
-def attend(count, near, far, window, place, dim, sizes, keys, values, scores, query, mix):
+def attend(
+    count, near, far, near_sees, far_sees, window, place, dim, sizes, keys, values, scores, query, mix
+):  # fmt: skip
     """mix = Σ softmax(query · key) · value for one query at position `near`, or for a second one at `far` as well.
 
     What a query does not see scores -inf, so that whole tiles are gone through: its weight is 0.
     """
-    oldest = max(0, near - window + 1) if window else 0
-    first, last = oldest // TILE, far // TILE
-    tiles, seen = last + 1 - first, far + 1 - first * TILE
+    first = oldest_seen(near, window) // TILE
+    end = max(near_sees, far_sees)
+    tiles, seen = -(-end // TILE) - first, end - first * TILE
     store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(sizes[at.HEAD_DIM])), count * dim, query, 0)
     for tile in range(tiles):
         keys_at = place + (first + tile) * dim * TILE
@@ -76,9 +81,9 @@ def attend(count, near, far, window, place, dim, sizes, keys, values, scores, qu
         else:
             tile_scores(1, query, keys, keys_at, dim, scores, tile * TILE)
     values_at = place + first * TILE * dim
-    totals = weigh(scores, 0, near, window, first, tiles), np.float32(1)
+    totals = weigh(scores, 0, oldest_seen(near, window), near_sees, first, tiles), np.float32(1)
     if count == 2:
-        totals = totals[0], weigh(scores, len(scores) // 2, far, window, first, tiles)
+        totals = totals[0], weigh(scores, len(scores) // 2, oldest_seen(far, window), far_sees, first, tiles)
         for column in range(0, dim, TILE):
             weighed_sum(2, scores, seen, values, values_at + column, dim, mix, column)
         store_scaled(mix, dim, np.float32(1) / totals[1], dim, mix, dim)
@@ -89,12 +94,16 @@ def attend(count, near, far, window, place, dim, sizes, keys, values, scores, qu
 
 
 @inlined
-def weigh(scores, begin, position, window, first, tiles):
-    """The scores from `begin` on as weights of what a query at this position sees; their sum."""
-    oldest = max(0, position - window + 1) if window else 0
+def oldest_seen(position, window):
+    return max(0, position - window + 1) if window else 0
+
+
+@inlined
+def weigh(scores, begin, oldest, end, first, tiles):
+    """The scores from `begin` on as weights of what a query sees, from `oldest` to before `end`; their sum."""
     for j in range(oldest - first * TILE):
         poke(scores, begin + j, np.float32(-np.inf))
-    for j in range(position + 1 - first * TILE, tiles * TILE):
+    for j in range(end - first * TILE, tiles * TILE):
         poke(scores, begin + j, np.float32(-np.inf))
     return soften(scores, begin, tiles)
 

@@ -109,7 +109,7 @@ def spin(spins, addresses):
 @inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
-    tokens, slots, starts, lengths, wanted, positions, runs = step
+    tokens, slots, starts, lengths, wanted, positions, sees, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
         model
     )
@@ -134,7 +134,7 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
         row = 0
         for segment in range(sizes[at.SEGMENTS]):
             attend_segment(
-                layer, row, slots[segment], starts[segment], lengths[segment], windows[layer], sizes, eps,
+                layer, row, slots[segment], starts[segment], lengths[segment], sees, windows[layer], sizes, eps,
                 qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
                 keys, values, scores, query, mix, mixed,
             )  # fmt: skip

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
 from gpuinfer.text.step import Step
 
-Integers = NDArray[np.int64]
-
 LEAST_REACH = 128  # positions: the smallest portion of the cache that a batch of fixed size reads
 LARGEST_GROUP = 1 << 25  # values of a mask: segments × tokens × positions read
 FINE = 16  # what is read is a multiple of it; masks of other widths are copied by the kernels
+
+
+Order = Literal["causal", "whole", "mask"]
+"""Who sees what of a part: each of its tokens, from position 0 on, those up to itself; all of them all that is read;
+or as a mask must tell. Windows take away from it.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,31 +37,29 @@ class BatchPart:
     segments: Integers
     width: int
     reach: int
-    fresh: bool  # all begin at position 0
-
-
-def positions_of(step: Step) -> Integers:
-    """The position of each token of a step."""
-    before = np.cumsum(step.lengths, dtype=np.int64) - step.lengths
-    found: Integers = np.arange(len(step.tokens), dtype=np.int64) + np.repeat(step.starts - before, step.lengths)
-    return found
+    order: Order
 
 
 def parts_of(step: Step, room: int) -> Iterator[BatchPart]:
     """All segments, those of about the same length and about the same number of positions to read together."""
-    ends = step.starts + step.lengths
-    fresh = (step.starts == 0) & (step.lengths > 1)
-    kinds = np.stack((powers(step.lengths), powers(np.maximum(ends, LEAST_REACH)), fresh))
+    ends = ends_of(step)
+    if step.sees is None:
+        plain, same = (step.starts == 0) & (step.lengths > 1), np.zeros_like(ends)
+    else:
+        plain = np.minimum.reduceat(step.sees, firsts_of(step)) == ends
+        same = np.where(plain, ends, 0)  # those that see all of the same number need no mask together
+    kinds = np.stack((powers(step.lengths), powers(np.maximum(ends, LEAST_REACH)), plain, same))
     for kind in np.unique(kinds, axis=1).T:
         members = np.flatnonzero((kinds == kind[:, None]).all(0))
         width, reach = int(step.lengths[members].max()), int(ends[members].max())
-        reach = reach if kind[2] else min(room, -(-reach // FINE) * FINE)
+        order: Order = "mask" if not kind[2] else "causal" if step.sees is None else "whole"
+        reach = min(room, -(-reach // FINE) * FINE) if order == "mask" else reach
         together = max(1, LARGEST_GROUP // (width * reach))
         for start in range(0, len(members), together):
-            yield BatchPart(members[start : start + together], width, reach, bool(kind[2]))
+            yield BatchPart(members[start : start + together], width, reach, order)
 
 
-def powers(numbers: NDArray[np.int32]) -> Integers:
+def powers(numbers: NDArray[np.int32] | Integers) -> Integers:
     """The exponent of the next power of two."""
     return np.ceil(np.log2(numbers)).astype(np.int64)
 
@@ -81,13 +84,13 @@ def reach_buckets(room: int) -> list[int]:
     return [*sizes, room]
 
 
-def tiles(positions: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[Integers, int]]:
+def tiles(sees: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[Integers, int]]:
     """Tokens, by their numbers, in tiles of at most `rows` that need the same bucket of `reaches`.
 
-    What a token goes through then depends on its own position alone. Tiles come in the order of positions: a token
-    finds those before it in the cache, or in its own tile.
+    What a token goes through then depends on what it sees alone. Tiles come in the order of what is seen: a token that
+    sees nothing after itself finds those before it in the cache, or in its own tile.
     """
-    needed = np.searchsorted(reaches, positions + 1)
+    needed = np.searchsorted(reaches, sees)
     for bucket in np.unique(needed):
         members = np.flatnonzero(needed == bucket)
         for start in range(0, len(members), rows):
@@ -99,22 +102,24 @@ def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> StepB
     parts = list(parts_of(step, cache.room))
     positions = positions_of(step)
     rows = [rows_of(step, part) for part in parts]
+    sees = sees_of(step)
     arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions, cache.room), back(step, parts, rows)]
     for part, asking in zip(parts, rows, strict=True):
-        arrays += [step.slots[part.segments], asking.ravel(), positions[asking].ravel()]
+        arrays += [step.slots[part.segments], asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
     device, dtype = cache.keys.device, cache.keys.dtype
     tokens, where, into, backward, *rest = sent(arrays, device)
     groups = []
     for i, part in enumerate(parts):
-        slots, asking_rows, asked_from = rest[3 * i : 3 * i + 3]
-        masks = {window: mask_of(part, asked_from, window, dtype) for window in windows}
-        groups.append(Group(part.width, part.reach, where_to_read(part, step, slots), asking_rows, masks))
+        slots, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
+        masks = {window: mask_of(part, asked_from, seen, window, dtype) for window in windows}
+        reading = where_to_read(part, step, slots)
+        groups.append(Group(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
     return StepBatch(tokens, where, into, tuple(groups), back=backward)
 
 
 def rows_of(step: Step, part: BatchPart) -> Integers:
     """The rows that ask, [segments, width]: a shorter segment's last token again and again."""
-    firsts = (np.cumsum(step.lengths, dtype=np.int64) - step.lengths)[part.segments]
+    firsts = firsts_of(step)[part.segments]
     return firsts[:, None] + np.minimum(np.arange(part.width), step.lengths[part.segments, None] - 1)
 
 
@@ -141,10 +146,13 @@ def where_to_read(part: BatchPart, step: Step, slots: Tensor) -> Tensor | slice:
     return slice(first, first + count) if np.array_equal(numbers, np.arange(first, first + count)) else slots
 
 
-def mask_of(part: BatchPart, positions: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
-    if part.fresh and (window is None or window >= part.width):
+def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
+    if part.order == "causal" and (window is None or window >= part.width):
         return None
-    return mask(positions.view(-1, part.width), part.reach, window, dtype)
+    if part.order == "whole" and (window is None or window >= part.reach):
+        return None
+    form = (-1, part.width)
+    return mask(positions.view(form), sees.view(form), part.reach, window, dtype)
 
 
 def sent(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.text.checkpoint.estimate import rounded
+from gpuinfer.text.decoder.segments import ends_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
 
@@ -31,11 +32,14 @@ class SlotCache:
         self._ends = np.zeros(slots, np.int64)  # of each slot: positions before it may hold something
 
     def begin(self, step: Step) -> None:
-        """Forget what the slots of `step` hold from its starts on: a row before, or one that was taken back."""
-        ends = self._ends[step.slots]
-        for i in np.flatnonzero(step.starts < ends).tolist():
-            self._clear(int(step.slots[i]), int(step.starts[i]), int(ends[i]))
-        self._ends[step.slots] = step.starts + step.lengths
+        """Forget what the slots of `step` hold from its starts on: a row before, or one that was taken back. If it says
+        what is seen, only what lies behind that: all that it brings is written over before any of it is read.
+        """
+        ends, kept = self._ends[step.slots], ends_of(step)
+        gone = step.starts if step.sees is None else kept
+        for i in np.flatnonzero(gone < ends).tolist():
+            self._clear(int(step.slots[i]), int(gone[i]), int(ends[i]))
+        self._ends[step.slots] = kept
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put `keys` and `values` [rows, kv_heads, head_dim] at `places` [rows]: slot × room + position."""

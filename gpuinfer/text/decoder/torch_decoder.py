@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.decoder import torch_layers
-from gpuinfer.text.decoder.torch_batch import Integers, batch_of, positions_of, tiles
+from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
+from gpuinfer.text.decoder.torch_batch import batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_layers import Adapted, StepBatch, attend
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, in_tiles
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
@@ -147,7 +149,7 @@ class TorchDecoder:
     def _one_each(self, step: Step) -> Tensor:
         """A step that brings one token of each slot."""
         tokens, starts, slots = (given.astype(np.int64) for given in (step.tokens, step.starts, step.slots))
-        found, where = self._static.decode(tokens, starts, slots, answered=len(step.wanted) > 0)
+        found, where = self._static.decode(tokens, starts, slots, sees_of(step), answered=len(step.wanted) > 0)
         return self._picked(found, where[step.wanted])
 
     def _adapted(self, step: Step) -> tuple[Adapted, ...]:
@@ -169,21 +171,52 @@ class TorchDecoder:
         return found.index_select(0, torch.from_numpy(rows).to(self.device))
 
     def _in_tiles(self, step: Step) -> Tensor:
-        """Any step, tile after tile."""
-        tokens, positions = step.tokens.astype(np.int64), positions_of(step)
+        """Any step, tile after tile; layer after layer where tokens see what comes after them."""
+        tokens, positions, sees = step.tokens.astype(np.int64), positions_of(step), sees_of(step)
         slots = np.repeat(step.slots.astype(np.int64), step.lengths)
         adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
         rows = self._static.row_buckets[-1]
-        for members, reach in tiles(positions, rows, self._static.reach_buckets):
-            asked_for = np.isin(members, step.wanted)
-            form = GraphForm(rows, reach, in_place=False, answered=bool(asked_for.any()))
-            where = np.arange(len(members))
-            adapted = self._adapted_tile(adapters[members], rows)
-            found, _ = self._static.compute(form, where, tokens[members], positions[members], slots[members], adapted)
-            into = np.searchsorted(step.wanted, members[asked_for])
-            answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
+        cut = list(tiles(sees, rows, self._static.reach_buckets))
+        if step.sees is not None:
+            together = self._tiles_together(cut, tokens, positions, slots, sees, adapters)
+        for number, (members, reach) in enumerate(cut):
+            asked_for, where = np.isin(members, step.wanted), np.arange(len(members))
+            answered = bool(asked_for.any())
+            if step.sees is None:
+                form = GraphForm(rows, reach, in_place=False, answered=answered)
+                adapted = self._adapted_tile(adapters[members], rows)
+                found, _ = self._static.compute(
+                    form, where, tokens[members], positions[members], slots[members], sees[members], adapted
+                )
+            elif answered:
+                found = self._logits(together[number * rows : (number + 1) * rows])
+            if answered:
+                into = np.searchsorted(step.wanted, members[asked_for])
+                answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
         return answers
+
+    def _tiles_together(self, cut: Sequence[tuple[Integers, int]], *of_tokens: NDArray[Any]) -> Tensor:
+        """What the last layer gives of all tiles, [tiles × rows, hidden]: products tile by tile, and between them keys
+        and values of all. `of_tokens`: each one's token, position, slot, what it sees, and adapter.
+        """
+        rows = self._static.row_buckets[-1]
+        padded = np.zeros((len(of_tokens), len(cut), rows), np.int64)
+        padded[2], padded[3] = self._cache.spare, 1
+        for number, (members, _) in enumerate(cut):
+            padded[:, number, : len(members)] = [part[members] for part in of_tokens]
+        tokens, positions, slots, sees, adapters = torch.from_numpy(padded.reshape(len(padded), -1)).to(self.device)
+        groups = []
+        for number, (_, reach) in enumerate(cut):
+            tile = slice(number * rows, (number + 1) * rows)
+            masks = self._static.masks(positions[tile], sees[tile], reach)
+            asking = torch.arange(tile.start, tile.stop, device=self.device)
+            groups.append(Group(1, reach, slots[tile], asking, masks))
+        places = slots * self._cache.room + positions
+        adapted = tuple(
+            Adapted(self._adapters[number], adapters == number) for number in np.unique(of_tokens[4]).tolist() if number
+        )
+        return self._hidden(StepBatch(tokens, positions, places, tuple(groups), adapted, tile=rows))
 
     def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
         """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
@@ -203,17 +236,16 @@ class TorchDecoder:
             x = x + weights.positions[batch.positions]
         cosines, sines = (table[batch.positions] for table in self._angles) if self._angles else (None, None)
         for number, layer in enumerate(weights.layers):
+            asked, further = partial(self._asked, layer), partial(self._further, layer)
+            chosen = [one.chosen for one in batch.adapted]
             if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
-                added = torch_layers.of_layer(batch.adapted, number)
-                queries, keys, values = torch_layers.asked(self.shape, layer, x, cosines, sines, added)
-            else:
-                queries, keys, values = self._asked(layer, x, cosines, sines)
+                lows = [one.adapter.layers[number] for one in batch.adapted]
+                asked = partial(torch_layers.asked_adapted, self.shape, layer, lows)
+                further = partial(torch_layers.further_adapted, self.shape, layer, lows)
+            queries, keys, values = in_tiles(batch.tile, asked, x, cosines, sines, *chosen)
             self._cache.write(number, batch.places, keys, values)
             mixed = attend(batch, queries, self._cache, number, self._windows[number])
-            if batch.adapted:
-                x = torch_layers.further(self.shape, layer, x, mixed, added)
-            else:
-                x = self._further(layer, x, mixed)
+            x = in_tiles(batch.tile, further, x, mixed, *chosen)
         return x
 
     def _logits(self, found: Tensor) -> Tensor:

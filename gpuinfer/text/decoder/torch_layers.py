@@ -8,8 +8,10 @@ Attention of many rows over the cache, in groups of segments that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -94,10 +96,6 @@ Added = Sequence[tuple[Tensor, Sequence[LowRank]]]
 """The same of one layer."""
 
 
-def of_layer(adapted: Sequence[Adapted], layer: int) -> Added:
-    return [(one.chosen, one.adapter.layers[layer]) for one in adapted]
-
-
 def with_adapters(x: Tensor, weights: Linear, product: Product, added: Added) -> Tensor:
     """`projected`, and what adapters add to their rows."""
     out = projected(x, weights)
@@ -168,6 +166,26 @@ def further(shape: Shape, layer: Layer, x: Tensor, mixed: Tensor, added: Added =
     return x + with_adapters(inner, layer.down, "down", added)
 
 
+def asked_adapted(
+    shape: Shape,
+    layer: Layer,
+    lows: Sequence[Sequence[LowRank]],
+    x: Tensor,
+    cosines: Tensor | None,
+    sines: Tensor | None,
+    *chosen: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`asked` where adapters, of which the layer has these parts, are for those `chosen` rows."""
+    return asked(shape, layer, x, cosines, sines, list(zip(chosen, lows, strict=True)))
+
+
+def further_adapted(
+    shape: Shape, layer: Layer, lows: Sequence[Sequence[LowRank]], x: Tensor, mixed: Tensor, *chosen: Tensor
+) -> Tensor:
+    """`further` where adapters, of which the layer has these parts, are for those `chosen` rows."""
+    return further(shape, layer, x, mixed, list(zip(chosen, lows, strict=True)))
+
+
 def activated(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(x)
@@ -177,14 +195,16 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 Window = int | None
+Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
 @dataclass(frozen=True)
 class Group:
     """Segments that go through attention together, each padded to `width` tokens; they read `reach` positions.
 
-    `masks` has one mask for each kind of window in the model: added to the scores, [segments, 1, width, reach]. None
-    stands for plain causal order from position 0 on, which has faster kernels; not with a width of 1.
+    `masks` has one mask for each kind of window in the model: added to the scores, [segments, 1, width, reach]. None,
+    which has faster kernels, stands for plain causal order from position 0 on if the group is `causal`, else for all
+    that is read.
     """
 
     width: int
@@ -192,6 +212,7 @@ class Group:
     slots: Tensor | slice  # whose cache: the numbers [segments], or a run of slots, which is read where it lies
     rows: Tensor | None  # [segments × width] indices into the step's rows; None: all of them, in order
     masks: dict[Window, Tensor | None]
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,16 +225,33 @@ class StepBatch:
     groups: tuple[Group, ...]
     adapted: tuple[Adapted, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
+    tile: int | None = None  # products are always of so many rows, which divides their number; None: of all
 
 
-def mask(positions: Tensor, reach: int, window: Window, dtype: torch.dtype) -> Tensor:
-    """Added to the scores of queries at `positions` [segments, width]: 0 or -inf, [segments, 1, width, reach]."""
+def mask(positions: Tensor, sees: Tensor, reach: int, window: Window, dtype: torch.dtype) -> Tensor:
+    """Added to the scores of queries at `positions` [segments, width] that see as many positions as `sees` [segments,
+    width] says: 0 or -inf, [segments, 1, width, reach].
+    """
     keys = torch.arange(reach, device=positions.device)
-    ahead = keys > positions[..., None]
+    hidden = keys >= sees[..., None]
     if window is not None:
-        ahead |= keys <= positions[..., None] - window
+        hidden |= keys <= positions[..., None] - window
     zeros = torch.zeros((), device=positions.device, dtype=dtype)
-    return torch.where(ahead, -torch.inf, zeros)[:, None]
+    return torch.where(hidden, -torch.inf, zeros)[:, None]
+
+
+def in_tiles(tile: int | None, work: Callable[..., Results], *rows: Tensor | None) -> Results:
+    """What `work` makes of tensors [rows, …], done for `tile` rows at a time; with None for all at once."""
+    if tile is None:
+        return work(*rows)
+    found = [work(*parts) for parts in zip(*(_cut(given, tile) for given in rows), strict=False)]
+    if isinstance(found[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    return torch.cat(found)
+
+
+def _cut(given: Tensor | None, tile: int) -> Iterable[Tensor | None]:
+    return itertools.repeat(None) if given is None else torch.split(given, tile)
 
 
 def attend(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
@@ -229,7 +267,10 @@ def of_group(group: Group, queries: Tensor, cache: SlotCache, layer: int, window
     values = read(cache.values[layer], group)
     asking = queries if group.rows is None else queries.index_select(0, group.rows)
     asking = asking.view(-1, group.width, *asking.shape[1:])
-    mixed = (one_each if group.width == 1 else many_each)(asking, keys, values, group.masks[window])
+    if group.width == 1:
+        mixed = one_each(asking, keys, values, group.masks[window])
+    else:
+        mixed = many_each(asking, keys, values, group.masks[window], group.causal)
     return mixed.reshape(-1, mixed.shape[-2] * mixed.shape[-1])
 
 
@@ -248,7 +289,7 @@ def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None)
     return mixed.flatten(1, 2)[:, None]
 
 
-def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None) -> Tensor:
+def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, causal: bool) -> Tensor:
     """Attention of runs, [segments, width, heads, head_dim]."""
     heads = asking.shape[2]
     mixed = F.scaled_dot_product_attention(
@@ -256,7 +297,7 @@ def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None
         for_each_head(keys, heads),
         for_each_head(values, heads),
         attn_mask=added,
-        is_causal=added is None,
+        is_causal=causal and added is None,
     )
     return mixed.transpose(1, 2)
 

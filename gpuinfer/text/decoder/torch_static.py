@@ -19,7 +19,8 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.torch_batch import Integers, reach_buckets, row_buckets
+from gpuinfer.text.decoder.segments import Integers
+from gpuinfer.text.decoder.torch_batch import reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Window, mask
 
@@ -84,7 +85,7 @@ class GraphForm:
 class StaticBatches:
     """Runs one-token rows through `hidden` and `logits`, launched as CUDA graphs where the device has them.
 
-    Rows that only fill up have token 0 at position 0 and write to the spare slot.
+    Rows that only fill up have token 0 at position 0, see that, and write to the spare slot.
     """
 
     def __init__(
@@ -100,24 +101,25 @@ class StaticBatches:
         self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
         device = cache.keys.device
         self.row_buckets, self.reach_buckets = row_buckets(most), reach_buckets(cache.room)
-        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._inputs = torch.zeros((3, most), dtype=torch.int64, device=device)
+        self._host = torch.zeros((4, most), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._inputs = torch.zeros((4, most), dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, vocabulary), device=device)
         self._run: Replays[GraphForm] = Replays(device, graphs)
 
-    def decode(self, tokens: Integers, positions: Integers, slots: Integers, answered: bool) -> tuple[Tensor, Integers]:
+    def decode(
+        self, tokens: Integers, positions: Integers, slots: Integers, sees: Integers, answered: bool
+    ) -> tuple[Tensor, Integers]:
         """Logits [padded rows, vocabulary] of one step for each slot, and where the slots' own are among them.
 
         The next call overwrites them; without `answered` they mean nothing.
         """
-        reach = bucket_for(int(positions.max()) + 1, self.reach_buckets)
+        reach = bucket_for(int(sees.max()), self.reach_buckets)
         few = bucket_for(len(slots), self.row_buckets)
         spread = bucket_for(int(slots.max()) + 1, self.row_buckets)
         in_place = spread <= 2 * few  # a copy of the cache costs more than rows that idle
         where = slots if in_place else np.arange(len(slots))
-        return self.compute(
-            GraphForm(spread if in_place else few, reach, in_place, answered), where, tokens, positions, slots
-        )
+        form = GraphForm(spread if in_place else few, reach, in_place, answered)
+        return self.compute(form, where, tokens, positions, slots, sees)
 
     def compute(
         self,
@@ -126,12 +128,13 @@ class StaticBatches:
         tokens: Integers,
         positions: Integers,
         slots: Integers,
+        sees: Integers,
         adapted: tuple[Adapted, ...] = (),
     ) -> tuple[Tensor, Integers]:
         """The same in a form that is given, with the rows at the places `where`. With adapters it is no graph."""
         inputs = self._host[:, : form.rows].numpy()
-        inputs[:2], inputs[2] = 0, self.cache.spare
-        inputs[0, where], inputs[1, where], inputs[2, where] = tokens, positions, slots
+        inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare, 1
+        inputs[:, where] = tokens, positions, slots, sees
         self._inputs[:, : form.rows].copy_(self._host[:, : form.rows])
         if adapted:
             self._compute(form, adapted)
@@ -142,12 +145,15 @@ class StaticBatches:
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes
 
-    def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
-        tokens, positions, slots = self._inputs[:, : form.rows].unbind()
-        reading = slice(0, form.rows) if form.in_place else slots
+    def masks(self, positions: Tensor, sees: Tensor, reach: int) -> dict[Window, Tensor | None]:
+        """For rows of one token each, that read `reach` positions."""
         dtype = self.cache.keys.dtype
-        masks = {window: mask(positions[:, None], form.reach, window, dtype) for window in self.windows}
-        group = Group(1, form.reach, reading, None, {**masks})
+        return {window: mask(positions[:, None], sees[:, None], reach, window, dtype) for window in self.windows}
+
+    def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
+        tokens, positions, slots, sees = self._inputs[:, : form.rows].unbind()
+        reading = slice(0, form.rows) if form.in_place else slots
+        group = Group(1, form.reach, reading, None, self.masks(positions, sees, form.reach))
         found = self._hidden(StepBatch(tokens, positions, slots * self.cache.room + positions, (group,), adapted))
         if form.answered:
             self._outputs[: form.rows].copy_(self._logits(found))

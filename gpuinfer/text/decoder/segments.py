@@ -1,0 +1,34 @@
+"""Where the tokens of a step are, and what they see: plain arithmetic on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.text.step import Step
+
+Integers = NDArray[np.int64]
+
+
+def firsts_of(step: Step) -> Integers:
+    """The index of each segment's first token."""
+    found: Integers = np.cumsum(step.lengths, dtype=np.int64) - step.lengths
+    return found
+
+
+def positions_of(step: Step) -> Integers:
+    """The position of each token."""
+    offsets = np.repeat(step.starts - firsts_of(step), step.lengths)
+    found: Integers = np.arange(len(step.tokens), dtype=np.int64) + offsets
+    return found
+
+
+def sees_of(step: Step) -> Integers:
+    """How many positions each token attends to."""
+    return positions_of(step) + 1 if step.sees is None else step.sees.astype(np.int64)
+
+
+def ends_of(step: Step) -> Integers:
+    """Of each segment, how many positions there are with it: its own, and those that it sees."""
+    ends: Integers = (step.starts + step.lengths).astype(np.int64)
+    return ends if step.sees is None else np.maximum(ends, np.maximum.reduceat(step.sees, firsts_of(step)))

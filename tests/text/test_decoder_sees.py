@@ -1,0 +1,132 @@
+"""What tokens see may lie before and after them: every decoder attends to that and to nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from counts import examples
+from decoders import DECODERS, each_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masked_attention import masked_logits
+from random_models import LLAMA, VARIANTS, random_weights
+from steps import seeing, step_of
+
+TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, LLAMA.vocabulary, 150)]
+OTHER = TOKENS[::-1]
+LENGTH = 160
+SHAPES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
+BITWISE = [name for name in DECODERS if name == "torch, deterministic" or name.startswith("kernels")]
+each_bitwise = pytest.mark.parametrize("make", [pytest.param(DECODERS[name], id=name) for name in BITWISE])
+
+
+@contextlib.contextmanager
+def decoder_of(make, shape=LLAMA, dtype=torch.float32, slots=4):
+    decoder = make(shape, random_weights(shape, dtype), dtype, slots=slots, length=LENGTH)
+    with contextlib.closing(decoder):
+        yield decoder
+
+
+def whole(slot, tokens):
+    """A canvas of which each token sees all."""
+    return slot, 0, tokens, [len(tokens)] * len(tokens)
+
+
+def assert_alike(found, wanted):
+    torch.testing.assert_close(found, wanted.float(), atol=1e-4, rtol=0)
+
+
+@each_decoder
+@pytest.mark.parametrize("shape", SHAPES)
+def test_canvases_of_which_each_token_sees_all_beside_one_another(make, shape):
+    canvases = [TOKENS[:70], OTHER[:33], TOKENS[5:6], OTHER[:70]]
+    weights = random_weights(shape)
+    expected = [masked_logits(shape, weights, canvas, [len(canvas)] * len(canvas)) for canvas in canvases]
+    with decoder_of(make, shape) as decoder:
+        step = seeing(*(whole(3 - i, canvas) for i, canvas in enumerate(canvases)))
+        assert_alike(decoder.forward(step), torch.cat(expected))
+
+
+@each_decoder
+def test_a_part_that_is_computed_anew_sees_what_the_cache_has_behind_it(make):
+    """What is not computed anew is as it was in the step before: here nothing of it has changed."""
+    with decoder_of(make) as decoder:
+        first = decoder.forward(seeing(whole(1, TOKENS[:90]), whole(2, OTHER[:40]))).clone()
+        again = decoder.forward(seeing((2, 8, OTHER[8:24], [40] * 16), (1, 30, TOKENS[30:31], [90])))
+        assert_alike(again[:16], first[98:114])
+        assert_alike(again[16:], first[30:31])
+
+
+@each_decoder
+def test_blocks_one_after_another_are_the_whole_seen_up_to_each_ones_block(make):
+    block = 16
+    sees = [min((at // block + 1) * block, 75) for at in range(75)]
+    with decoder_of(make) as decoder:
+        found = [
+            decoder.forward(seeing((2, at, TOKENS[at : min(at + block, 75)], sees[at : at + block]))).clone()
+            for at in range(0, 75, block)
+        ]
+        at_once = decoder.forward(seeing((0, 0, TOKENS[:75], sees)))
+        assert_alike(torch.cat(found), masked_logits(LLAMA, random_weights(LLAMA), TOKENS[:75], sees))
+        assert_alike(at_once, torch.cat(found))
+
+
+@each_decoder
+def test_a_row_after_a_longer_one_in_its_slot_sees_nothing_of_it(make):
+    weights, poison = random_weights(LLAMA), 60
+    weights.embedding[poison] = torch.nan
+    healthy = [token for token in TOKENS if token != poison]
+    decoder = make(LLAMA, weights, torch.float32, slots=2, length=LENGTH)
+    with contextlib.closing(decoder):
+        expected = decoder.forward(seeing(whole(1, healthy[:40]))).clone()
+        assert decoder.forward(seeing(whole(0, [poison] * 130))).isnan().all()
+        assert_alike(decoder.forward(seeing(whole(0, healthy[:40]))), expected)
+        assert_alike(decoder.forward(seeing((0, 3, healthy[3:9], [40] * 6))), expected[3:9])
+
+
+@each_decoder
+def test_each_up_to_itself_is_what_a_step_that_says_nothing_gives(make):
+    sees = list(range(1, 61))
+    with decoder_of(make) as decoder:
+        said = decoder.forward(seeing((1, 0, TOKENS[:60], sees))).clone()
+        assert_alike(decoder.forward(step_of((0, 0, TOKENS[:60]))), said)
+
+
+@st.composite
+def canvases(draw):
+    """Tokens and what each sees: by blocks of any size, or any number."""
+    tokens = draw(st.lists(st.integers(0, LLAMA.vocabulary - 1), min_size=1, max_size=70))
+    if draw(st.booleans()):
+        block = draw(st.integers(1, 40))
+        return tokens, [min(len(tokens), (at // block + 1) * block) for at in range(len(tokens))]
+    return tokens, draw(st.lists(st.integers(1, len(tokens)), min_size=len(tokens), max_size=len(tokens)))
+
+
+@each_decoder
+@settings(max_examples=examples(25), deadline=None)
+@given(rows=st.lists(canvases(), min_size=1, max_size=4), slots=st.permutations(range(4)))
+def test_whatever_tokens_see(make, rows, slots):
+    weights = random_weights(LLAMA)
+    with decoder_of(make) as decoder:
+        decoder.forward(seeing(*(whole(slot, TOKENS[: 40 + 30 * slot]) for slot in range(4))))
+        found = decoder.forward(seeing(*((slot, 0, *row) for slot, row in zip(slots, rows, strict=False))))
+        assert_alike(found, torch.cat([masked_logits(LLAMA, weights, *row) for row in rows]))
+
+
+@each_bitwise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:8])
+def test_bits_are_those_of_a_row_alone(make, shape, dtype):
+    options = {"deterministic": True}
+    with decoder_of(lambda *given, **sizes: make(*given, **sizes, **options), shape, dtype, slots=1) as single:
+        alone = single.forward(seeing(whole(0, TOKENS[:67]))).clone()
+    with decoder_of(lambda *given, **sizes: make(*given, **sizes, **options), shape, dtype) as several:
+        company = [whole(0, OTHER[:140]), (3, 0, OTHER[:9], [1, 3, 3, 9, 9, 9, 9, 2, 9])]
+        found = several.forward(seeing(company[0], whole(2, TOKENS[:67]), company[1]))[140:207].clone()
+        part = several.forward(seeing((2, 11, TOKENS[11:30], [67] * 19), whole(1, OTHER[:50])))[:19]
+    assert torch.equal(found, alone)
+    assert torch.equal(part, alone[11:30])
