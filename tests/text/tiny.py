@@ -42,13 +42,12 @@ def tiny_checkpoint(family: str, *, seed: int = 0, dtype: str = "float32", shard
 
     `changes` are fields of the transformers configuration; `shard` is the most bytes of one file ("100KB").
     """
-    given = json.dumps([family, seed, dtype, shard, changes], sort_keys=True)
-    name = f"{family}-{hashlib.sha256(given.encode()).hexdigest()[:12]}"
+    name = folder_name(family, [seed, dtype, shard, changes])
     made = session_folder() / name
     if not made.is_dir():
         draft = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=session_folder()))
         _write(draft, family, seed, dtype, shard, changes)
-        _publish(draft, made)
+        publish(draft, made)
     return made
 
 
@@ -109,7 +108,12 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _publish(draft: Path, made: Path) -> None:
+def folder_name(family: str, given: list[Any]) -> str:
+    """One for each way to write it."""
+    return f"{family}-{hashlib.sha256(json.dumps([family, *given], sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def publish(draft: Path, made: Path) -> None:
     """Whoever is first wins: the same arguments make the same folder."""
     try:
         draft.rename(made)
@@ -123,7 +127,7 @@ def _write(folder: Path, family: str, seed: int, dtype: str, shard: str, changes
     import torch
     import transformers
 
-    _write_tokenizer(folder)
+    write_tokenizer(folder, SPECIAL)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = _config(family, changes)
@@ -170,7 +174,8 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
     raise ValueError(f"no tiny family {family!r}; there are {', '.join(FAMILIES)}")
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, special: list[str], **named: str) -> None:
+    """384 tokens, the `special` ones first; `named` says what some of them are for, such as `mask_token`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -179,11 +184,12 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[END], pad_token=SPECIAL[PAD])
+    named = {"eos_token": SPECIAL[END], "pad_token": SPECIAL[PAD], **named}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
