@@ -355,7 +355,8 @@ class Backend(Plugin, ABC):
         A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
         measured_bytes, …), `tokens`, how many it has taken in and drawn until now: {input, output}; and `steps`, what
         they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),
-        echoing_s (without room for the logits of their log-probabilities)}.
+        echoing_s (without room for the logits of their log-probabilities)}, and of diffusion models what
+        `gpuinfer.unmasked` counts.
         """
         return {}
 

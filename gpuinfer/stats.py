@@ -240,6 +240,16 @@ def _devices_added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**known[0], **added, **{name: counts for name, counts in done.items() if counts}, **named} if known else {}
 
 
+def _done_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+    """A device is what it is now; what it has done is counted on from the earlier moment."""
+    done = {
+        what: {name: count - early.get(what, {}).get(name, 0) for name, count in late[what].items()}
+        for what in DONE_BY_A_DEVICE
+        if late.get(what)
+    }
+    return {**late, **done}
+
+
 def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     counts: Counter[int] = Counter()
     total = maximum = 0.0
@@ -262,7 +272,7 @@ SECONDS = Rule(math.fsum, lambda late, early: max(0.0, late - early))  # threads
 FIRST = Rule(lambda parts: next(filter(None, parts), ""))
 WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
 LANES = Rule(lambda parts: tuple(itertools.chain.from_iterable(parts)), _lanes_beyond, _joined)
-DEVICE = Rule(_devices_added, in_turn=lambda parts: next(filter(None, reversed(parts)), {}))
+DEVICE = Rule(_devices_added, _done_beyond, in_turn=lambda parts: next(filter(None, reversed(parts)), {}))
 
 
 def _counter(rule: Rule, default: Any = 0) -> Any:

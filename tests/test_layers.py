@@ -38,7 +38,7 @@ LAYERS = [
     ],
     ["gpuinfer.models", "gpuinfer.trace"],
     ["gpuinfer.config", "gpuinfer.http", "gpuinfer.stats"],
-    ["gpuinfer.host", "gpuinfer.units"],
+    ["gpuinfer.host", "gpuinfer.units", "gpuinfer.unmasked"],
     ["gpuinfer.api", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from gpuinfer.api import Progress, Reason, Roofline, Setup
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
+from gpuinfer.screen.summary import rows
+from gpuinfer.serving.figures import Recent, rates
 from gpuinfer.stats import Histogram, Snapshot, merge, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)
@@ -247,6 +249,33 @@ def test_what_was_counted_since_is_what_was_added(sizes, more, early, late):
     assert difference.batches == more
     assert difference.latency["counts"] == added.latency["counts"]
     assert math.isclose(difference.latency["total"], added.latency["total"], rel_tol=1e-6, abs_tol=1e-9)
+
+
+def test_tokens_and_steps_are_counted_on_from_an_earlier_moment():
+    def at(tokens, **steps):
+        return Snapshot(device={"name": "cpu", "tokens": {"output": tokens}, "steps": steps})
+
+    late = since(at(50, rows=9, idle=2), at(20, rows=4, idle=2))
+    assert late.device == {"name": "cpu", "tokens": {"output": 30}, "steps": {"rows": 5, "idle": 0}}
+    assert since(at(50, rows=9), Snapshot()).device["tokens"] == {"output": 50}
+    recent = Recent()
+    recent.take(1.0, at(20))
+    recent.take(3.0, at(50))
+    assert rates(*recent.window())["output_tokens_per_s"] == 15.0
+
+
+def test_a_report_tells_what_came_of_a_diffusion_models_forwards():
+    steps = {"rows": 40, "idle": 4, "positions": 4_000, "tokens": 1_000, "committed": 120, "output_tokens": 100}
+    both = merge([Snapshot(slots=4, device={"steps": steps})] * 2)
+    told = build(a_run(snapshot=both))
+    jsonschema.validate(told, schema())
+    assert told["unmasking"] == {
+        "forwards": 80, "idle_forwards": 8, "committed_tokens": 240, "useful_tokens": 200, "positions": 8_000,
+        "computed_positions": 2_000, "tokens_per_forward": 2.5, "idle_share": 0.1, "computed_share": 0.25,
+    }  # fmt: skip
+    (row,) = [row for row in rows(told) if row.name == "forwards"]
+    assert row.text == "80, 2.5 useful tokens each, 10% committed nothing, 25% of positions computed anew"
+    assert build(a_run(snapshot=GENERATED))["unmasking"] is None
 
 
 def test_processes_on_one_device_add_up_what_they_hold_of_it():

@@ -24,6 +24,7 @@ def figures(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, A
         "first_token_s": summarise(snapshot.first_token),
         "between_tokens_s": summarise(snapshot.between_tokens),
         "tokens": tokens_of(snapshot),
+        "unmasking": report.unmasking(snapshot),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "notices": list(snapshot.notices),
     }

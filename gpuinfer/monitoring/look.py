@@ -9,6 +9,7 @@ from typing import Any
 from gpuinfer.monitoring.measured import kind_of, short
 from gpuinfer.monitoring.workers import name_of
 from gpuinfer.stats import FLOOR, SUB_BUCKETS, Snapshot, mean_size, since, summarise, tokens_of
+from gpuinfer.unmasked import Unmasked
 
 MOST_WORKERS, MOST_PLACES, MOST_NOTICES = 256, 12, 4  # that one look names
 SHOWN = (
@@ -56,6 +57,7 @@ def look(
         "between_tokens_s": _summary(recent.between_tokens),
         "waiting_rows": snapshot.waiting,
         "batches": _batches(recent, snapshot.slots),
+        "unmasking": _unmasking(recent),
         "errors": {kind: count for kind, count in snapshot.errors.items() if count},
         "failure": snapshot.failure[:TEXT],
         "notices": [notice[:TEXT] for notice in snapshot.notices[-MOST_NOTICES:]],
@@ -102,6 +104,12 @@ def _batches(recent: Snapshot, slots: int) -> dict[str, Any]:
         "rows_mean": mean_size(ran),
         "slots": slots,
     }
+
+
+def _unmasking(recent: Snapshot) -> Numbers:
+    """Of a diffusion model; empty of others, and while nothing is computed."""
+    found = Unmasked.of(recent.device.get("steps"))
+    return found.plain() if found else {}
 
 
 def _places(recent: Snapshot) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from gpuinfer import __version__
 from gpuinfer.api import Priority, Reason
 from gpuinfer.monitoring.families import Distribution, Family, durations, one, sizes
 from gpuinfer.stats import ERRORS, ClassCount, Snapshot, tokens_of
+from gpuinfer.unmasked import Unmasked
 
 MEGABYTE = 1 << 20
 MOST_LANES, MOST_STATIONS = 16, 24  # kinds of lanes, and stations of each: what comes after them is `other`
@@ -21,6 +22,7 @@ def measured(snapshot: Snapshot) -> Iterator[Family]:
     """Every family of one snapshot, always in the same order. What is not known (tokens of rows) has none."""
     yield from _requests(snapshot)
     yield from _text(snapshot)
+    yield from _unmasking(snapshot)
     yield from _batches(snapshot)
     yield from _lanes(snapshot)
     yield from _machine(snapshot)
@@ -62,6 +64,24 @@ def _text(snapshot: Snapshot) -> Iterator[Family]:
     for name, told in (("input_tokens", "Tokens of prompts that were taken in."), ("output_tokens", "Tokens drawn.")):
         if name in tokens:
             yield one(f"gpuinfer_{name}", told, "counter", tokens[name])
+
+
+def _unmasking(snapshot: Snapshot) -> Iterator[Family]:
+    """Of diffusion models. Shares and tokens a forward are for who reads it, over the time that is looked at."""
+    if (found := Unmasked.of(snapshot.device.get("steps"))) is None:
+        return
+    for name, told, value in (
+        (
+            "forwards",
+            "Rows of all steps of a diffusion model: output tokens are to be seen beside them.",
+            found.forwards,
+        ),
+        ("idle_forwards", "Of these, those that committed no token.", found.idle),
+        ("committed_tokens", "Masks that became tokens, also those that no answer has in the end.", found.committed),
+        ("canvas_positions", "Positions of the canvases of all forwards.", found.positions),
+        ("computed_positions", "Of these, those that were computed anew.", found.computed),
+    ):
+        yield one(f"gpuinfer_{name}", told, "counter", value)
 
 
 def _batches(snapshot: Snapshot) -> Iterator[Family]:

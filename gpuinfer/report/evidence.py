@@ -29,6 +29,7 @@ class Evidence:
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     slots: int = 0  # rows that may be generated at once: the batches are then forward steps. 0: there are no slots
     steps: Mapping[str, float] = field(default_factory=dict)  # with slots: `Backend.device`'s word on its steps
+    model: Mapping[str, Any] = field(default_factory=dict)  # with slots: its word on what it serves
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result
     queue_wait_s: float = 0.0  # mean

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuinfer.config.change import Change
-from gpuinfer.report import busy, crowding, playing, text, waits
+from gpuinfer.report import busy, crowding, playing, text, unmasking, waits
 from gpuinfer.report.case import Case, Verdict
 from gpuinfer.report.evidence import Evidence
 
@@ -48,6 +48,8 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     text.small_pieces,
     text.long_prompts,
     text.too_few_rows,
+    unmasking.recomputation,
+    unmasking.few_tokens,
     text.more_slots,
     text.model,
 )  # for backends with slots: their batches are forward steps, so none of the laws above speaks of them

@@ -20,6 +20,7 @@ from gpuinfer.report import sharing, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
+from gpuinfer.unmasked import Unmasked
 
 SCHEMA = "gpuinfer.report/1"
 LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
@@ -76,6 +77,7 @@ def build(run: Run) -> dict[str, Any]:
         "environment": environment(run.setup, snapshot.device),
         "throughput": throughput(run),
         "batches": batches(snapshot),
+        "unmasking": unmasking(snapshot),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
         "first_token_s": summarise(snapshot.first_token),
@@ -156,6 +158,12 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
         "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
     }
+
+
+def unmasking(snapshot: Snapshot) -> dict[str, float] | None:
+    """Of a diffusion model: how much came of its forwards, and how much of each was computed. None of others."""
+    found = Unmasked.of(snapshot.device.get("steps"))
+    return found.plain() if found else None
 
 
 def slots_of_a_lane(snapshot: Snapshot) -> float:
@@ -276,6 +284,7 @@ def evidence(run: Run) -> Evidence:
         batch_s=snapshot.batch_s,
         slots=round(slots_of_a_lane(snapshot)),
         steps=snapshot.device.get("steps", {}),
+        model=snapshot.device.get("model", {}),
         reasons=snapshot.reasons,
         latency_s=summarise(snapshot.latency).get("mean", 0.0),
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),

@@ -40,6 +40,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
         return
     yield from rollouts.rows(report.get("rollouts"))
     yield from _batches(report.get("batches") or {})
+    yield from _unmasking(report.get("unmasking") or {})
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
@@ -91,6 +92,16 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
     yield PanelRow("batches", f"{whole(batches['count'])}, rows: {sizes}")
     if reasons := _shares(batches.get("reasons") or {}):
         yield PanelRow("cut because", reasons)
+
+
+def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
+    """What came of a diffusion model's forwards: a row in a step is one."""
+    if not found:
+        return
+    tokens = f"{found['tokens_per_forward']:.2g} useful tokens each"
+    idle = f"{found['idle_share']:.0%} committed nothing" if found["idle_forwards"] else ""
+    anew = f"{found['computed_share']:.0%} of positions computed anew"
+    yield PanelRow("forwards", ", ".join(filter(None, [whole(found["forwards"]), tokens, idle, anew])))
 
 
 def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:

@@ -12,6 +12,7 @@ from gpuinfer.report.report import doublings
 from gpuinfer.screen import rollouts
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
 from gpuinfer.units import MAGNITUDES, duration, number, short, whole
+from gpuinfer.unmasked import Unmasked
 
 if TYPE_CHECKING:
     from gpuinfer.runtime.run import Update
@@ -176,6 +177,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
     snapshot = update.snapshot
     parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
+    parts += unmasked_of(snapshot)
     parts += rollouts.live(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
         share = rates["rows"] / update.roofline.rows_per_s
@@ -188,6 +190,13 @@ def tokens_come(snapshot: Snapshot) -> Iterator[str]:
     if first := summarise(snapshot.first_token):
         between = summarise(snapshot.between_tokens)
         yield f"first token after {short(first['p50'])}" + (f", then every {short(between['p50'])}" if between else "")
+
+
+def unmasked_of(snapshot: Snapshot) -> Iterator[str]:
+    """What comes of a diffusion model's forwards, since the start."""
+    if found := Unmasked.of(snapshot.device.get("steps")):
+        yield f"{found.tokens_per_forward:.2g} tokens a forward"
+        yield f"{found.computed_share:.0%} of positions computed anew"
 
 
 def device_of(device: Mapping[str, Any]) -> Iterator[str]:

@@ -59,6 +59,7 @@ def figures(snapshot: Snapshot, recent: Recent, about: dict[str, Any]) -> dict[s
         "between_tokens_s": summarise(snapshot.between_tokens),
         "classes": {name: report.of_class(count) for name, count in snapshot.classes.items()},
         "tokens": tokens_of(snapshot),
+        "unmasking": report.unmasking(snapshot),
         "time_s": report.time_s(snapshot.lanes, wall_s),
         "lanes": len(snapshot.lanes),
         "stations": report.stations(snapshot.lanes, wall_s),

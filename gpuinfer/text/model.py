@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer import unmasked
 from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
@@ -27,6 +28,7 @@ SHORT = 4096  # characters of such a one: about a millisecond
 LONG = 100_000  # characters of one that others do not wait for
 COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
 OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
+TOLD = ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")  # of the counters, beside those of diffusion models
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
 
@@ -78,7 +80,7 @@ class TextModel:
         """What `Backend.device` tells."""
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
-        steps = {name: counted[name] for name in ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")}
+        steps = {name: counted[name] for name in (*TOLD, *unmasked.COUNTS)}
         told = {
             "model": dict(self.facts),
             "computes_in": self.facts.get("computes_in"),

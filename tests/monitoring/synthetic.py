@@ -9,6 +9,7 @@ from typing import Any
 from gpuinfer.stats import ClassCount, Histogram, Lane, Snapshot, merge_histograms
 
 TIMES = {"forward": 0.72, "transfer": 0.06, "encode": 0.04, "idle": 0.18}
+STEPS = {"rows": 16, "output_tokens": 48, "committed": 64, "idle": 1, "positions": 2_688, "tokens": 680}  # of an answer
 
 
 class Server:
@@ -23,6 +24,7 @@ class Server:
         self._batch_s: dict[int, list[float]] = {}
         self._reasons = {"free": 0, "full": 0, "waited": 0}
         self._tokens = {"input": 0, "output": 0}
+        self._steps: dict[str, int] = {}
         self._lane = Lane("forward 0", clock=lambda: self._now)
         self._prompts = Lane("prompts 0", clock=lambda: self._now)
 
@@ -52,6 +54,8 @@ class Server:
         self._reasons[self._dice.choice(["free", "free", "full", "waited"])] += 1
         self._tokens["input"] += 120
         self._tokens["output"] += 48
+        for name, count in STEPS.items():
+            self._steps[name] = self._steps.get(name, 0) + count
 
     def snapshot(self, **changes: Any) -> Snapshot:
         wires = {name: count.to_wire() for name, count in self._classes.items()}
@@ -61,6 +65,7 @@ class Server:
             "allocated_mb": 41_300.0,
             "reserved_mb": 60_100.0,
             "tokens": dict(self._tokens),
+            "steps": dict(self._steps),
             "model": {"name": self._model},
         }
         values = {

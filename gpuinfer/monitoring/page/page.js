@@ -166,7 +166,7 @@ function show(look) {
   const told = [about.version && `gpuinfer ${about.version}`, about.backend, about.strategy, routed, up];
   write(by("about"), told.filter(Boolean).join(" · "));
   if (look.seconds >= 1) write(by("window"), String(Math.round(look.seconds)));
-  showRates(rates, totals);
+  showRates(rates, totals, look.unmasking);
   showTimes(look);
   showBatches(look.batches);
   showPlaces(look.places);
@@ -176,13 +176,16 @@ function show(look) {
   each(by("notices"), look.notices, () => element("li"), (row, notice) => write(row, notice));
 }
 
-function showRates(rates, totals) {
+function showRates(rates, totals, unmasking) {
   const text = "output_tokens" in totals;
   const main = text ? rates.output_tokens : rates.rows;
   write(by("throughput"), number(main));
   write(by("throughput-unit"), text ? "tokens/s" : "rows/s");
   lines.throughput.add(main);
   const others = text ? [["tokens in/s", number(rates.input_tokens)]] : [["rows", number(totals.rows)]];
+  if (unmasking.forwards) {
+    others.push(["tokens a forward", number(unmasking.tokens_per_forward)], ["computed anew", share(unmasking.computed_share)]);
+  }
   facts("throughput-facts", [["requests/s", number(rates.requests)], ...others, ["requests", number(totals.requests)]]);
 }
 
