@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatable."
 
+PREFIXES = {"backends": "-B {}=", "strategies": "-S {}=", "decoders": "-D {}="}  # of options; else a flag each
+
 app = typer.Typer(
     help="List, show and check plugins.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
 )
@@ -65,7 +67,7 @@ def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
 
 @app.command("show")
 def show_one(
-    kind: str = typer.Argument(help="backend, strategy, workload, game or environment", autocompletion=_kinds),
+    kind: str = typer.Argument(help="backend, strategy, workload, game, environment or decoder", autocompletion=_kinds),
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:
     """One plugin: what it is, where it comes from, its options."""
@@ -91,12 +93,12 @@ def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str,
 
     if not hasattr(plugin, "Options"):
         return []
-    prefix = {"backends": "-B {}=", "strategies": "-S {}="}.get(record.kind, "--{}")
+    prefix = PREFIXES.get(record.kind, "--{}")
     rows = []
     for key, field in options.fields_of(plugin.Options).items():
         allowed = "|".join(map(str, options.choices(field.annotation)))
         remark = "; ".join(filter(None, [field.description, allowed]))
-        flag = prefix.format(key if record.kind in ("backends", "strategies") else key.replace("_", "-"))
+        flag = prefix.format(key if record.kind in PREFIXES else key.replace("_", "-"))
         rows.append((flag, options.default_text(field) or "-", remark))
     return rows
 

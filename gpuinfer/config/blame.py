@@ -146,6 +146,6 @@ def _named_by(target: str) -> Any:
 
 
 def _word(kind: type) -> str:
-    """`backend` for a class of backends; of what is none of the three kinds that we know, `plugin`."""
-    bases = {many: getattr(api, base) for many, base in registry.BASES.items()}
+    """`backend` for a class of backends; of what is none of the kinds that have a base, `plugin`."""
+    bases = {many: registry.base_of(many) for many in registry.BASES}
     return next((registry.KINDS[many] for many, base in bases.items() if issubclass(kind, base)), "plugin")

@@ -12,7 +12,7 @@ from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import check_sampling, cpu
+from gpuinfer.text.sampling import check_sampling, lanes
 
 SETTINGS = st.builds(
     Sampling,
@@ -37,7 +37,7 @@ def logits_of(rows, vocabulary, seed):
 @pytest.fixture
 def many_threads(monkeypatch):
     """Every call is large enough to be shared between threads."""
-    monkeypatch.setattr(cpu, "LARGE", 1)
+    monkeypatch.setattr(lanes, "LARGE", 1)
 
 
 @pytest.mark.usefixtures("many_threads")

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+
+from gpuinfer import api
 
 Need = Literal["margin", "entropy"]
 
@@ -65,12 +66,10 @@ class UnmaskingDecoder(ABC):
     but what `begin` returns. All calls come from one thread.
     """
 
-    class Options(BaseModel):
+    class Options(api.Options):
         """What `Unmasking.options` may hold."""
 
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: ClassVar[str] = ""  # filled in from the entry point
+    name: str = ""  # filled in from the entry point
     needs: ClassVar[frozenset[Need]] = frozenset()
     edits: ClassVar[bool] = False
     """Wants `View.edited`. A block whose masks are gone goes on, with views of no mask, until a decision edits nothing
@@ -78,7 +77,7 @@ class UnmaskingDecoder(ABC):
     biased: ClassVar[bool] = True  # logit bias means what it says
     default_threshold: ClassVar[float | None] = None  # None: it has none, and a request that gives one is refused
 
-    def __init__(self, options: BaseModel | None = None) -> None:
+    def __init__(self, options: api.Options | None = None) -> None:
         self.options: Any = options if options is not None else self.Options()
 
     def begin(self) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,9 +11,9 @@ from torch import Tensor
 from gpuinfer.text.sampling import cpu_draw
 from gpuinfer.text.sampling.cpu_filters import LEAST_BUCKETS, MOST_BUCKETS
 from gpuinfer.text.sampling.cpu_values import BLOCK
+from gpuinfer.text.sampling.lanes import Lanes
 from gpuinfer.text.sampling.slots import Rules, Slots
 
-LARGE = 200_000  # logits in a call from which on another thread pays: waking it costs as much as some ten thousand
 NO_MASKS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 NO_RULES = np.zeros(0, np.int8), np.zeros(1, np.int32), np.zeros(0, np.int32)
 
@@ -24,11 +22,10 @@ class CpuPath:
     """Draws and log-probabilities over logits in this machine's memory. One call at a time."""
 
     def __init__(self, slots: Slots, vocabulary: int, threads: int) -> None:
-        self._slots, self._threads = slots, max(1, threads)
-        self._work = [scratch(vocabulary) for _ in range(self._threads)]
-        self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
-        self._few = [np.zeros(vocabulary, np.float32) for _ in range(self._threads)]
-        self._pool: ThreadPoolExecutor | None = None
+        self._slots, self._lanes = slots, Lanes(threads, "sampling")
+        self._work = [scratch(vocabulary) for _ in range(self._lanes.threads)]
+        self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._lanes.threads)]
+        self._few = [np.zeros(vocabulary, np.float32) for _ in range(self._lanes.threads)]
 
     def draw(
         self,
@@ -64,7 +61,7 @@ class CpuPath:
                 processed,
             )
 
-        self._share(run, values.size if rules is None else looked_at(values.shape[1], rules))
+        self._lanes.share(run, values.size if rules is None else looked_at(values.shape[1], rules))
         return tokens
 
     def logprobs(
@@ -79,26 +76,11 @@ class CpuPath:
         def run(lane: int, lanes: int) -> None:
             cpu_draw.logprob_rows(lane, lanes, values, rows, chosen, wanted, self._work[lane], ranks, found, likeliest)
 
-        self._share(run, len(rows) * values.shape[1])
+        self._lanes.share(run, len(rows) * values.shape[1])
         return ranks, found, likeliest
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-    def _share(self, run: Callable[[int, int], None], size: int) -> None:
-        """Call `run(lane, lanes)` for all lanes, the first in this thread."""
-        lanes = self._threads if size >= LARGE else 1
-        if lanes == 1:
-            run(0, 1)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, "sampling")
-        others = [self._pool.submit(run, lane, lanes) for lane in range(1, lanes)]
-        run(0, lanes)
-        for other in others:
-            other.result()
+        self._lanes.close()
 
 
 def looked_at(vocabulary: int, rules: Rules) -> int:

@@ -1,0 +1,148 @@
+"""From the logits of many rows' masks to what decoders look at: tokens, confidence, margin, entropy.
+
+Of a position all of it depends on its own logits, its row's settings and its random number, and on nothing else in the
+call: the same bits with any number of rows and threads. On the CPU it is compiled (`cpu_scores.py`), elsewhere torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpuinfer.errors import RequestError
+from gpuinfer.generation import Logprob
+from gpuinfer.text.diffusion import cpu_scores, torch_scores
+from gpuinfer.text.diffusion.asking import CHOICES, Asked, Flat, flat_of, units
+from gpuinfer.text.diffusion.deciding import Need
+from gpuinfer.text.sampling import Sampler
+from gpuinfer.text.sampling.cpu import as_rows, scratch
+from gpuinfer.text.sampling.cpu_values import BLOCK
+from gpuinfer.text.sampling.lanes import Lanes
+from gpuinfer.text.sampling.sampler import failure
+from gpuinfer.text.sampling.slots import hash_of
+
+__all__ = ["Asked", "Scored", "Scorer", "guided"]
+
+NOT_NEEDED: NDArray[np.float64] = np.zeros(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Of each of the n logits of a call; of those that no row asked about nothing is said."""
+
+    tokens: NDArray[np.int32]  # [n] what the mask becomes if it is committed; -1 in rows that are `bad`
+    confidence: NDArray[np.float64]  # [n] probability of that token, without temperature and filters
+    margin: NDArray[np.float64] | None  # [n] the likeliest token's probability less the second's; None: not needed
+    entropy: NDArray[np.float64] | None  # [n] in nats
+    bad: Mapping[int, RequestError] = field(default_factory=dict)  # by row of the call: why it cannot go on
+    _rows: Sequence[Asked] = ()
+    _flat: Flat | None = None
+    _logits: Tensor | None = None
+    _sampler: Sampler | None = None
+
+    def uniform(self, row: int) -> NDArray[np.float64]:
+        """float64 [k] in [0, 1) for the masks of the row: other numbers than those that drew its tokens."""
+        if self._flat is None:
+            raise ValueError("these scores are of no call")
+        return units(self._rows[row].positions, CHOICES, self._flat.rows[row])
+
+    def logprobs(self, index: int, wanted: int) -> Logprob:
+        """What the model thought of the token at this index of the logits, and of the `wanted` likeliest: before bias,
+        temperature and filters. While the logits are there, so before the next step.
+        """
+        if self._logits is None or self._sampler is None:
+            raise ValueError("these scores are of no call")
+        return self._sampler.given_logprobs(self._logits[index : index + 1], self.tokens[index : index + 1], wanted)[0]
+
+
+class Scorer:
+    """Scores logits of `vocabulary` tokens on `device`. All calls come from one thread.
+
+    `end_tokens` cannot come at positions that `min_tokens` bars, `mask_token` nowhere.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        device: torch.device | str,
+        *,
+        threads: int,
+        seed: int,
+        end_tokens: Sequence[int] = (),
+        mask_token: int | None = None,
+    ) -> None:
+        self._vocabulary, self._seed = vocabulary, seed
+        self._ends = [token for token in end_tokens if 0 <= token < vocabulary]
+        self._mask = -1 if mask_token is None or mask_token >= vocabulary else mask_token
+        self._on_cpu = torch.device(device).type == "cpu"
+        self._lanes = Lanes(threads, "scoring")
+        self._work = [work_of(vocabulary) for _ in range(self._lanes.threads)] if self._on_cpu else []
+        self._sampler = Sampler(0, vocabulary, device, seed=seed, end_tokens=(), threads=1)  # for log-probabilities
+        self._hash_of = functools.lru_cache(maxsize=4096)(hash_of)
+
+    def score(self, logits: Tensor, rows: Sequence[Asked], needs: Collection[Need] = ()) -> Scored:
+        """Of `logits` float32 [n, vocabulary], in which no two of `rows` share a place.
+
+        The mask token's logits are overwritten with -inf. A row fails alone, in `Scored.bad`: with BadResult when
+        logits of it hold NaN or +inf, with BadPrompt when no token may come.
+        """
+        if logits.ndim != 2 or logits.shape[1] != self._vocabulary:
+            raise ValueError(f"logits {tuple(logits.shape)} are not of {self._vocabulary} tokens.")
+        count = len(logits)
+        flat = flat_of(rows, count, self._seed, self._ends, self._hash_of)
+        out = (
+            np.full(count, -1, np.int32),
+            np.zeros(count),
+            np.zeros(count) if "margin" in needs else NOT_NEEDED,
+            np.zeros(count) if "entropy" in needs else NOT_NEEDED,
+        )
+        if self._on_cpu:
+            self._compiled(logits, flat, out)
+        else:
+            torch_scores.score_rows(logits, flat, self._mask, out)
+        tokens, confidence, margin, entropy = out
+        told = margin if "margin" in needs else None, entropy if "entropy" in needs else None
+        return Scored(tokens, confidence, *told, bad_of(tokens, flat), rows, flat, logits, self._sampler)
+
+    def close(self) -> None:
+        """Let go of threads."""
+        self._lanes.close()
+        self._sampler.close()
+
+    def _compiled(self, logits: Tensor, flat: Flat, out: tuple[NDArray[Any], ...]) -> None:
+        values = as_rows(logits)
+        arrays = flat.owners, flat.positions, flat.rows, flat.bias_ids, flat.bias_values, flat.stops
+
+        def run(lane: int, lanes: int) -> None:
+            work, edited = self._work[lane]
+            cpu_scores.score_rows(lane, lanes, values, arrays, self._mask, work, edited, *out)
+
+        self._lanes.share(run, values.size)
+
+
+def work_of(vocabulary: int) -> tuple[tuple[NDArray[Any], ...], NDArray[np.float32]]:
+    """One lane's work space, and room for edited logits."""
+    blocks = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    return (*scratch(vocabulary), *blocks), np.zeros(vocabulary, np.float32)
+
+
+def bad_of(tokens: NDArray[np.int32], flat: Flat) -> dict[int, RequestError]:
+    """Why rows cannot go on, by the first of their logits that fails; its token becomes -1."""
+    failed = np.flatnonzero((tokens < 0) & (flat.owners >= 0))
+    bad = {int(flat.owners[place]): failure(int(tokens[place])) for place in failed[::-1]}
+    tokens[failed] = -1
+    return bad
+
+
+def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> None:
+    """Classifier-free guidance in place: u + (scale + 1) (c - u) becomes the conditional logits [n, vocabulary] (Ho and
+    Salimans 2022; as Nie et al. 2025, "LLaDA", scale it).
+    """
+    conditional.sub_(unconditional).mul_(scale + 1.0).add_(unconditional)
