@@ -11,9 +11,10 @@ import torch
 from random_adapters import merged, random_adapter
 from text.decoders import DECODERS, each_decoder
 from text.random_models import LLAMA, VARIANTS, random_weights
-from text.steps import step_of
+from text.steps import seeing, step_of
 
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.step import Vectors
 
 NEAR = 1e-4
 KERNELS = [name for name in DECODERS if name.startswith("kernels")]
@@ -83,6 +84,22 @@ def test_company_does_not_show_in_any_bit(name):
             step = step_of(run, last_only=True)
             alone = own.forward(step if numbers[slot] == 0 else with_adapters(step, [numbers[slot]]))
             assert torch.equal(alone[0], logits)
+
+
+@each_decoder
+def test_a_canvas_with_an_adapter_is_that_of_the_merged_model(make):
+    """Each token sees all of its row, and some have embeddings of their own."""
+    weights, adapter = random_weights(LLAMA), random_adapter(LLAMA, 4, 0)
+    own = np.random.default_rng(0).normal(size=(4, LLAMA.hidden)).astype(np.float32)
+    rows = [[1, 2, 3, 4, 5], [6, 7, 8], list(range(9, 29))]
+    seen = [(slot, 0, run, [len(run)] * len(run)) for slot, run in enumerate(rows)]
+    step = replace(seeing(*seen), vectors=Vectors(np.array([1, 6, 9, 27], np.int32), own))
+    decoder = loaded(make(LLAMA, weights, torch.float32, slots=3, length=64), {1: adapter})
+    found = decoder.forward(with_adapters(step, [1, 0, 1]))
+    with_it, without = (oracle(LLAMA, weights, given).forward(step) for given in (adapter, None))
+    wanted = torch.cat([with_it[:5], without[5:8], with_it[8:]])
+    torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
+    decoder.close()
 
 
 def test_adapters_come_and_go_and_their_places_are_used_again():

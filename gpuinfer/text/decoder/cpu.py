@@ -35,6 +35,7 @@ from gpuinfer.text.step import Step
 from gpuinfer.text.weights import Adapter, Weights
 
 LEAST_CAPACITY = 64  # rows of a step for which there is room at first
+NO_ROOM = (0, 0, 0, 0)
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -84,25 +85,29 @@ class CpuDecoder:
         self._packed = self.pack(weights)
         self._sizes = [self._lane_sizes(share) for share in self._shares]
         self._adapters = LoadedAdapters(len(self._shares), shape.layers)
-        self._room = (0, 0, 0)
+        self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
         self._lanes: Lanes | None = None
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         rows, segments, outputs = len(step.tokens), len(step.slots), len(step.wanted)
-        if rows > self._room[0] or segments > self._room[1] or outputs > self._room[2]:
-            self._make_room(rows, segments, outputs)
+        vectors = 0 if step.vectors is None else len(step.vectors.places)
+        needed = rows, segments, outputs, vectors
+        if any(count > room for count, room in zip(needed, self._room, strict=True)):
+            self._make_room(needed)
         by_adapter = self._adapters.sorted(step)
         step = by_adapter.step
-        tokens, slots, starts, lengths, wanted, positions, sees, runs = self._step
+        tokens, slots, starts, lengths, wanted, positions, sees, vector_rows, own_vectors, runs = self._step
         runs[: len(by_adapter.runs)] = by_adapter.runs
         tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
         slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
         positions[:rows] = step.starts if rows == segments else positions_of(step)
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
+        if step.vectors is not None:
+            vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, step.vectors.values
         for sizes in self._sizes:
-            sizes[cpu_sizes.ROWS : cpu_sizes.RUNS + 1] = rows, segments, outputs, len(by_adapter.runs)
+            sizes[cpu_sizes.ROWS : cpu_sizes.VECTORS + 1] = rows, segments, outputs, len(by_adapter.runs), vectors
         assert self._lanes is not None  # made with the room
         self._lanes.step()
         return self._logits[:outputs]
@@ -147,7 +152,7 @@ class CpuDecoder:
 
     def close(self) -> None:
         lanes, self._lanes = self._lanes, None
-        self._room = (0, 0, 0)
+        self._room = NO_ROOM
         if lanes is not None:
             lanes.close()
 
@@ -207,18 +212,19 @@ class CpuDecoder:
         }
         return np.array([found.get(place, 0) for place in range(cpu_sizes.SIZES)], np.int64)
 
-    def _make_room(self, *needed: int) -> None:
-        """Buffers for steps of so many rows, segments and outputs, doubled so that this happens seldom."""
-        self.close()
-        rows, segments, outputs = (
-            max(LEAST_CAPACITY, old, 1 << (new - 1).bit_length() if new else 0)
-            for old, new in zip(self._room, needed, strict=True)
+    def _make_room(self, needed: tuple[int, int, int, int]) -> None:
+        """Buffers for steps of so many rows, segments, outputs and vectors, doubled so that this happens seldom."""
+        rows, segments, outputs, vectors = (
+            max(least, old, 1 << (new - 1).bit_length() if new else 0)
+            for least, old, new in zip((*[LEAST_CAPACITY] * 3, 0), self._room, needed, strict=True)
         )
-        self._room = rows, segments, outputs
+        self.close()
+        self._room = rows, segments, outputs, vectors
         shape, multiplied = self.shape, self._multiplied
-        counts = (rows, segments, segments, segments, outputs, rows, rows)
+        counts = (rows, segments, segments, segments, outputs, rows, rows, vectors)
         step = [np.zeros(count, np.int32) for count in counts]
-        self._step = (*step, np.zeros((segments, cpu_adapters.RUN), np.int64))
+        own_vectors = np.zeros((vectors, shape.hidden), np.float32)
+        self._step = (*step, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
         for sizes in self._sizes:
             sizes[cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)

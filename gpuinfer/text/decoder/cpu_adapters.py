@@ -115,6 +115,7 @@ class _Order:
             lengths=step.lengths[order],
             wanted=self.back[step.wanted],
             sees=None if step.sees is None else step.sees[self.rows],
+            vectors=None if step.vectors is None else replace(step.vectors, places=self.back[step.vectors.places]),
         )
 
 

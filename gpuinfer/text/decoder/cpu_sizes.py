@@ -37,9 +37,10 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     SEGMENTS,
     OUTPUTS,
     RUNS,  # of rows that have an adapter
+    VECTORS,  # rows that have an embedding of their own
     RANKS,  # values of a row between the two products of an adapter that there is room for
     SIZES,
-) = range(30)
+) = range(31)
 
 # in `addresses`
 PRODUCT, YIELD, LOW_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head

@@ -109,7 +109,7 @@ def spin(spins, addresses):
 @inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
-    tokens, slots, starts, lengths, wanted, positions, sees, runs = step
+    tokens, slots, starts, lengths, wanted, positions, sees, vector_rows, vectors, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
         model
     )
@@ -123,7 +123,13 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     into = added.ctypes.data + 4 * added_begin
     inner_begin, inner_end = sizes[at.INNER_BEGIN], sizes[at.INNER_BEGIN] + sizes[at.INNER]
     for row in range(first, end):
-        embed(embedding[tokens[row]], places, positions[row], sizes[at.LEARNED_POSITIONS], x[row])
+        embed(embedding[tokens[row]], x[row])
+    for number in range(sizes[at.VECTORS]):
+        if first <= vector_rows[number] < end:
+            embed(vectors[number], x[vector_rows[number]])
+    for row in range(first, end):
+        if sizes[at.LEARNED_POSITIONS]:
+            add_place(x[row], places[positions[row]])
         norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
     barrier(control, lanes, addresses)
     for layer in range(layers):
@@ -220,12 +226,15 @@ def adapt(part, end, layer, a, c, column, sizes, addresses, runs, adapters, wide
 
 
 @inlined
-def embed(embedding, places, position, learned, out):
+def embed(vector, out):
     for i in range(len(out)):
-        out[i] = widen(embedding[i])
-    if learned:
-        for i in range(len(out)):
-            out[i] += widen(places[position, i])
+        out[i] = widen(vector[i])
+
+
+@inlined
+def add_place(x, place):
+    for i in range(len(x)):
+        x[i] += widen(place[i])
 
 
 @inlined

@@ -92,11 +92,11 @@ class TorchDecoder:
         self._cache.begin(step)
         if self.deterministic:
             return self._in_tiles(step)
-        adapted = self._adapted(step)
-        if self._graphs and len(step.tokens) == len(step.slots) and not adapted:
+        adapted, vectors = self._adapted(step), self._vectors(step)
+        if self._graphs and len(step.tokens) == len(step.slots) and not adapted and vectors is None:
             return self._one_each(step)
         batch = batch_of(step, self._cache, set(self._windows))
-        found = self._hidden(replace(batch, adapted=adapted) if adapted else batch)
+        found = self._hidden(replace(batch, adapted=adapted, vectors=vectors))
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
         return self._logits(found.index_select(0, wanted))
 
@@ -165,25 +165,34 @@ class TorchDecoder:
             if number
         )
 
+    def _vectors(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        if step.vectors is None:
+            return None
+        rows = torch.from_numpy(step.vectors.places.astype(np.int64)).to(self.device)
+        return rows, torch.from_numpy(step.vectors.values).to(self.device, self.dtype)
+
     def _picked(self, found: Tensor, rows: Integers) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
             return found[: len(rows)]
         return found.index_select(0, torch.from_numpy(rows).to(self.device))
 
     def _in_tiles(self, step: Step) -> Tensor:
-        """Any step, tile after tile; layer after layer where tokens see what comes after them."""
+        """Any step, tile after tile; layer after layer where tokens see what comes after them, or have
+        embeddings of their own.
+        """
         tokens, positions, sees = step.tokens.astype(np.int64), positions_of(step), sees_of(step)
         slots = np.repeat(step.slots.astype(np.int64), step.lengths)
         adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
         rows = self._static.row_buckets[-1]
         cut = list(tiles(sees, rows, self._static.reach_buckets))
-        if step.sees is not None:
-            together = self._tiles_together(cut, tokens, positions, slots, sees, adapters)
+        one_by_one = step.sees is None and step.vectors is None
+        if not one_by_one:
+            together = self._tiles_together(step, cut, tokens, positions, slots, sees, adapters)
         for number, (members, reach) in enumerate(cut):
             asked_for, where = np.isin(members, step.wanted), np.arange(len(members))
             answered = bool(asked_for.any())
-            if step.sees is None:
+            if one_by_one:
                 form = GraphForm(rows, reach, in_place=False, answered=answered)
                 adapted = self._adapted_tile(adapters[members], rows)
                 found, _ = self._static.compute(
@@ -196,7 +205,7 @@ class TorchDecoder:
                 answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
         return answers
 
-    def _tiles_together(self, cut: Sequence[tuple[Integers, int]], *of_tokens: NDArray[Any]) -> Tensor:
+    def _tiles_together(self, step: Step, cut: Sequence[tuple[Integers, int]], *of_tokens: NDArray[Any]) -> Tensor:
         """What the last layer gives of all tiles, [tiles × rows, hidden]: products tile by tile, and between them keys
         and values of all. `of_tokens`: each one's token, position, slot, what it sees, and adapter.
         """
@@ -212,11 +221,17 @@ class TorchDecoder:
             masks = self._static.masks(positions[tile], sees[tile], reach)
             asking = torch.arange(tile.start, tile.stop, device=self.device)
             groups.append(Group(1, reach, slots[tile], asking, masks))
-        places = slots * self._cache.room + positions
         adapted = tuple(
             Adapted(self._adapters[number], adapters == number) for number in np.unique(of_tokens[4]).tolist() if number
         )
-        return self._hidden(StepBatch(tokens, positions, places, tuple(groups), adapted, tile=rows))
+        vectors = self._vectors(step)
+        if vectors is not None:
+            at = np.empty(len(step.tokens), np.int64)
+            for number, (members, _) in enumerate(cut):
+                at[members] = number * rows + np.arange(len(members))
+            vectors = torch.from_numpy(at).to(self.device)[vectors[0]], vectors[1]
+        places = slots * self._cache.room + positions
+        return self._hidden(StepBatch(tokens, positions, places, tuple(groups), adapted, vectors=vectors, tile=rows))
 
     def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
         """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
@@ -232,6 +247,8 @@ class TorchDecoder:
         """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""
         weights = self._weights
         x = weights.embedding[batch.tokens]
+        if batch.vectors is not None:
+            x.index_copy_(0, *batch.vectors)
         if weights.positions is not None:
             x = x + weights.positions[batch.positions]
         cosines, sines = (table[batch.positions] for table in self._angles) if self._angles else (None, None)

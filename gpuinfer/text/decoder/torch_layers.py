@@ -225,6 +225,7 @@ class StepBatch:
     groups: tuple[Group, ...]
     adapted: tuple[Adapted, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
+    vectors: tuple[Tensor, Tensor] | None = None  # rows that have an embedding of their own, and those [n, hidden]
     tile: int | None = None  # products are always of so many rows, which divides their number; None: of all
 
 
