@@ -15,6 +15,7 @@ from msgspec import Struct
 MOST_TEMPERATURE = 1e3
 MOST_REPETITION = 100.0
 MOST_PENALTY = 2.0  # of presence and frequency, either way
+MOST_GUIDANCE = 100.0
 MOST_LOGPROBS = 20  # beside each token
 
 

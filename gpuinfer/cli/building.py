@@ -32,7 +32,7 @@ def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
     """What was given by flags of their own, as settings."""
     common = flags.common()
     return {
-        key if key in common else f"{name}.{key}": Given(_given(value), flags.flag(key))
+        key if key in common else f"{name}.{key}": Given(_given(value), flags.SHORTS.get(key) or flags.flag(key))
         for key, value in values.items()
         if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }

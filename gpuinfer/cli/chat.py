@@ -21,6 +21,7 @@ from gpuinfer.host.terminal import dim, printable, show_status, write
 from gpuinfer.openai.options import DrawingOptions, ModelOptions, check_model, model_of, rendering_of, sampling_of
 from gpuinfer.openai.options import try_out as try_sampling
 from gpuinfer.openai.schema import MOST_TOKENS
+from gpuinfer.openai.unmasking import UnmaskingOptions, unmasking_of
 
 NAME = "chat"
 COMMON = (
@@ -37,7 +38,7 @@ Where standard input is no terminal, each of its lines is a message.
 PROMPT, GOES_ON = "> ", "… "
 
 
-class ChatOptions(DrawingOptions, ModelOptions):
+class ChatOptions(UnmaskingOptions, DrawingOptions, ModelOptions):
     """The flags of `gpuinfer chat`."""
 
     system: str | None = Field(None, description="tells the model how to answer")
@@ -67,7 +68,7 @@ def execute(values: Mapping[str, Any]) -> int:
     common = merged.common
     own = ChatOptions(**check(ChatOptions, merged.table(NAME), NAME))
     check_model(own, NAME)
-    plain = Prompt(sampling=sampling_of(own), rendering=rendering_of(own))
+    plain = Prompt(sampling=sampling_of(own, unmasking=unmasking_of(own)), rendering=rendering_of(own))
     spec = model_of(own)
     setup = replace(setup_of(common), model=spec, deterministic=own.deterministic)
     backend, strategy = served(NAME, setup, merged)

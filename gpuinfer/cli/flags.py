@@ -125,6 +125,8 @@ def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     kind = extra.get("kind")  # of plugins, such as "games", whose names the option takes
     complete = _names(str(kind)) if kind else _from(*allowed) if allowed else None
+    if short := extra.get("short"):
+        return words(name, str(short), "KEY=VALUE", text)
     if options.takes_list(field.annotation):  # `--names a,b`, or the flag once for each
         return _parameter(name, list[str] | None, [flag(name)], text, metavar=_metavar(field, allowed))
     return _parameter(name, str | None, [flag(name)], text, metavar=_metavar(field, allowed), autocompletion=complete)
@@ -204,7 +206,7 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
     return complete
 
 
-SHORTS = {"backend_options": "-B", "strategy_options": "-S"}
+SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D"}
 SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -16,6 +16,9 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Rendering, Sampling
 from gpuinfer.openai.schema import MOST_TOKENS
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language import Language
 
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 FORMS = ("json_schema", "regex", "choice", "grammar")
@@ -40,6 +43,9 @@ class ModelOptions(api.Options):
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="tokens of prompt and answer [the model's]")
     deterministic: bool = Field(False, description="the same bits for a row in any batch")
+    mask_token_id: int | None = Field(
+        None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with a checkpoint; only with vllm")
 
 
@@ -124,7 +130,12 @@ def spec_of(model: str | None, own: Parts, arguments: Mapping[str, Any]) -> Mode
 
 def model_of(own: ModelOptions, slots: int | None = None) -> ModelSpec:
     """The model that they name."""
-    wanted = {"slots": slots, "context": own.context, "trust_remote_code": own.trust_remote_code or None}
+    wanted = {
+        "slots": slots,
+        "context": own.context,
+        "mask_token": own.mask_token_id,
+        "trust_remote_code": own.trust_remote_code or None,
+    }
     return spec_of(own.model, own, wanted)
 
 
@@ -174,18 +185,27 @@ def try_out(spec: ModelSpec, wanted: Sampling) -> None:
     Takes seconds at most. Raises `UsageError` for what cannot be. Of a model that only its backend can read nothing is
     known yet.
     """
-    if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
-        return
     from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.diffusion.refusing import refuse_masks
     from gpuinfer.text.language import open_language
-    from gpuinfer.text.sampling.slots import check_sampling
 
     try:
         checkpoint = open_checkpoint(spec)
-        language = open_language(checkpoint.language_files(), checkpoint.shape)
     except UsageError as error:
         log.info("the flags are not checked for %s: %s", spec.name, error)
         return
+    try:
+        refuse_masks(wanted, checkpoint.shape)
+    except BadPrompt as error:
+        raise UsageError(str(error)) from error
+    if wanted.constraint or wanted.stop_token_ids:  # the rest has its limits whatever the model
+        _try_words(wanted, open_language(checkpoint.language_files(), checkpoint.shape))
+
+
+def _try_words(wanted: Sampling, language: Language) -> None:
+    """What speaks of texts and tokens. Raises `UsageError`."""
+    from gpuinfer.text.sampling.slots import check_sampling
+
     name = "stop_token_ids"
     try:
         check_sampling(wanted, language.vocabulary)

@@ -17,6 +17,7 @@ from msgspec import Raw, Struct
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Rendering, Sampling
+from gpuinfer.openai import unmasking
 from gpuinfer.openai.sampling import changes, rendering, says_nothing
 from gpuinfer.openai.schema import OF_CHATS, USUAL, Drawing, InputRow, LooseBody, RequestBody, Texts, Wishes
 
@@ -127,6 +128,9 @@ def understood(
     else:
         own = changes(asked)
         sampling = msgspec.structs.replace(defaults.sampling, **own) if own else defaults.sampling
+        if filled := unmasking.asked(asked):
+            sampling = msgspec.structs.replace(sampling, unmasking=unmasking.over(sampling.unmasking, filled))
+            own["unmasking"] = filled
         samples, truncate = asked.n or defaults.samples, asked.truncate
         special = asked.add_special_tokens is not False
         if of_chats(asked, asked.messages is not None):

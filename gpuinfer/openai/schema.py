@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from gpuinfer.generation import MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
+from gpuinfer.generation import MOST_GUIDANCE, MOST_LOGPROBS, MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKENS = 1 << 30
+MOST_DECODER_OPTIONS = 32
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
@@ -21,6 +22,7 @@ Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)]
 Stops = Annotated[list[str], Meta(max_length=64)]
 Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
+DecoderOptions = Annotated[dict[str, bool | int | float | str | None], Meta(max_length=MOST_DECODER_OPTIONS)]
 Texts = str | list[int | str | list[int]]
 
 
@@ -85,6 +87,13 @@ class Drawing(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Words | None = None
     guided_grammar: str | None = None
+    decoder: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
+    threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+    steps: Some | None = None
+    block_length: Some | None = None
+    cfg_scale: Annotated[float, Meta(ge=0, le=MOST_GUIDANCE)] | None = None
+    cache: Literal["none", "prefix", "dual", "vicinity", "exact"] | None = None
+    decoder_options: DecoderOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
     truncate: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None

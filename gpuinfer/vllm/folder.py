@@ -20,6 +20,11 @@ def folder_of(spec: ModelSpec, room: Path) -> Path:
     from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 
     checkpoint = open_checkpoint(spec)
+    if checkpoint.shape.masking is not None:
+        raise UsageError(
+            f"the backend 'vllm' goes from left to right, and '{spec.name}' is a diffusion model "
+            f"({checkpoint.shape.family}). Use the backend inprocess."
+        )
     if checkpoint.folder is not None and spec.weights is None:
         return checkpoint.folder.resolve()
     if checkpoint.shape.family in ("null", "nanogpt"):

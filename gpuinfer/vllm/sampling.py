@@ -11,6 +11,7 @@ from typing import Any
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling
+from gpuinfer.text.diffusion.refusing import said_of_masks
 
 HOTTEST, COLDEST = 2.0, 0.01  # temperatures that vLLM takes; a lower one, but for 0, it would raise to that
 SEEDS = 1 << 62
@@ -46,6 +47,11 @@ def check(sampling: Sampling, begun: bool, processed: bool = True) -> None:
 
     `processed`: the engine's steps give log-probabilities after temperature and filters, not raw ones.
     """
+    if sampling.unmasking is not None:
+        raise BadPrompt(
+            f"`{said_of_masks(sampling.unmasking)}` says how a diffusion model fills its masks in, and vLLM goes from "
+            "left to right. Leave it out, or use --backend inprocess."
+        )
     if sampling.processed_logprobs and not processed and sampling.temperature > 0.0 and not is_plain(sampling):
         raise BadPrompt(
             "processed_logprobs are wanted, and this vLLM gives raw ones. Start it with processed_logprobs as its "

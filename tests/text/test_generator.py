@@ -8,7 +8,7 @@ from text.toy import END, LETTERS, VOCABULARY, alone, logits_of, mixed, run, toy
 from text.toy import NOWHERE as NOTHING
 
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt
-from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
+from gpuinfer.generation import Constraint, Generation, Prompt, Sampling, Unmasking
 from gpuinfer.text.sampling import Sampler
 
 LONG = "a beginning of forty tokens that is long"  # 40
@@ -435,3 +435,11 @@ def test_the_answer_tells_its_times():
     [outcome] = run(toy_generator(), [prompt("abc")])
     assert isinstance(outcome, Generation)
     assert 0 < outcome.first_token_s < outcome.seconds
+
+
+def test_a_prompt_that_speaks_of_masks_fails_alone():
+    wrong = prompt("what is a fox? ", unmasking=Unmasking(threshold=0.5))
+    bad, good = run(toy_generator(), [wrong, prompt("what is a fox? ")])
+    assert isinstance(bad, BadPrompt)
+    assert "`threshold`" in str(bad)
+    assert good.completions == alone(prompt("what is a fox? "))

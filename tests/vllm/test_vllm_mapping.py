@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UnknownName, UsageError
-from gpuinfer.generation import Constraint, Sampling
+from gpuinfer.generation import Constraint, Sampling, Unmasking
 from gpuinfer.vllm import installed, state
 from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.arguments import EngineOptions, engine_arguments, refuse_unknown
@@ -169,6 +169,11 @@ def test_processed_logprobs_are_refused_where_the_engine_gives_raw_ones_that_dif
         check(Sampling(processed_logprobs=True, temperature=0.7), begun=False, processed=False)
 
 
+def test_vllm_fills_no_masks_in():
+    with pytest.raises(BadPrompt, match="`threshold` says how a diffusion model fills its masks in"):
+        check(Sampling(unmasking=Unmasking(threshold=0.9)), begun=False)
+
+
 @pytest.mark.parametrize(
     ("sampling", "plain"),
     [
@@ -269,3 +274,5 @@ def test_tiny_is_written_as_a_folder_with_a_tokenizer_of_bytes(tmp_path):
 def test_a_model_that_vllm_cannot_read_is_refused_with_another_way(tmp_path):
     with pytest.raises(UsageError, match="'null', which is no Hugging Face folder"):
         folder_of(ModelSpec("null", kind="text"), tmp_path)
+    with pytest.raises(UsageError, match="goes from left to right, and 'tiny-llada' is a diffusion model"):
+        folder_of(ModelSpec("tiny-llada", kind="text"), tmp_path)

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from gpuinfer.errors import BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Logprob, Prompt, Sampling
+from gpuinfer.text.diffusion.refusing import refuse_masks
 from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.begun import Begun, begun_of
 from gpuinfer.text.generator.giving import Given
@@ -84,6 +85,7 @@ def _prepare_one(
     try:
         if prompt.adapter is not None:
             refuse_adapter(prompt.adapter)
+        refuse_masks(sampling, decoder.shape)
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)

@@ -21,6 +21,7 @@ from gpuinfer.openai.identity import arithmetic, fingerprint
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
+from gpuinfer.openai.unmasking import unmasking_of
 from gpuinfer.workloads.generate import output, reading
 from gpuinfer.workloads.generate.lines import LineWriter
 from gpuinfer.workloads.generate.naming import Namer
@@ -31,6 +32,7 @@ from gpuinfer.workloads.generate.reading import Source, given, rows_of
 from gpuinfer.workloads.generate.showing import Showing
 
 TEST_ROWS, TEST_TOKENS = 3, 16
+DECIDING = ("num_samples", "truncate", "context", "deterministic", "mask_token_id")  # beside sampling and model
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,13 @@ class Generate(Workload):
         check_model(own, "generate")
         self._check_files()
         most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
-        self.sampling = sampling_of(own, max_tokens=most, logprobs=own.logprobs, prompt_logprobs=own.prompt_logprobs)
+        self.sampling = sampling_of(
+            own,
+            max_tokens=most,
+            logprobs=own.logprobs,
+            prompt_logprobs=own.prompt_logprobs,
+            unmasking=unmasking_of(own),
+        )
         self.rendering = rendering_of(own)
         if own.retry_errors and not own.resume:
             raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
@@ -247,7 +255,7 @@ class Generate(Workload):
         own = self.options
         return {
             **msgspec.to_builtins(self.sampling),
-            **{name: getattr(own, name) for name in ("num_samples", "truncate", "context", "deterministic")},
+            **{name: getattr(own, name) for name in DECIDING},
             "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,

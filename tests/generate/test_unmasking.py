@@ -1,0 +1,155 @@
+"""How masks are to be filled in: said by flags, by a row over them, and to a model that has none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.config.options import Given, Several, check
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Sampling, Unmasking
+from gpuinfer.openai.options import try_out
+from gpuinfer.openai.requests import PromptDefaults
+from gpuinfer.openai.rows import RowReader
+from gpuinfer.openai.unmasking import UnmaskingOptions, over, unmasking_of
+from gpuinfer.workloads.generate.workload import Generate
+
+
+def flags(**words: str | list[str]) -> UnmaskingOptions:
+    """As a command line gives them."""
+    found = {name: Given(Several(one) if isinstance(one, list) else one, f"--{name}") for name, one in words.items()}
+    return UnmaskingOptions(**check(UnmaskingOptions, found, "generate"))
+
+
+def read(row: dict, run: Unmasking | None = None):
+    reader = RowReader(PromptDefaults(Sampling(unmasking=run)))
+    return reader.read((1, json.dumps({"prompt": "a", **row}).encode()))
+
+
+def test_without_a_word_the_model_decides():
+    assert unmasking_of(flags()) is None
+    assert read({}).prompt.sampling.unmasking is None
+
+
+def test_flags_say_what_rows_say():
+    by_flags = unmasking_of(
+        flags(
+            decoder="hierarchical", threshold="0.9", steps="1k", block_length="32", cfg_scale="1.5", cache="dual",
+            decoder_options=["low=0.4", "near-ties=true", "mode=best", "none="],
+        )
+    )  # fmt: skip
+    row = {
+        "decoder": "hierarchical",
+        "threshold": 0.9,
+        "steps": 1000,
+        "block_length": 32,
+        "cfg_scale": 1.5,
+        "cache": "dual",
+        "decoder_options": {"low": 0.4, "near_ties": True, "mode": "best", "none": ""},
+    }
+    assert by_flags == read(row).prompt.sampling.unmasking
+
+
+@pytest.mark.parametrize(
+    ("run", "row", "found"),
+    [
+        pytest.param(Unmasking(steps=8), {"threshold": 0.5}, Unmasking(steps=8, threshold=0.5), id="beside it"),
+        pytest.param(Unmasking(threshold=0.9), {"threshold": 0.5}, Unmasking(threshold=0.5), id="in its place"),
+        pytest.param(Unmasking(cfg_scale=1.5), {"cfg_scale": 0}, Unmasking(), id="no guidance, though the run has"),
+        pytest.param(Unmasking(steps=8), {"steps": None}, Unmasking(steps=8), id="null is as good as nothing"),
+        pytest.param(
+            Unmasking(decoder="a", threshold=0.9, steps=8, options={"x": 1}),
+            {"decoder": "b"},
+            Unmasking(decoder="b", steps=8),
+            id="another decoder has no use for the options of the first",
+        ),
+        pytest.param(
+            Unmasking(decoder="a", threshold=0.9, options={"x": 1}),
+            {"decoder": "a", "decoder_options": {"y": 2}},
+            Unmasking(decoder="a", threshold=0.9, options={"x": 1, "y": 2}),
+            id="options go over one another key by key",
+        ),
+    ],
+)
+def test_a_row_goes_over_the_run(run, row, found):
+    assert read(row, run).prompt.sampling.unmasking == found
+
+
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "decoder": st.sampled_from(["a", "b"]),
+        "threshold": st.floats(0, 1),
+        "steps": st.integers(1, 9),
+        "block_length": st.integers(1, 9),
+        "cfg_scale": st.floats(0, 100),
+        "cache": st.sampled_from(["none", "dual"]),
+        "options": st.dictionaries(st.sampled_from("xy"), st.integers()),
+    },
+)
+
+
+@given(FIELDS, FIELDS)
+def test_what_a_row_says_holds_whatever_the_run_says(run, row):
+    found = over(over(None, run), row)
+    for name, value in row.items():
+        assert value == getattr(found, name) or name == "options"
+    assert set(row.get("options", {}).items()) <= set(found.options.items())
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"threshold": 1.5}, "<= 1.0"),
+        ({"steps": 0}, ">= 1"),
+        ({"block_length": 0}, ">= 1"),
+        ({"cfg_scale": -1}, ">= 0.0"),
+        ({"cache": "dul"}, "dul"),
+        ({"decoder_options": {"x": [1]}}, "array"),
+        ({"decoder_options": {str(number): 1 for number in range(33)}}, "length <= 32"),
+        ({"treshold": 0.5}, "Did you mean `threshold`?"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_as_the_row_is_read(row, why):
+    assert why in str(read(row).error)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"threshold": "1.4"}, "--threshold: '1.4' is more than 1."),
+        ({"steps": "0"}, "--steps: '0' is less than 1."),
+        ({"cache": "dul"}, "Did you mean 'dual'?"),
+        ({"decoder_options": ["low"]}, "Write -D low=VALUE."),
+    ],
+)
+def test_a_wrong_flag_is_told_with_its_cure(words, why):
+    with pytest.raises(UsageError) as error:
+        flags(**words)
+    assert why in str(error.value)
+
+
+def test_two_rows_that_are_filled_in_otherwise_are_two():
+    contents = [read(row).content for row in ({}, {"threshold": 0.5}, {"threshold": 0.6}, {"decoder": "a"})]
+    assert len(set(contents)) == 4
+    assert read({"threshold": 0.5}).content == contents[1]
+
+
+def test_an_output_is_gone_on_with_by_the_same_settings_alone():
+    def settings(**flags):
+        return Generate(model="tiny", prompt=["a"], **flags).deciding_settings()
+
+    plain = settings()
+    for flag in ({"threshold": 0.5}, {"decoder": "random"}, {"decoder_options": {"x": 1}}, {"mask_token_id": 5}):
+        assert settings(**flag) != plain
+    assert settings(threshold=0.5) == settings(threshold=0.5)
+
+
+@pytest.mark.parametrize("unmasking", [Unmasking(), Unmasking(threshold=0.9), Unmasking(options={"x": 1})])
+def test_a_model_that_goes_from_left_to_right_is_told_nothing_of_masks(unmasking):
+    with pytest.raises(UsageError, match=r"this is a qwen2 model, which goes from left to right\. Leave it out"):
+        try_out(ModelSpec("tiny", kind="text"), Sampling(unmasking=unmasking))
