@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.family import Biases
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+from gpuinfer.text.checkpoint.tensor_names import LLAMA, TensorNames
+from gpuinfer.text.shape import Experts, Shape
+from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
 
 
 @dataclass(frozen=True)
@@ -46,38 +47,63 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """Llama, Mistral, Qwen2 and Qwen3, as transformers names their tensors. `prefix`: "model." or nothing."""
+    """Llama and all that are built alike, by the names that theirs have. `prefix`: before all of them, or nothing."""
 
     shape: Shape
     biases: Biases
-    prefix: str = "model."
+    prefix: str = LLAMA.prefix
     embedding_name: str | None = None  # where only the head is stored, and tied
-    head_name: str = "lm_head.weight"
+    names: TensorNames = LLAMA
 
     def weights(self, take: Take) -> Weights:
-        shape = self.shape
-        name = self.embedding_name or f"{self.prefix}embed_tokens.weight"
+        shape, names = self.shape, self.names
+        name = self.embedding_name or names.embedding_of(self.prefix)
         embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
-        layers = tuple(self._layer(f"{self.prefix}layers.{number}.", take) for number in range(shape.layers))
-        norm = self._norm(f"{self.prefix}norm", shape.hidden, take)
-        return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take))
+        layers = tuple(self._layer(number, take) for number in range(shape.layers))
+        norm = self._norm(f"{self.prefix}{names.norm}", shape.hidden, take)
+        return Weights(embedding, layers, norm, _head(shape, names.head_of(self.prefix), embedding, take))
 
-    def _layer(self, prefix: str, take: Take) -> Layer:
-        shape, biases = self.shape, self.biases
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    def _layer(self, number: int, take: Take) -> Layer:
+        shape, names, biases = self.shape, self.names, self.biases
+        prefix = self.prefix + names.layer.format(number)
         heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        qkv = [(f"{attention}q_proj", heads), (f"{attention}k_proj", kv_heads), (f"{attention}v_proj", kv_heads)]
-        up = [(f"{mlp}gate_proj", shape.intermediate), (f"{mlp}up_proj", shape.intermediate)]
-        return Layer(
-            attention_norm=self._norm(f"{prefix}input_layernorm", shape.hidden, take),
-            qkv=_linear(qkv, shape.hidden, biases.qkv, take),
-            query_norm=self._norm(f"{attention}q_norm", shape.head_dim, take) if shape.qk_norm else None,
-            key_norm=self._norm(f"{attention}k_norm", shape.head_dim, take) if shape.qk_norm else None,
-            out=_linear([(f"{attention}o_proj", shape.hidden)], heads, biases.out, take),
-            mlp_norm=self._norm(f"{prefix}post_attention_layernorm", shape.hidden, take),
-            up=_linear(up, shape.hidden, biases.up, take),
-            down=_linear([(f"{mlp}down_proj", shape.hidden)], shape.intermediate, biases.down, take),
-        )
+        sizes = [heads, kv_heads, kv_heads]
+        outputs = sizes if len(names.qkv) == len(sizes) else [sum(sizes)]
+        qkv = [(prefix + name, size) for name, size in zip(names.qkv, outputs, strict=True)]
+        attention_norm = self._norm(prefix + names.attention_norm, shape.hidden, take)
+        query_norm = self._norm(prefix + names.query_norm, shape.head_dim, take) if shape.qk_norm else None
+        key_norm = self._norm(prefix + names.key_norm, shape.head_dim, take) if shape.qk_norm else None
+        products = _linear(qkv, shape.hidden, biases.qkv, take)
+        out = _linear([(prefix + names.out, shape.hidden)], heads, biases.out, take)
+        mlp_norm = self._norm(prefix + names.mlp_norm, shape.hidden, take)
+        if shape.experts is not None and number not in shape.experts.dense:
+            mixture = self._mixture(prefix, shape.experts, take)
+            up, down = self._shared(prefix, shape.experts.shared, mixture.up, take)
+            return Layer(attention_norm, products, out, mlp_norm, up, down, query_norm, key_norm, mixture)
+        up, down = self._mlp(prefix + names.mlp, shape.intermediate, take)
+        return Layer(attention_norm, products, out, mlp_norm, up, down, query_norm, key_norm)
+
+    def _mlp(self, prefix: str, size: int, take: Take) -> tuple[Linear, Linear]:
+        names, hidden = self.names, self.shape.hidden
+        up = _linear([(prefix + names.gate, size), (prefix + names.up, size)], hidden, self.biases.up, take)
+        return up, _linear([(prefix + names.down, hidden)], size, self.biases.down, take)
+
+    def _shared(self, prefix: str, size: int, like: Tensor, take: Take) -> tuple[Linear, Linear]:
+        """The expert that every token goes through, or nothing in its place."""
+        if size:
+            return self._mlp(prefix + self.names.shared, size, take)
+        hidden = self.shape.hidden
+        return Linear(like.new_empty((0, hidden))), Linear(like.new_empty((hidden, 0)))
+
+    def _mixture(self, prefix: str, experts: Experts, take: Take) -> Mixture:
+        names, hidden, inner = self.names, self.shape.hidden, experts.intermediate
+        each = [prefix + names.expert.format(number) for number in range(experts.count)]
+        pairs = [f"{one}{half}.weight" for one in each for half in (names.gate, names.up)]
+        router = take([TensorPart(f"{prefix}{names.router}.weight", (experts.count, hidden))], True)
+        bias = take([TensorPart(prefix + names.router_bias, (experts.count,))], True) if names.router_bias else None
+        up = take([TensorPart(name, (inner, hidden)) for name in pairs], False)
+        down = take([TensorPart(f"{one}{names.down}.weight", (hidden, inner)) for one in each], False)
+        return Mixture(router, bias, up.view(experts.count, -1, hidden), down.view(experts.count, -1, inner))
 
     def _norm(self, name: str, size: int, take: Take) -> Norm:
         return Norm(take([TensorPart(f"{name}.weight", (size,))], True))
@@ -159,7 +185,8 @@ class Store(Protocol):
         ...
 
 
-SHOWN = 3  # tensors in a message
+SHOWN = 3  # tensors, or experts of a layer, in a message
+EXPERT = re.compile(r"(.+)\.experts\.([0-9]+)\.")
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files keep what can be computed
 
 
@@ -169,7 +196,7 @@ def parts_of(layout: Layout) -> list[TensorPart]:
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         found.extend(parts)
-        return torch.empty(0)
+        return torch.empty(size_of(parts), device="meta")
 
     layout.weights(take)
     return found
@@ -182,7 +209,8 @@ def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
     """
     wanted = {part.name: part.shape for part in parts_of(layout)}
     missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
-    problems = [
+    problems = _without_experts(missing, wanted)
+    problems += [
         f"'{name}' {list(shape)} is missing{_nearest(name, store, wanted) if at < SHOWN else ''}"
         for at, (name, shape) in enumerate(missing.items())
     ]
@@ -203,6 +231,28 @@ def check(store: Store, layout: Layout, spare: Sequence[str] = ()) -> None:
         )
 
 
+def _without_experts(missing: dict[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
+    """Says which experts are missing as a whole, a layer's at once, and takes their tensors out of `missing`."""
+    parts: dict[tuple[str, str], set[str]] = {}
+    for name in wanted:
+        if found := EXPERT.match(name):
+            parts.setdefault((found[1], found[2]), set()).add(name)
+    gone: dict[str, list[str]] = {}
+    for (layer, number), names in parts.items():
+        if names <= missing.keys():
+            gone.setdefault(layer, []).append(number)
+            for name in names:
+                del missing[name]
+    return [_experts_gone(layer, numbers) for layer, numbers in gone.items()]
+
+
+def _experts_gone(layer: str, numbers: Sequence[str]) -> str:
+    if len(numbers) == 1:
+        return f"expert {numbers[0]} of '{layer}' is missing"
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"experts {', '.join(numbers[:SHOWN])}{more} of '{layer}' are missing"
+
+
 def _nearest(name: str, store: Store, wanted: Mapping[str, tuple[int, ...]]) -> str:
     """What it may be called there."""
     found = difflib.get_close_matches(name, [one for one in store.tensors if one not in wanted], n=1, cutoff=0.8)
@@ -213,7 +263,7 @@ def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
     """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used."""
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
-        into = torch.empty(_size(parts), dtype=torch.float32 if wide else dtype)
+        into = torch.empty(size_of(parts), dtype=torch.float32 if wide else dtype)
         row = 0
         for part in parts:
             rows = part.shape[-1] if part.transposed else part.shape[0]
@@ -224,7 +274,7 @@ def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
     return layout.weights(take)
 
 
-def _size(parts: Sequence[TensorPart]) -> tuple[int, ...]:
+def size_of(parts: Sequence[TensorPart]) -> tuple[int, ...]:
     shapes = [part.shape[::-1] if part.transposed else part.shape for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

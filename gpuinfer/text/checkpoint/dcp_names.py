@@ -20,19 +20,19 @@ def plain(name: str) -> str:
     return ".".join(word for word in name.replace("/", ".").split(".") if word not in WRAPPERS)
 
 
-def named_as(folder: str, stored: Collection[str], body: str, embedding: str, head: str) -> Mapping[str, str]:
+def named_as(folder: str, stored: Collection[str], body: str, embedding: str, head: str | None) -> Mapping[str, str]:
     """Of the tensors of one model its name in transformers, and the one that is stored.
 
     `body`: what transformers puts before the tensors of the model without its head ("model."); `embedding`: the tensor
-    by which that is found ("embed_tokens.weight"); `head`: "lm_head". Raises `UsageError` when no model or several are
-    there.
+    by which that is found ("embed_tokens.weight"); `head`: "lm_head", or None where it is called like the rest. Raises
+    `UsageError` when no model or several are there.
     """
     names = {plain(name): name for name in sorted(stored, reverse=True)}
     begins = [name.removesuffix(embedding) for name in names if name == embedding or name.endswith(f".{embedding}")]
     begin = _chosen(folder, begins, embedding)
     above = begin.removesuffix(body) if begin == body or begin.endswith(f".{body}") else begin
     found = {body + name.removeprefix(begin): theirs for name, theirs in names.items() if name.startswith(begin)}
-    for prefix in (begin, above):
+    for prefix in (begin, above) if head else ():
         for name, theirs in names.items():
             if name.startswith(f"{prefix}{head}."):
                 found.pop(body + name.removeprefix(begin), None)

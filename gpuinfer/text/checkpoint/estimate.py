@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.assembly import Layout, TensorPart
+from gpuinfer.text.checkpoint.assembly import Layout, TensorPart, size_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Adapter
 
@@ -43,7 +43,7 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         nonlocal total
         total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
-        return torch.empty(0)
+        return torch.empty(size_of(parts), device="meta")
 
     layout.weights(take)
     return total

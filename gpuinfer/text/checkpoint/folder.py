@@ -11,9 +11,11 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, check
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.digests import settings_of
-from gpuinfer.text.checkpoint.family import Biases, biases_of, shape_of
+from gpuinfer.text.checkpoint.family import NOTHING, Biases, Told, biases_of, shape_of
 from gpuinfer.text.checkpoint.keys import read_json, refuse_remote_code
+from gpuinfer.text.checkpoint.masked_keys import TOKENIZERS
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, TensorPlace, read_header
+from gpuinfer.text.checkpoint.tensor_names import names_of
 from gpuinfer.text.shape import Shape
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -65,22 +67,24 @@ def _none(folder: Path) -> UsageError:
 HEAD = "lm_head.weight"
 
 
-def open_folder(folder: Path, name: str) -> Checkpoint:
+def open_folder(folder: Path, name: str, told: Told = NOTHING) -> Checkpoint:
     """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
-    return assembled(folder, name, folder, lambda shape: open_shards(folder))
+    return assembled(folder, name, folder, lambda shape: open_shards(folder), told)
 
 
-def assembled(base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store]) -> Checkpoint:
+def assembled(
+    base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store], told: Told = NOTHING
+) -> Checkpoint:
     """Configuration and tokenizer of `base`, with weights that are opened once their shape is known.
 
     `folder` is where all of it lies, if it is one place. Raises `UsageError`.
     """
     config = read_config(base)
-    shape = shape_of(config, optional(base / "generation_config.json"))
-    refuse_remote_code(optional(base / "tokenizer_config.json"), str(base / "tokenizer_config.json"))
+    shape = shape_of(config, optional(base / "generation_config.json"), told)
+    _refuse_code_of_a_tokenizer(shape, base / "tokenizer_config.json")
     store = open_weights(shape)
     layout = layout_for(shape, biases_of(config), store)
-    check(store, layout, spare=[HEAD])
+    check(store, layout, spare=spare_of(shape))
     return Checkpoint(
         name=name,
         shape=layout.shape,
@@ -91,6 +95,19 @@ def assembled(base: Path, name: str, folder: Path | None, open_weights: Callable
         store=store,
         language=LanguageFiles(folder=base),
     )
+
+
+def spare_of(shape: Shape) -> list[str]:
+    """Tensors that may be stored and are not used: a head beside the embedding that it is tied to."""
+    names = names_of(shape.family)
+    return list(dict.fromkeys([HEAD, *(names.head_of(prefix) for prefix in (names.prefix, ""))]))
+
+
+def _refuse_code_of_a_tokenizer(shape: Shape, path: Path) -> None:
+    """But that of a known one is read from its files, without its code."""
+    settings, known = optional(path), TOKENIZERS.get(shape.family)
+    if known is None or settings.get("tokenizer_class") != known:
+        refuse_remote_code(settings, str(path))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -107,15 +124,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def layout_for(shape: Shape, biases: Biases, store: Store) -> RotaryLayout | Gpt2Layout:
     """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
-    kind: type[RotaryLayout | Gpt2Layout] = Gpt2Layout if shape.family == "gpt2" else RotaryLayout
-    prefix, name = ("transformer.", "wte.weight") if shape.family == "gpt2" else ("model.", "embed_tokens.weight")
+    names = names_of(shape.family)
+    prefix = "transformer." if shape.family == "gpt2" else names.prefix
     if not any(tensor.startswith(prefix) for tensor in store.tensors):
         prefix = ""
-    embedding = prefix + name
-    only_head = shape.tied and embedding not in store.tensors and HEAD in store.tensors
-    if shape.tied and not only_head and differ(store, embedding, HEAD):
+    gpt2 = shape.family == "gpt2"
+    embedding, head = (f"{prefix}wte.weight", HEAD) if gpt2 else (names.embedding_of(prefix), names.head_of(prefix))
+    only_head = shape.tied and embedding not in store.tensors and head in store.tensors
+    if shape.tied and not only_head and differ(store, embedding, head):
         shape = replace(shape, tied=False)
-    return kind(shape, biases, prefix, embedding_name=HEAD if only_head else None)
+    name = head if only_head else None
+    if gpt2:
+        return Gpt2Layout(shape, biases, prefix, embedding_name=name)
+    return RotaryLayout(shape, biases, prefix, name, names)
 
 
 def differ(store: Store, one: str, other: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.masked_keys import MASKED, architectures_of, family_of_architecture
 
 MOST_JSON_BYTES = 64 << 20
 MOST = 1 << 28  # of any size: beyond every model there is, and products of two still fit in 64 bits
@@ -231,14 +232,27 @@ ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("attn_factor", "ext
 
 def refuse_unknown_keys(family: str, config: Fields) -> None:
     """Raises `UsageError` that names keys and values, unless each is honoured, harmless, or says that nothing is so."""
-    known = HONOURED[family] | HARMLESS
+    honoured, harmless, neutral = _known(family)
+    known = honoured | harmless
     strange = [
         name
         for name, value in config.values.items()
-        if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(NEUTRAL, name, value)
+        if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(neutral, name, value)
     ]
     cure = "Generate with the program that trained it." if family == "nanogpt" else other_backend()
     _refuse(config, strange, f"a {family} model here does not know", cure)
+
+
+def _known(family: str) -> tuple[frozenset[str], frozenset[str], Mapping[str, tuple[Any, ...]]]:
+    """Keys that are honoured, that are harmless, and that must have one of some values."""
+    if family not in MASKED:
+        return HONOURED[family], HARMLESS, NEUTRAL
+    own = MASKED[family]
+    return (
+        own.honoured | frozenset(_ANY.split()),
+        own.harmless | (HARMLESS - own.neutral.keys()),
+        {**NEUTRAL, **own.neutral},
+    )
 
 
 def refuse_unknown_rope_keys(scaling: Fields) -> None:
@@ -308,6 +322,8 @@ def family_of(kind: str) -> str:
 
 def refuse_unknown(config: Fields) -> str:
     """The family's name. Raises `UsageError` for a model that is none of ours."""
+    if (masked := _masked_family(config)) is not None:
+        return masked
     refuse_remote_code(config.values, config.where)
     kind = config.values.get("model_type")
     if not isinstance(kind, str):
@@ -317,12 +333,41 @@ def refuse_unknown(config: Fields) -> str:
         )
     if family_of(kind) not in FAMILIES:
         raise elsewhere(f"the model is of type '{kind[:40]}' ({', '.join(FAMILIES)} run here)")
-    if config.has("quantization_config"):
-        method = config.mapping("quantization_config").get("quant_method", "an unnamed method")
-        raise elsewhere(f"the weights are quantised ({str(method)[:40]})")
+    _refuse_quantised(config)
     if any(config.values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise elsewhere("the model is a mixture of experts")
     for name in config.texts("architectures"):
         if not name.endswith(GENERATORS):
             raise elsewhere(f"the model is a {name[:60]}, not a plain generator of text")
     return family_of(kind)
+
+
+def _masked_family(config: Fields) -> str | None:
+    """The family of a masked diffusion model, by its architecture; None: it is none.
+
+    Code of its own is not asked for: the folders of all of them bring some, which these families do not need here.
+    """
+    architecture = next(iter(config.texts("architectures")), "")
+    family, kind = family_of_architecture(architecture), config.values.get("model_type")
+    known = architectures_of(kind) if isinstance(kind, str) else ()
+    if family is None:
+        if known and not architecture:
+            raise UsageError(
+                f"{config.where} does not say its architecture, and models of type '{kind}' are of several kinds. Add "
+                f'"architectures": ["{known[0]}"], or which of these it is: {", ".join(known)}.'
+            )
+        if known:
+            raise elsewhere(f"the model is a {architecture[:60]} ({', '.join(known)} of type '{kind}' runs here)")
+        return None
+    if kind is not None and architecture not in known:
+        raise config.wrong(
+            "model_type", f"{' or '.join(repr(one) for one in MASKED[family].types)}, as a {architecture} has"
+        )
+    _refuse_quantised(config)
+    return family
+
+
+def _refuse_quantised(config: Fields) -> None:
+    if config.has("quantization_config"):
+        method = config.mapping("quantization_config").get("quant_method", "an unnamed method")
+        raise elsewhere(f"the weights are quantised ({str(method)[:40]})")

@@ -9,7 +9,9 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.builtin import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
+from gpuinfer.text.checkpoint.family import Told
 from gpuinfer.text.checkpoint.folder import open_folder
+from gpuinfer.text.checkpoint.keys import Fields
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
 from gpuinfer.text.checkpoint.trained import open_trained
 
@@ -20,17 +22,18 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     """Open what `spec` names: `weights` is a nanoGPT file, or a torch distributed checkpoint whose base model is
     `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, or a built-in model.
 
-    Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model.
-    Raises `UsageError`.
+    Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model;
+    "mask_token" and "block": of a diffusion model, which token the mask is, and how many positions a block has. Raises
+    `UsageError`.
     """
     meta, base = spec.arguments.get("meta"), spec.arguments.get("base_model")
     if spec.weights is not None and base is not None:
-        return open_trained(Path(spec.weights), Path(base), spec.name)
+        return open_trained(Path(spec.weights), Path(base), spec.name, told_by(spec))
     if spec.weights is not None:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
     path, kind = what_is(spec.name)
     if kind == "folder":
-        return open_folder(path, spec.name)
+        return open_folder(path, spec.name, told_by(spec))
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file":
@@ -38,6 +41,15 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
     raise absent(spec.name, path)
+
+
+def told_by(spec: ModelSpec) -> Told:
+    """Raises `UsageError` for what can be no token, and no size of a block."""
+    given = Fields({name: spec.arguments.get(name) for name in ("mask_token", "block")}, "the model's arguments")
+    mask, block = (
+        given.integer(name, -1, least=at) if given.has(name) else None for at, name in enumerate(given.values)
+    )
+    return Told(mask, block)
 
 
 def what_is(name: str) -> tuple[Path, str]:

@@ -10,8 +10,8 @@ import torch
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, check, read_weights
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
-from gpuinfer.text.checkpoint.family import shape_of
-from gpuinfer.text.checkpoint.folder import HEAD, layout_for, open_shards, read_config
+from gpuinfer.text.checkpoint.family import Told, shape_of
+from gpuinfer.text.checkpoint.folder import layout_for, open_shards, read_config, spare_of
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
 from gpuinfer.text.checkpoint.trained import is_dcp, open_store
 from gpuinfer.text.shape import Shape
@@ -31,7 +31,7 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
         raise UsageError(f"the model '{checkpoint.name}' has no weights that could be changed. Choose another.")
     path = Path(place).expanduser()
     if (path / "config.json").is_file():
-        _refuse_another(checkpoint.shape, shape_of(read_config(path)), path)
+        _refuse_another(checkpoint.shape, shape_of(read_config(path), told=_told(checkpoint.shape)), path)
     store = open_store(path, checkpoint.shape) if is_dcp(path) else _store(path)
     layout = _layout(checkpoint, store)
     if layout.shape != checkpoint.shape:
@@ -39,8 +39,13 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
             f"the weights in {path} have a head of their own where the model's is its embedding, or the other way "
             "round. Save them as the model was saved."
         )
-    check(store, layout, spare=[HEAD])
+    check(store, layout, spare=spare_of(checkpoint.shape))
     return read_weights(store, layout, dtype)
+
+
+def _told(shape: Shape) -> Told:
+    """Mask and block stay what they are, whatever the other folder does not say of them."""
+    return Told() if shape.masking is None else Told(shape.masking.mask_token, shape.masking.block)
 
 
 def _store(path: Path) -> SafetensorsStore:

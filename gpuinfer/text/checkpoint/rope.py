@@ -25,13 +25,12 @@ from gpuinfer.text.shape import Rope
 BASE = 10_000.0
 
 
-def rope_of(config: Fields, head_dim: int, positions: int) -> tuple[Rope, int]:
-    """The angles, and the longest context that they were made for."""
+def rope_of(config: Fields, head_dim: int, positions: int, *, partial: bool = False) -> tuple[Rope, int]:
+    """The angles, and the longest context that they were made for. `partial`: only a part of each head may turn."""
     scaling = rope_fields(config, positions)
     refuse_unknown_rope_keys(scaling)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
-        raise elsewhere("only a part of each head turns (partial_rotary_factor)")
+    head_dim = _turned(scaling, head_dim, partial)
     base = scaling.number("rope_theta", BASE)
     if kind == "yarn":
         return _yarn(scaling, base, head_dim, positions)
@@ -46,6 +45,19 @@ def rope_of(config: Fields, head_dim: int, positions: int) -> tuple[Rope, int]:
     raise elsewhere(
         f"rotary positions of type '{kind[:40]}' are asked for (default, linear, dynamic, llama3, yarn run here)"
     )
+
+
+def _turned(scaling: Fields, head_dim: int, partial: bool) -> int:
+    """How many of a head's values turn."""
+    share = scaling.number("partial_rotary_factor", 1.0)
+    if share == 1.0:
+        return head_dim
+    if not partial:
+        raise elsewhere("only a part of each head turns (partial_rotary_factor)")
+    turned = int(head_dim * share)
+    if turned % 2 or not 0 < turned <= head_dim:
+        raise scaling.wrong("partial_rotary_factor", f"a share that makes an even number of a head's {head_dim} values")
+    return turned
 
 
 def rope_fields(config: Fields, positions: int) -> Fields:

@@ -1,0 +1,199 @@
+"""From config.json to the shape of a masked diffusion model.
+
+LLaDA (Nie et al. 2025) after its own published configuration; LLaDA-MoE (Zhu et al. 2025), LLaDA2 (Bie et al. 2025),
+Dream (Ye et al. 2025) and SDAR (Cheng et al. 2025), which are Llamas and Qwens with a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.keys import Fields
+from gpuinfer.text.checkpoint.rope import rope_of
+from gpuinfer.text.checkpoint.rotary import (
+    MOST_LAYERS,
+    activation_of,
+    beginning_of,
+    divided,
+    end_tokens_of,
+    rotary_shape,
+)
+from gpuinfer.text.shape import Experts, Masking, Shape
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Of one published vocabulary, for configs that do not say them all."""
+
+    mask: int
+    ends: tuple[int, ...]  # beside those of the files
+
+
+KNOWN: Mapping[tuple[str, int], KnownTokens] = {  # by family and size of the vocabulary
+    ("llada", 126464): KnownTokens(126336, (126081, 126348)),  # end of text, end of turn
+    ("llada-moe", 157184): KnownTokens(156895, (156892,)),
+    ("llada2", 157184): KnownTokens(156895, (156892,)),
+    ("dream", 152064): KnownTokens(151666, ()),
+    ("sdar", 151936): KnownTokens(151669, ()),
+}
+BLOCKS = {"llada2": 32, "sdar": 4}  # positions, where the file does not say them
+MOST_EXPERTS = 1 << 16
+
+
+def masked_shape(family: str, config: Fields, generation: Fields, mask_token: int | None, block: int | None) -> Shape:
+    """`mask_token` and `block` as the user has them; None: as the file has them, or as they are known to be.
+
+    Raises `UsageError`.
+    """
+    shape = SHAPES[family](config, generation)
+    known = KNOWN.get((family, shape.vocabulary))
+    ends = tuple(dict.fromkeys([*shape.end_tokens, *(known.ends if known else ())]))
+    mask = _mask_token(config, known, mask_token, replace(shape, end_tokens=ends))
+    masking = Masking(
+        mask, _block(family, config, block), shifted=family == "dream", guided=family in ("llada", "llada-moe")
+    )
+    return replace(shape, end_tokens=ends, masking=masking)
+
+
+def _mask_token(config: Fields, known: KnownTokens | None, given: int | None, shape: Shape) -> int:
+    said = next(iter(config.ids("mask_token_id")), known.mask if known else None)
+    mask = said if given is None else given
+    if mask is None:
+        raise UsageError(
+            f"{config.where} does not say which token is the mask, and for a {shape.family} model of "
+            f"{shape.vocabulary} tokens it is not known. Give its number: --mask-token-id."
+        )
+    where = f"{config.where}: 'mask_token_id'" if given is None else "--mask-token-id"
+    if not 0 <= mask < shape.vocabulary:
+        raise UsageError(
+            f"{where} is {mask}, and there are {shape.vocabulary} tokens, from 0 on. Give the mask's number."
+        )
+    if mask in shape.end_tokens:
+        raise UsageError(f"{where} is {mask}, which ends an answer. Give the mask's own number: --mask-token-id.")
+    return mask
+
+
+def _block(family: str, config: Fields, given: int | None) -> int | None:
+    if family not in BLOCKS:
+        return None
+    return config.integer("block_size", BLOCKS[family]) if given is None else given
+
+
+def _llada(config: Fields, generation: Fields) -> Shape:
+    hidden, heads = config.integer("d_model"), config.integer("n_heads")
+    head_dim, tokens = divided(config, hidden, heads), config.integer("vocab_size")
+    vocabulary = config.integer("embedding_size", tokens)
+    if vocabulary < tokens:
+        raise config.wrong("embedding_size", f"{tokens} or more, as 'vocab_size' says")
+    if head_dim % 2:
+        raise config.wrong("n_heads", f"such that heads have an even size ({head_dim})")
+    rope, positions = rope_of(config, head_dim, config.integer("max_sequence_length"))
+    return Shape(
+        family="llada",
+        vocabulary=vocabulary,
+        hidden=hidden,
+        layers=config.integer("n_layers", most=MOST_LAYERS),
+        heads=heads,
+        kv_heads=_llada_kv_heads(config, heads),
+        head_dim=head_dim,
+        intermediate=config.integer("mlp_hidden_size", hidden * config.integer("mlp_ratio", 4)),
+        positions=positions,
+        norm_eps=config.number("rms_norm_eps", 1e-5, above=-1.0),
+        activation=activation_of(config, "activation_type", "silu"),
+        rope=rope,
+        tied=_llada_tied(config),
+        end_tokens=end_tokens_of(config, generation, None, vocabulary),
+        beginning_token=beginning_of(config, None, vocabulary),
+    )
+
+
+def _llada_kv_heads(config: Fields, heads: int) -> int:
+    """Either key may say it; neither: as many as heads."""
+    single = config.flag("multi_query_attention", False)
+    kv_heads = config.integer("n_kv_heads", 1 if single else heads)
+    if heads % kv_heads or (single and kv_heads != 1):
+        raise config.wrong(
+            "n_kv_heads", "1, as 'multi_query_attention' says" if single else f"a divisor of {heads} heads"
+        )
+    return kv_heads
+
+
+def _llada_tied(config: Fields) -> bool:
+    tied = config.flag("weight_tying", False)
+    if config.flag("tie_word_embeddings", tied) != tied:
+        raise config.wrong("tie_word_embeddings", f"{str(tied).lower()}, as 'weight_tying' says")
+    return tied
+
+
+def _llada_moe(config: Fields, generation: Fields) -> Shape:
+    shape = rotary_shape("llada-moe", config, generation, intermediate="dense_intermediate_size")
+    experts = Experts(
+        count=config.integer("num_experts", most=MOST_EXPERTS),
+        chosen=config.integer("num_experts_per_tok"),
+        intermediate=config.integer("expert_intermediate_size"),
+        dense=_without_experts(config, shape.layers),
+    )
+    _check_choice(config, experts)
+    return replace(shape, qk_norm=config.flag("qk_layernorm", False), experts=experts)
+
+
+def _without_experts(config: Fields, layers: int) -> tuple[int, ...]:
+    """`moe_layer_freq`: of each layer 1 for experts, 0 for an ordinary MLP."""
+    listed = config.values.get("moe_layer_freq") or [1] * layers
+    if not isinstance(listed, list) or len(listed) != layers or any(one not in (0, 1) for one in listed):
+        raise config.wrong("moe_layer_freq", f"a list of 0 or 1 for each of {layers} layers")
+    return tuple(layer for layer, one in enumerate(listed) if not one)
+
+
+def _llada2(config: Fields, generation: Fields) -> Shape:
+    shape = rotary_shape("llada2", config, generation, partial=True)
+    turned = 2 * len(shape.rope.inverse_frequencies) if shape.rope else 0
+    if config.integer("rotary_dim", turned) != turned:
+        raise config.wrong("rotary_dim", f"{turned}, as 'partial_rotary_factor' says")
+    chosen, inner = config.integer("num_experts_per_tok"), config.integer("moe_intermediate_size")
+    shared = config.integer("num_shared_experts", 0, least=0) * inner
+    if config.integer("moe_shared_expert_intermediate_size", inner) * (shared // inner) != shared:
+        raise config.wrong("moe_shared_expert_intermediate_size", f"{inner}, as 'moe_intermediate_size' says")
+    experts = Experts(
+        count=config.integer("num_experts", most=MOST_EXPERTS),
+        chosen=chosen,
+        intermediate=inner,
+        shared=shared,
+        dense=tuple(range(min(shape.layers, config.integer("first_k_dense_replace", 0, least=0)))),
+        scores="sigmoid",
+        normalised=chosen > 1,
+        scale=config.number("routed_scaling_factor", 2.5),
+        groups=config.integer("n_group", 1, most=MOST_EXPERTS),
+        groups_chosen=config.integer("topk_group", 1, most=MOST_EXPERTS),
+    )
+    _check_choice(config, experts)
+    return replace(shape, qk_norm=True, experts=experts)
+
+
+def _check_choice(config: Fields, experts: Experts) -> None:
+    size, remainder = divmod(experts.count, experts.groups)
+    if remainder or (experts.groups > 1 and size < 2):
+        raise config.wrong("n_group", f"a divisor of {experts.count} experts that leaves two or more in each group")
+    if experts.groups_chosen > experts.groups:
+        raise config.wrong("topk_group", f"at most {experts.groups}, as many as there are groups")
+    if experts.chosen > experts.groups_chosen * size:
+        raise config.wrong("num_experts_per_tok", f"at most the {experts.groups_chosen * size} that can be chosen from")
+
+
+def _dream(config: Fields, generation: Fields) -> Shape:
+    return rotary_shape("dream", config, generation)
+
+
+def _sdar(config: Fields, generation: Fields) -> Shape:
+    return replace(rotary_shape("sdar", config, generation), qk_norm=True)
+
+
+SHAPES: Mapping[str, Callable[[Fields, Fields], Shape]] = {
+    "llada": _llada,
+    "llada-moe": _llada_moe,
+    "llada2": _llada2,
+    "dream": _dream,
+    "sdar": _sdar,
+}
