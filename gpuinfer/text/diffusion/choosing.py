@@ -13,7 +13,6 @@ from gpuinfer.errors import BadPrompt, PluginError, UsageError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
 
-ORIGIN = "decoder options"
 KEPT = 256  # decoders with different options: requests bring them, so there is a bound
 
 
@@ -41,7 +40,8 @@ def made(name: str, options: str) -> UnmaskingDecoder:
     """A decoder with these options, a JSON object. Raises UsageError; what its own `__init__` raises is a WorkError."""
     kind = registry.load("decoders", name)
     given: Mapping[str, Any] = json.loads(options)
-    values = check(kind.Options, {key: Given(value, ORIGIN) for key, value in given.items()}, f"decoder '{name}'")
+    told = {key: Given(value, f"decoder option {key}") for key, value in given.items()}
+    values = check(kind.Options, told, f"decoder '{name}'")
     with blame.calling(kind, "__init__"):
         decoder: UnmaskingDecoder = kind(kind.Options(**values))
     decoder.name = name

@@ -146,3 +146,22 @@ def unit(position, record):
     key, seed = record.key, record.seed
     a, b, _, _ = philox(np.uint64(position), np.uint64(0), key & LOW_32, key >> U32, seed & LOW_32, seed >> U32)
     return np.float64(((a >> U5) << U26) | (b >> U6)) * UNIT
+
+
+def likeliest(logits):
+    """Of logits float32 [n, vocabulary] each row's likeliest token, int32 [n], and its probability, float64 [n]."""
+    count, vocabulary = logits.shape
+    tokens, chances = np.zeros(count, np.int32), np.zeros(count)
+    tops = np.zeros(-(-vocabulary // BLOCK), np.int32)
+    weights = np.zeros(BLOCK, np.float32)
+    likeliest_rows(np.require(logits, np.float32, ["C", "W"]), tops, weights, tokens, chances)
+    return tokens, chances
+
+
+@compiled
+def likeliest_rows(logits, tops, weights, tokens, chances):
+    for row in range(logits.shape[0]):
+        best, _ = survey(logits[row], tops)
+        token = first_of(logits[row], tops, best)
+        rest, _ = others(logits[row], value_of(best), token, weights, weights, False)
+        tokens[row], chances[row] = token, 1.0 / (1.0 + rest)

@@ -70,8 +70,8 @@ class UnmaskingDecoder(ABC):
         """What `Unmasking.options` may hold."""
 
     name: str = ""  # filled in from the entry point
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    edits: ClassVar[bool] = False
+    needs: frozenset[Need] = frozenset()  # may follow from the options, as `edits` may
+    edits: bool = False
     """Wants `View.edited`. A block whose masks are gone goes on, with views of no mask, until a decision edits nothing
     or `MOST_IDLE` steps have passed: until then none of its tokens is given out."""
     biased: ClassVar[bool] = True  # logit bias means what it says

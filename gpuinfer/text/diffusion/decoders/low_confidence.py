@@ -9,8 +9,8 @@ from gpuinfer.text.diffusion.decoders.picking import best
 
 
 class LowConfidence(UnmaskingDecoder):
-    """What the model is least sure of stays a mask ("low-confidence remasking": Nie et al. 2025, Large Language
-    Diffusion Models). The surest token of the block is committed even where nothing is due.
+    """Each step commits as many tokens as are due, the surest ones; one even where nothing is due. This is
+    "low-confidence remasking" (Nie et al. 2025, Large Language Diffusion Models).
     """
 
     def decide(self, kept: Any, view: View) -> Decision:
