@@ -16,6 +16,7 @@ from torch import Tensor
 from gpuinfer.text.arithmetic import FLOAT32, computes_in
 from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
 from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, pack
+from gpuinfer.text.decoder.cpu_attention import QUERIES
 from gpuinfer.text.decoder.cpu_product import aligned
 from gpuinfer.text.decoder.cpu_step import Lanes
 from gpuinfer.text.decoder.cpu_vectors import TILE
@@ -272,8 +273,9 @@ def _buffers(own: LaneWeights, rows: int) -> tuple[NDArray[Any], ...]:
 
 
 def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
-    """Scores of two queries, the queries, and their mixes of values."""
-    return (np.zeros(2 * tiles * TILE, np.float32), np.zeros(2 * padded, np.float32), np.zeros(2 * padded, np.float32))
+    """Of the queries that are computed together the scores, themselves, their mixes of values, the sums of weights."""
+    counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, QUERIES)
+    return tuple(np.zeros(count, np.float32) for count in counts)
 
 
 def _sched_yield() -> int:

@@ -1,4 +1,6 @@
-"""Attention of one lane's heads over the cache, one query at a time: a row's result never depends on its company."""
+"""Attention of one lane's heads over the cache: queries share what is read, and nothing else, so that a row's result
+never depends on its company.
+"""
 
 import numpy as np
 
@@ -6,20 +8,25 @@ from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_intrinsics import poke
 from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow
 from gpuinfer.text.decoder.cpu_vectors import (
+    SUMS,
     TILE,
     add_vectors,
+    add_weighed,
     soften,
     store_scaled,
     tile_scores,
     turn_vectors,
-    weighed_sum,
 )
+
+QUERIES = 4  # that share what they read of the cache, at most
+OF_ONE, OF_TWO, OF_FOUR = SUMS, SUMS // 2, SUMS // 4  # tiles at once, for so many queries
+BLOCK = 256  # positions whose values are summed by themselves: one long sum would lose digits
 
 
 @compiled
 def attend_segment(
     layer, row, slot, start, length, sees, window, sizes, eps, qkv, biases, query_scale, key_scale, cosines, sines,
-    keys, values, scores, query, mix, mixed,
+    keys, values, scores, query, mix, totals, mixed,
 ):  # fmt: skip
     """Store the keys and values of a segment's rows, then put what each row sees in `mixed`.
 
@@ -46,51 +53,81 @@ def attend_segment(
     queries = length * group
     for head in range(kv_heads):
         place = base + head * slot_values
-        for number in range(0, queries, 2):  # by position, and by head within: two share what they read of the cache
-            count = min(2, queries - number)
+        for number in range(0, queries, QUERIES):  # by position, and by head within
+            count = min(QUERIES, queries - number)
             for which in range(count):
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
                 load_head(qkv[row + t], biases, column, query_scale, sizes, eps, query, which * padded)
                 turn(query, which * padded, cosines[start + t], sines[start + t], half)
-            near, far = number // group, (number + count - 1) // group
+            store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(dim)), count * padded, query, 0)
             attend(
-                count, start + near, start + far, sees[row + near], sees[row + far], window, place, padded, sizes,
-                keys, values, scores, query, mix,
-            )  # fmt: skip
+                count, row, start, number, group, sees, window, place, padded, keys, values, scores, query, mix, totals
+            )
             for which in range(count):
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
                 put(mix, which * padded, dim, mixed[row + t], sizes[at.MIXED] + column)
 
 
 @inlined
-def attend(
-    count, near, far, near_sees, far_sees, window, place, dim, sizes, keys, values, scores, query, mix
-):  # fmt: skip
-    """mix = Σ softmax(query · key) · value for one query at position `near`, or for a second one at `far` as well.
+def attend(count, row, start, number, group, sees, window, place, dim, keys, values, scores, query, mix, totals):
+    """mix = Σ softmax(query · key) · value for `count` queries, where the one numbered n in its segment belongs to the
+    token n // `group` of it; the first here has the number `number`.
 
-    What a query does not see scores -inf, so that whole tiles are gone through: its weight is 0.
+    All go through the same tiles: what a query does not see scores -inf, and its weight is 0.
     """
-    first = oldest_seen(near, window) // TILE
-    end = max(near_sees, far_sees)
-    tiles, seen = -(-end // TILE) - first, end - first * TILE
-    store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(sizes[at.HEAD_DIM])), count * dim, query, 0)
-    for tile in range(tiles):
-        keys_at = place + (first + tile) * dim * TILE
-        if count == 2:
-            tile_scores(2, query, keys, keys_at, dim, scores, tile * TILE)
-        else:
-            tile_scores(1, query, keys, keys_at, dim, scores, tile * TILE)
-    values_at = place + first * TILE * dim
-    totals = weigh(scores, 0, oldest_seen(near, window), near_sees, first, tiles), np.float32(1)
-    if count == 2:
-        totals = totals[0], weigh(scores, len(scores) // 2, oldest_seen(far, window), far_sees, first, tiles)
-        for column in range(0, dim, TILE):
-            weighed_sum(2, scores, seen, values, values_at + column, dim, mix, column)
-        store_scaled(mix, dim, np.float32(1) / totals[1], dim, mix, dim)
+    first = oldest_seen(start + number // group, window) // TILE
+    end = sees[row + number // group]
+    for which in range(1, count):
+        end = max(end, sees[row + (number + which) // group])
+    tiles, stride = -(-end // TILE) - first, len(scores) // QUERIES
+    score(count, tiles, query, keys, place + first * TILE * dim, dim, scores, stride)
+    for which in range(count):
+        t = (number + which) // group
+        total = weigh(scores, which * stride, oldest_seen(start + t, window), sees[row + t], first, tiles)
+        poke(totals, which, total)
+    mix[: count * dim] = np.float32(0)
+    for begin in range(first * TILE // BLOCK * BLOCK, end, BLOCK):  # the same blocks, whatever comes first
+        seen = max(begin, first * TILE)
+        rows = min(begin + BLOCK, end) - seen
+        add_values(count, rows, values, place + seen * dim, dim, scores, seen - first * TILE, stride, mix)
+    for which in range(count):
+        store_scaled(mix, which * dim, np.float32(1) / totals[which], dim, mix, which * dim)
+
+
+@inlined
+def score(count, tiles, query, keys, keys_at, dim, scores, stride):
+    """The scores of all queries over these tiles."""
+    size = dim * TILE
+    if count == 1:
+        for tile in range(0, tiles, OF_ONE):
+            begin = keys_at + tile * size
+            tile_scores(1, OF_ONE, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
+    elif count == 2:
+        for tile in range(0, tiles, OF_TWO):
+            begin = keys_at + tile * size
+            tile_scores(2, OF_TWO, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
     else:
-        for column in range(0, dim, TILE):
-            weighed_sum(1, scores, seen, values, values_at + column, dim, mix, column)
-    store_scaled(mix, 0, np.float32(1) / totals[0], dim, mix, 0)
+        for tile in range(0, tiles, OF_FOUR):
+            begin = keys_at + tile * size
+            tile_scores(4, OF_FOUR, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
+
+
+@inlined
+def add_values(count, rows, values, values_at, dim, weights, weights_at, stride, mix):
+    """Add the values of so many positions, each times its weight, to the mix of all queries."""
+    tiles = dim // TILE
+    if count == 1:
+        for tile in range(0, tiles, OF_ONE):
+            begin, into = values_at + tile * TILE, mix[tile * TILE :]
+            add_weighed(1, OF_ONE, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
+    elif count == 2:
+        for tile in range(0, tiles, OF_TWO):
+            begin, into = values_at + tile * TILE, mix[tile * TILE :]
+            add_weighed(2, OF_TWO, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
+    else:
+        for tile in range(0, tiles, OF_FOUR):
+            begin, into = values_at + tile * TILE, mix[tile * TILE :]
+            add_weighed(4, OF_FOUR, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
 
 
 @inlined

@@ -22,14 +22,23 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from gpuinfer.models.kernel_cache import c_compiler
 from gpuinfer.text.decoder.cpu_intrinsics import F32, I64
 from gpuinfer.text.decoder.cpu_math import SOURCES, inlined
-from gpuinfer.text.decoder.cpu_vectors import HALF, TILE, WIDE, add_product, counting, splat, sum_of_none, widened
+from gpuinfer.text.decoder.cpu_vectors import (
+    HALF,
+    TILE,
+    WIDE,
+    WIDE_VECTORS,
+    add_product,
+    counting,
+    splat,
+    sum_of_none,
+    widened,
+)
 
 
 @intrinsic
@@ -107,8 +116,6 @@ def _bytes(vector):
 
 
 SIGNATURE = types.void(*[types.int64] * 8)
-FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what Numba compiles for
-WIDE_VECTORS = "+avx512f" in FEATURES
 ROWS, PANELS = (8, 2) if WIDE_VECTORS else (6, 1)  # sums at once: 16 of 32 registers, or 12 of 16 in halves
 PAIR_PANELS = 2
 LONE_PANELS = 4

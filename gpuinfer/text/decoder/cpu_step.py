@@ -115,7 +115,7 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     )
     keys, values = cache
     x, normed, mixed, inner, added, last, logits = shared
-    qkv, up, qkv_biases, up_biases, scores, query, mix, adapters, wide, low, delta = own
+    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, adapters, wide, low, delta = own
     lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
     first, end = rows * lane // lanes, rows * (lane + 1) // lanes
     product = addresses[at.PRODUCT]
@@ -142,7 +142,7 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             attend_segment(
                 layer, row, slots[segment], starts[segment], lengths[segment], sees, windows[layer], sizes, eps,
                 qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
-                keys, values, scores, query, mix, mixed,
+                keys, values, scores, query, mix, totals, mixed,
             )  # fmt: skip
             row += lengths[segment]
         barrier(control, lanes, addresses)

@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from gpuinfer.text.decoder.cpu_intrinsics import F32, I32, I64
@@ -23,80 +24,97 @@ LEAST, LOG2_E = -87.0, 1.4426950216293335  # all exact in float32
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286057785444427e-06
 COEFFICIENTS = [float(np.float32(1 / math.factorial(n))) for n in range(8)]
 FLOATS = types.Array(types.float32, 1, "C")
-CHAINS = 4  # sums kept apart, so that one addition need not wait for the one before
+FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what Numba compiles for
+WIDE_VECTORS = "+avx512f" in FEATURES
+SUMS = 8 if WIDE_VECTORS else 4  # of 16 values, kept apart in registers: so many that none waits for the one before
 
 
 @intrinsic
-def tile_scores(typing, count, queries, keys, keys_at, dim, scores, scores_at):
-    """The products of one or two queries with the 16 keys of a tile, [dim, 16] from `keys_at` on.
+def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, scores, scores_at, stride):
+    """The products of `count` queries with the 16 keys of each tile, [dim, 16] one after another from `keys_at` on.
 
-    `count`, a literal, says how many queries there are; the second lies `dim` after the first, its scores in the second
-    half of `scores`. `dim` is a multiple of 4. A query's scores have the same bits with and without another beside it.
+    `most` and `tiles`, literals, are what registers are there for; queries beyond `count` and tiles beyond `there` are
+    not looked at. Queries lie `dim` apart, their scores `stride`. A score is summed in the order of its terms.
     """
-    if not (isinstance(count, types.IntegerLiteral) and isinstance(keys, types.Array)):
+    if not (_literals(most, tiles) and isinstance(keys, types.Array)):
         return None
 
     def generate(context, builder, signature, values):
-        queries, keys, scores = (_data(context, builder, signature, values, index) for index in (1, 2, 5))
-        keys_at, dim, scores_at = values[3], values[4], values[6]
-        sums = [[sum_of_none(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
-        with counting(builder, dim, CHAINS) as d:
-            for chain in range(CHAINS):
-                at = builder.add(d, ir.Constant(I64, chain))
-                key = _load(builder, keys, builder.add(keys_at, builder.mul(at, ir.Constant(I64, TILE))))
-                for number, totals in enumerate(sums):
-                    place = builder.add(at, builder.mul(dim, ir.Constant(I64, number)))
-                    value = builder.load(builder.gep(queries, [place]))
-                    add_product(builder, totals[chain], splat(builder, value), key)
-        half = builder.udiv(_size(context, builder, signature, values, 5), ir.Constant(I64, 2))
-        for number, totals in enumerate(sums):
-            place = builder.add(scores_at, builder.mul(half, ir.Constant(I64, number)))
-            _store(builder, scores, place, _sum(builder, totals))
+        queries, keys, scores = (_data(context, builder, signature, values, index) for index in (3, 5, 8))
+        count, there, keys_at, dim, scores_at, stride = (values[index] for index in (2, 4, 6, 7, 9, 10))
+        rows, places = _within(builder, most, count), _within(builder, tiles, there)
+        given = [builder.gep(queries, [builder.mul(row, dim)]) for row in rows]
+        begins = [builder.add(keys_at, builder.mul(place, builder.mul(dim, _number(TILE)))) for place in places]
+        sums = [[sum_of_none(builder) for _ in places] for _ in rows]
+        with counting(builder, dim, 1) as d:
+            offset = builder.mul(d, _number(TILE))
+            terms = [_load(builder, keys, builder.add(begin, offset)) for begin in begins]
+            for query, totals in zip(given, sums, strict=True):
+                value = splat(builder, builder.load(builder.gep(query, [d])))
+                for total, term in zip(totals, terms, strict=True):
+                    add_product(builder, total, value, term)
+        for row, totals in zip(rows, sums, strict=True):
+            begin = builder.add(scores_at, builder.mul(row, stride))
+            for place, total in zip(places, totals, strict=True):
+                _store(builder, scores, builder.add(begin, builder.mul(place, _number(TILE))), builder.load(total))
         return context.get_dummy_value()
 
-    return types.void(count, FLOATS, keys, types.int64, types.int64, FLOATS, types.int64), generate
+    counts = types.int64, FLOATS, types.int64, keys, types.int64, types.int64, FLOATS, types.int64, types.int64
+    return types.void(most, tiles, *counts), generate
 
 
 @intrinsic
-def weighed_sum(typing, count, weights, rows, cached, cached_at, stride, out, out_at):
-    """Σ weights[j] · cached[j, 16 columns] over j < rows for one or two queries, to out[out_at : out_at + 16].
+def add_weighed(typing, most, tiles, count, weights, weights_at, stride, rows, there, cached, cached_at, dim, out):
+    """out[q · dim + c] += Σ weights[q, j] · cached[j, c] over j < rows, for `count` queries and `there` × 16 columns.
 
-    Rows of `cached` lie `stride` apart. The second query's weights are the second half of `weights`, its sum lies
-    `stride` after the first. A query's sum has the same bits with and without another beside it, and with weights of 0
-    behind its own.
+    `most` and `tiles` as of `tile_scores`. Rows of `cached`, from `cached_at` on, and queries in `out` lie `dim` apart;
+    weights of a query begin at `weights_at`, `stride` after those of the one before. The sum is taken in the order of
+    the rows, from 0, and then added.
     """
-    if not (isinstance(count, types.IntegerLiteral) and isinstance(cached, types.Array)):
+    if not (_literals(most, tiles) and isinstance(cached, types.Array)):
         return None
 
     def generate(context, builder, signature, values):
-        weights, cached, out = (_data(context, builder, signature, values, index) for index in (1, 3, 6))
-        rows, cached_at, stride, out_at = values[2], values[4], values[5], values[7]
-        sums = [[sum_of_none(builder) for _ in range(CHAINS)] for _ in range(count.literal_value)]
-        half = builder.udiv(_size(context, builder, signature, values, 1), ir.Constant(I64, 2))
-
-        def add(j, chain):
-            row = builder.add(j, ir.Constant(I64, chain))
-            value = _load(builder, cached, builder.add(cached_at, builder.mul(row, stride)))
-            for number, totals in enumerate(sums):
-                place = builder.add(row, builder.mul(half, ir.Constant(I64, number)))
-                weight = builder.load(builder.gep(weights, [place]))
-                add_product(builder, totals[chain], splat(builder, weight), value)
-
-        whole = builder.and_(rows, ir.Constant(I64, -CHAINS))
-        with counting(builder, whole, CHAINS) as j:
-            for chain in range(CHAINS):
-                add(j, chain)
-        for chain in range(CHAINS - 1):  # each row has its chain, whatever comes behind it
-            there = builder.icmp_signed("<", builder.add(whole, ir.Constant(I64, chain)), rows)
-            with builder.if_then(there):
-                add(whole, chain)
-        for number, totals in enumerate(sums):
-            place = builder.add(out_at, builder.mul(stride, ir.Constant(I64, number)))
-            _store(builder, out, place, _sum(builder, totals))
+        weights, cached, out = (_data(context, builder, signature, values, index) for index in (3, 8, 11))
+        count, weights_at, stride, rows, there, cached_at, dim = (values[index] for index in (2, 4, 5, 6, 7, 9, 10))
+        queries = _within(builder, most, count)
+        columns = [builder.mul(place, _number(TILE)) for place in _within(builder, tiles, there)]
+        given = [builder.gep(weights, [builder.add(weights_at, builder.mul(row, stride))]) for row in queries]
+        sums = [[sum_of_none(builder) for _ in columns] for _ in queries]
+        with counting(builder, rows, 1) as j:
+            begin = builder.add(cached_at, builder.mul(j, dim))
+            terms = [_load(builder, cached, builder.add(begin, column)) for column in columns]
+            for row, totals in zip(given, sums, strict=True):
+                value = splat(builder, builder.load(builder.gep(row, [j])))
+                for total, term in zip(totals, terms, strict=True):
+                    add_product(builder, total, value, term)
+        places = [[builder.add(builder.mul(row, dim), column) for column in columns] for row in queries]
+        found = [
+            [builder.fadd(_load(builder, out, place), builder.load(total)) for place, total in zip(*both, strict=True)]
+            for both in zip(places, sums, strict=True)
+        ]  # all of them, before any is stored: one that is looked at twice is added to once
+        for into, totals in zip(places, found, strict=True):
+            for place, total in zip(into, totals, strict=True):
+                _store(builder, out, place, total)
         return context.get_dummy_value()
 
-    signature = (count, FLOATS, types.int64, cached, types.int64, types.int64, FLOATS, types.int64)
-    return types.void(*signature), generate
+    counts = types.int64, FLOATS, types.int64, types.int64, types.int64, types.int64
+    return types.void(most, tiles, *counts, cached, types.int64, types.int64, FLOATS), generate
+
+
+def _literals(*given):
+    return all(isinstance(one, types.IntegerLiteral) for one in given)
+
+
+def _within(builder, most, count):
+    """Numbers from 0 to before `most`, a literal; the last of `count` again for those beyond."""
+    last = builder.sub(count, _number(1))
+    numbers = [_number(number) for number in range(most.literal_value)]
+    return [builder.select(builder.icmp_signed("<", number, last), number, last) for number in numbers]
+
+
+def _number(value):
+    return ir.Constant(I64, value)
 
 
 @intrinsic
@@ -212,10 +230,6 @@ def _data(context, builder, signature, values, index):
     return context.make_array(signature.args[index])(context, builder, values[index]).data
 
 
-def _size(context, builder, signature, values, index):
-    return context.make_array(signature.args[index])(context, builder, values[index]).nitems
-
-
 @contextlib.contextmanager
 def counting(builder, end, step):
     """A loop from 0 to before `end`."""
@@ -264,8 +278,3 @@ def _store(builder, data, offset, vector):
     rounded = builder.add(builder.add(bits, odd), ir.Constant(BITS, [0x7FFF] * TILE))
     half = builder.trunc(builder.lshr(rounded, shift), HALF)
     builder.store(half, builder.bitcast(place, ir.PointerType(HALF)), align=2)
-
-
-def _sum(builder, sums):
-    a, b, c, d = (builder.load(total) for total in sums)
-    return builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
