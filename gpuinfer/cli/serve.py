@@ -17,7 +17,7 @@ from gpuinfer.cli.serving_fleet import FleetOptions
 from gpuinfer.host import leaving
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.terminal import show_status
-from gpuinfer.serving.options import check_address, spec_of
+from gpuinfer.serving.options import check_address, spec_of, usual_unmasking
 
 if TYPE_CHECKING:
     from gpuinfer.config.described import Described
@@ -125,7 +125,8 @@ def described_by(own: FleetOptions, merged: Settings) -> Described:
 
     if own.setup_file is not None:
         return described.read(own.setup_file)
-    setup = replace(setup_of(merged.common), model=spec_of(own), deterministic=own.deterministic)
+    spec = spec_of(own)
+    setup = replace(setup_of(merged.common), model=spec, deterministic=own.deterministic)
     backend_options, strategy_options = served_plainly(NAME, setup, merged)
     return described.Described(
         setup=setup,
@@ -133,6 +134,7 @@ def described_by(own: FleetOptions, merged: Settings) -> Described:
         backend_options=backend_options,
         strategy=merged.common.strategy,
         strategy_options=strategy_options,
+        unmasking=usual_unmasking(own, spec),
         served_model_name=own.served_model_name,
     )
 

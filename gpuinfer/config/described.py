@@ -15,6 +15,7 @@ from msgspec import Struct
 from gpuinfer.api import Backend, Setup, Strategy
 from gpuinfer.config import blame, registry
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Unmasking
 from gpuinfer.host.files import write_whole
 
 MOST_BYTES = 1 << 20
@@ -28,6 +29,7 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backend_options: Mapping[str, Any] = {}
     strategy: str = "dynamic"
     strategy_options: Mapping[str, Any] = {}
+    unmasking: Unmasking | None = None  # how masks are filled in where a request does not say
     served_model_name: str | None = None  # by which clients name the model; None: see `name`
 
     @property

@@ -20,6 +20,7 @@ from gpuinfer.openai.schema import MOST_DECODER_OPTIONS, MOST_TOKENS, Drawing
 Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
 SAME = ("decoder", "steps", "block_length", "threshold", "cfg_scale", "cache")
 FIELDS = (*SAME, "decoder_options")
+USUAL_TOKENS = 128  # of a diffusion model's answer where nobody says: each step computes all of them
 OF_A_DECODER = ("threshold", "options")  # another one reads them otherwise, or not at all
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.generation import Generation, Prompt
 from gpuinfer.http.exchange import ClientGone, Exchange
 from gpuinfer.openai.requests import AskedRequest, PromptDefaults, RequestReader
 from gpuinfer.openai.responses import Chunks, Envelope, response
@@ -22,7 +22,8 @@ from gpuinfer.serving.bounds import MOST_PROMPTS, check_request
 from gpuinfer.serving.growing import growing, whole
 from gpuinfer.serving.service import Service, ways
 
-COMPLETION_TOKENS = 16  # of a completion that says nothing else, as OpenAI has it; a chat goes on to its end
+USUAL = {"/v1/completions": 16, "/v1/chat/completions": MOST_TOKENS}
+"""Tokens of an answer that is asked for without a number: as OpenAI has them, where a chat goes on to its end."""
 
 
 class Chats:
@@ -30,17 +31,20 @@ class Chats:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._readers = {
-            "/v1/completions": _reader(COMPLETION_TOKENS),
-            "/v1/chat/completions": _reader(MOST_TOKENS),
-        }
+        self._readers: dict[str, RequestReader] = {}
+
+    def _reader(self, url: str) -> RequestReader:
+        """Made with the first request: what is usual is known once the model is loaded."""
+        if url not in self._readers:
+            self._readers[url] = RequestReader(PromptDefaults(self._service.usual(USUAL[url])), streams=True)
+        return self._readers[url]
 
     def answer(self, url: str) -> Callable[[Exchange, Asking], Any]:
         """The work of the route `url`."""
 
         async def work(exchange: Exchange, asking: Asking) -> None:
             begun, body = events.split_begun(exchange.body, asking.begun)
-            asked = await self._service.decoded(lambda body: self._readers[url].read_all(body, url, MOST_PROMPTS), body)
+            asked = await self._service.decoded(lambda body: self._reader(url).read_all(body, url, MOST_PROMPTS), body)
             adapter = self._service.adapter_of(asked[0].model)
             for one in asked:
                 check_request(one.prompt, self._service.widest)
@@ -80,10 +84,6 @@ class Chats:
             asking.span.failed(type(error).__name__)
             await exchange.write(events.error_event(self._service.refused(error, asking.id).body))
             exchange.end()
-
-
-def _reader(tokens: int) -> RequestReader:
-    return RequestReader(PromptDefaults(Sampling(max_tokens=tokens)), streams=True)
 
 
 def _taken_up(prompts: Sequence[Prompt], begun: Mapping[int, events.Begun]) -> list[Prompt]:

@@ -9,8 +9,10 @@ from pydantic import Field
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.layouts import INPUT_DTYPES
-from gpuinfer.openai.options import ModelOptions, check_model, model_of
+from gpuinfer.openai.options import ModelOptions, check_model, model_of, try_out
+from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
 
 NETWORKS = ("blobnet", "blobnet-small")  # `models.networks` imports torch
 FEATURES, ACTIONS, SEATS = 256, 53, 4  # of a built-in network, where nobody says otherwise
@@ -21,7 +23,7 @@ WANTED = (
 HERE = ("127.0.0.1", "::1", "localhost")
 
 
-class ServeOptions(ModelOptions):
+class ServeOptions(UnmaskingOptions, ModelOptions):
     """One server's flags."""
 
     model: str | None = Field(
@@ -61,6 +63,7 @@ def spec_of(own: ServeOptions) -> ModelSpec:
     if own.model is None or not is_of_rows(own.model):
         _refuse_rows_flags(own)
         return model_of(own)
+    _refuse_text_flags(own)
     if own.input_dtype not in INPUT_DTYPES:
         raise UsageError(f"--input-dtype {own.input_dtype} is none of {', '.join(INPUT_DTYPES)}.")
     built_in = own.model in NETWORKS
@@ -92,6 +95,21 @@ def _refuse_rows_flags(own: ServeOptions) -> None:
                 f"--{name} is said of a network of rows, and {model_of(own).name} is a model of text. "
                 f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
             )
+
+
+def _refuse_text_flags(own: ServeOptions) -> None:
+    for name in (*FIELDS, "mask_token_id"):
+        if getattr(own, name) not in (None, {}):
+            flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is said of a diffusion model, and {own.model} takes rows. Leave it out.")
+
+
+def usual_unmasking(own: ServeOptions, spec: ModelSpec) -> Unmasking | None:
+    """How masks are filled in where a request does not say. Raises `UsageError` for a model that cannot."""
+    wanted = unmasking_of(own)
+    if wanted is not None:
+        try_out(spec, Sampling(unmasking=wanted))
+    return wanted
 
 
 def check_address(own: ServeOptions) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from gpuinfer.generation import MOST_TEMPERATURE, Prompt, Sampling
+from gpuinfer.generation import MOST_TEMPERATURE, Prompt
 from gpuinfer.http.exchange import Exchange
 from gpuinfer.openai.requests import unreadable
 from gpuinfer.openai.schema import MOST_SAMPLES, MOST_TOKENS
@@ -38,7 +38,10 @@ class Predict:
 
     async def __call__(self, exchange: Exchange, asking: Asking) -> None:
         asked = await self._service.decoded(_read, exchange.body)
-        sampling = Sampling(max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed)
+        usual = self._service.usual(asked.max_new_tokens)
+        sampling = msgspec.structs.replace(
+            usual, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed
+        )
         key = "" if asked.seed is not None else asking.id
         prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
         check_request(prompt, self._service.widest)

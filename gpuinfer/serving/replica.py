@@ -78,7 +78,12 @@ class Replica:
         self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
         self.health = Health(self.session, described.name, described.kind)
         self.service = Service(
-            self.session, self.health, described.setup.model, behind_router=place.behind_router, spans=spans
+            self.session,
+            self.health,
+            described.setup.model,
+            unmasking=described.unmasking,
+            behind_router=place.behind_router,
+            spans=spans,
         )
         self._loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()  # asked to end
@@ -121,6 +126,7 @@ class Replica:
             await asyncio.wait({loading}, timeout=1.0)
             return DONE
         loading.result()
+        await self.service.look_at_model()
         self.health.phase = "ready"
         if self._place.ready_file is not None:
             told = {"host": self._place.host, "port": port, "pid": os.getpid()}

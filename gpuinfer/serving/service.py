@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendDied, unwrap
+from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler
 from gpuinfer.http.malformed import Malformed
+from gpuinfer.openai.unmasking import USUAL_TOKENS
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving.answers import DRAINING, STARTING, NoSuchModel, Refused, Unavailable, plain_headers
 from gpuinfer.serving.asking import Asking, asking_of, new_id
@@ -35,6 +37,8 @@ class Service:
     session: Session
     health: Health
     spec: ModelSpec
+    unmasking: Unmasking | None = None  # where a request says nothing of it
+    model: Mapping[str, Any] = field(default_factory=dict)  # what its backend tells of it, once it is loaded
     behind_router: bool = False
     recent: Recent = field(default_factory=Recent)
     spans: Spans = NO_SPANS
@@ -53,12 +57,24 @@ class Service:
         limits = self.session.limits
         return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
 
+    async def look_at_model(self) -> None:
+        """Once it is loaded."""
+        await self.session.refresh()
+        self.model = self.session.snapshot().device.get("model") or {}
+
+    def usual(self, tokens: int) -> Sampling:
+        """Of a request that says nothing; `tokens`: of an answer that goes on from left to right, at most."""
+        if self.model.get("diffusion"):  # all of them are computed in each step, and make another answer
+            tokens = min(tokens, USUAL_TOKENS)
+        return Sampling(max_tokens=tokens, unmasking=self.unmasking)
+
     def facts(self) -> dict[str, Any]:
         """What the model takes, as far as that is known yet."""
         told: dict[str, Any] = {"kind": self.health.kind}
         if self.health.kind == "rows":
             told |= {"features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
         if self.health.phase != "starting":
+            told |= {name: self.model[name] for name in ("family", "diffusion") if name in self.model}
             told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
         return told
 

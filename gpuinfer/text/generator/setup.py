@@ -217,6 +217,8 @@ def _assembled(
         max_adapters=tuning.max_adapters,
         facts={
             "model": checkpoint.name,
+            "family": checkpoint.shape.family,
+            "diffusion": checkpoint.shape.masking is not None,
             "device": str(device),
             "dtype": setup.dtype,
             "computes_in": decoder.computes_in,
