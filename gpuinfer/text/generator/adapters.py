@@ -127,6 +127,15 @@ class Adapters:
         return f"it asks for the adapter '{asked[:MOST_NAME]}', and {there}. Load it first, or leave `adapter` out."
 
 
+def weights_name(adapter: Loaded | None, version: str) -> str:
+    """Of what computes an answer: an adapter's, with the base's `version` behind it where that is not the one of the
+    start.
+    """
+    if adapter is None:
+        return version
+    return f"{adapter.label}+{version}" if version else adapter.label
+
+
 def check_name(name: str) -> None:
     """Raises `UsageError` for one that could not be told from another."""
     if not name or len(name) > MOST_NAME or "@" in name or not name.isprintable() or name != name.strip():

@@ -22,7 +22,7 @@ from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
 from gpuinfer.text.generator.giving import MOST_PARTS_S
-from gpuinfer.text.generator.prepared import Prepared, PromptWork, prepare
+from gpuinfer.text.generator.prepared import Prepared, PromptWork, Row, prepare
 from gpuinfer.text.generator.protocol import Stepped
 from gpuinfer.text.generator.seams import Drawn, Ints, Language, Sampler
 from gpuinfer.text.generator.settling import Echo, Settling
@@ -77,7 +77,7 @@ class Generator:
             lambda adapter: self._adapters.give_back(adapter),
         )
         self._adapters = Adapters(decoder, max_adapters, self._admission.forget_adapter)
-        self._troubles = Troubles(self._table)
+        self._troubles: Troubles[Row] = Troubles(self._table)
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._queued = decoder.device.type == "cuda"
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part
 from gpuinfer.models.memory import first_line
-from gpuinfer.text.generator.adapters import Loaded
+from gpuinfer.text.generator.adapters import Loaded, weights_name
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
@@ -53,7 +53,7 @@ class Settling:
 
     def begin(self, work: PromptWork, now: float) -> None:
         """It is under way from now on. What there is of it that needs no step is complete at once."""
-        work.versions = (self._name(work),)
+        work.versions = (weights_name(work.adapter, self.version),)
         self.works[work.ticket] = work
         for number in range(work.prepared.samples):
             if not work.prepared.computes(number):
@@ -65,17 +65,11 @@ class Settling:
         table = self._table
         for work in self.works.values():
             begun = any(table.filled[row.slot] for row in work.rows)
-            name = self._name(work)
+            name = weights_name(work.adapter, self.version)
             work.versions = (*work.versions, name) if begun else (name,)
             for row in work.rows:
                 if table.rows[row.slot] is row:
                     row.versions = then(row.versions, self._drawn(row), name)
-
-    def _name(self, work: PromptWork) -> str:
-        """Of what computes it now: an adapter's, with the base's behind it where that is not the one of the start."""
-        if work.adapter is None:
-            return self.version
-        return f"{work.adapter.label}+{self.version}" if self.version else work.adapter.label
 
     def _drawn(self, row: Row) -> int:
         """How many tokens of its answer are known."""

@@ -28,6 +28,7 @@ from gpuinfer.text.shape import Shape
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
+    from gpuinfer.text.diffusion.generator import DiffusionGenerator
 
 LONGEST = 4096  # positions of a slot unless the user asks for more
 SHORTEST = 256  # below it the user has to ask
@@ -86,6 +87,7 @@ class Tuning:
 
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
+CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS = 4096, 16384  # of diffusion models: rows bring whole canvases, and take turns
 CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as long as several that are
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
@@ -111,7 +113,7 @@ class Options(Protocol):
     def max_adapters(self) -> int: ...
 
 
-def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
+def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text". `spec.arguments` may carry slots, context and step_tokens: the tuning's
     come before them. Its `facts` tell what was estimated and what is there.
 
@@ -123,7 +125,7 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
-    wanted = asked(spec, tuning, setup, device, computes=checkpoint.shape.layers > 0)
+    wanted = asked(spec, tuning, setup, device, checkpoint.shape)
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
     length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device), beside)
@@ -135,7 +137,7 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator:
     return generator
 
 
-def _warm_up(generator: Generator) -> None:
+def _warm_up(generator: Generator | DiffusionGenerator) -> None:
     """Answer two prompts of one token, so that kernels are compiled and pages are there before work comes."""
     for temperature in (0.0, 1.0):
         sampling = Sampling(max_tokens=min(2, generator.decoder.length - 1), temperature=temperature)
@@ -147,14 +149,13 @@ def _warm_up(generator: Generator) -> None:
             generator.step()
 
 
-def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, *, computes: bool) -> Tuning:
-    """What was asked for, with what follows from the machine, and from whether the model computes anything.
+def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
+    """What was asked for, with what follows from the machine and the model.
 
     Raises `UsageError` for numbers below 1.
     """
     given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in ("slots", "context", "step_tokens")}
-    usual = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
-    step_tokens = given["step_tokens"] or (usual if computes else NULL_STEP_TOKENS)
+    step_tokens = given["step_tokens"] or usual_step_tokens(shape, device)
     threads = tuning.threads or max(1, cores() // setup.processes)
     return Tuning(
         given["slots"],
@@ -166,6 +167,16 @@ def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, 
         folders_given(tuning.adapters, spec.arguments),
         tuning.max_adapters,
     )
+
+
+def usual_step_tokens(shape: Shape, device: torch.device) -> int:
+    """The most tokens of a step where nobody says."""
+    cuda = device.type == "cuda"
+    if shape.masking is not None:
+        return CUDA_CANVAS_TOKENS if cuda else CPU_CANVAS_TOKENS
+    if not shape.layers:
+        return NULL_STEP_TOKENS
+    return CUDA_STEP_TOKENS if cuda else CPU_STEP_TOKENS
 
 
 def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | None:
@@ -183,7 +194,7 @@ def _assembled(
     dtype: torch.dtype,
     length: int,
     estimate: Mapping[str, int],
-) -> Generator:
+) -> Generator | DiffusionGenerator:
     from gpuinfer.text.checkpoint import read_adapter
     from gpuinfer.text.checkpoint.replacement import read_other_weights
     from gpuinfer.text.decoder import open_sized
@@ -203,19 +214,15 @@ def _assembled(
         graphs=tuning.graphs,
         step_tokens=step_tokens,
     )
-    return Generator(
-        decoder,
-        language,
-        seed=setup.seed,
-        end_tokens=language.end_tokens,
-        step_tokens=step_tokens,
-        threads=threads,
-        deterministic=setup.deterministic,
-        gather_steps=CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0,
-        read=partial(read_other_weights, checkpoint, dtype=dtype),
-        read_adapter=partial(read_adapter, checkpoint),
-        max_adapters=tuning.max_adapters,
-        facts={
+    common: dict[str, Any] = {
+        "seed": setup.seed,
+        "end_tokens": language.end_tokens,
+        "step_tokens": step_tokens,
+        "threads": threads,
+        "read": partial(read_other_weights, checkpoint, dtype=dtype),
+        "read_adapter": partial(read_adapter, checkpoint),
+        "max_adapters": tuning.max_adapters,
+        "facts": {
             "model": checkpoint.name,
             "family": checkpoint.shape.family,
             "diffusion": checkpoint.shape.masking is not None,
@@ -232,7 +239,13 @@ def _assembled(
             "cache_bytes": decoder.cache_bytes(),
             "measured_bytes": _measured(estimate["weights_bytes"], sizing.measured_bytes),
         },
-    )
+    }
+    if decoder.shape.masking is not None:
+        from gpuinfer.text.diffusion.generator import DiffusionGenerator
+
+        return DiffusionGenerator(decoder, language, **common)
+    gather_steps = CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0
+    return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
 
 
 def _measured(weights_bytes: int, cache_and_step_bytes: int | None) -> int | None:

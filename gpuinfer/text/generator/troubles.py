@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.prepared import Row
 
 logger = logging.getLogger("gpuinfer")
 
@@ -21,17 +20,33 @@ MOST_FAILURES = 32  # steps in a row: enough to tell any of 16 rows that all fai
 LOST = ("cuda error", "device-side assert", "illegal memory access", "nccl")  # nothing works after them
 
 
-class Troubles:
+class Seated(Protocol):
+    """A row of any generator."""
+
+    @property
+    def slot(self) -> int: ...
+
+
+R = TypeVar("R", bound=Seated)
+
+
+class Table(Protocol[R]):
+    """Whose each slot is."""
+
+    rows: list[R | None]
+
+
+class Troubles(Generic[R]):
     """What the next step must keep to: `most` tokens (None: all that there is room for), and `only` these rows."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: Table[R]) -> None:
         self._table = table
-        self._suspects: list[list[Row]] = []  # groups that are tried one after another, the last first
+        self._suspects: list[list[R]] = []  # groups that are tried one after another, the last first
         self._failures = 0
         self.most: int | None = None
 
     @property
-    def only(self) -> Collection[Row] | None:
+    def only(self) -> Collection[R] | None:
         """The rows to be tried; None: no row is suspected."""
         while self._suspects:
             group = [row for row in self._suspects[-1] if self._table.rows[row.slot] is row]
@@ -46,7 +61,7 @@ class Troubles:
         if self._suspects:
             self._suspects.pop()
 
-    def failed(self, rows: Sequence[Row], tokens: int, error: Exception) -> Row | None:
+    def failed(self, rows: Sequence[R], tokens: int, error: Exception) -> R | None:
         """A step of `tokens` tokens of these rows raised `error`. Returns the row to give up, if that is clear now.
 
         Raises `BackendDied` when there is no use in going on.
@@ -67,7 +82,7 @@ class Troubles:
         self._suspects += [list(rows[half:]), list(rows[:half])]
         return None
 
-    def _shrink(self, rows: Sequence[Row], tokens: int, error: Exception) -> Row | None:
+    def _shrink(self, rows: Sequence[R], tokens: int, error: Exception) -> R | None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if tokens <= 1:
