@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # On a CUDA machine: the GPU tests, then self-play at 1 to 16 workers, a model in each (inprocess) and one in a server for
-# all of them (central), then text generation at batch sizes from 1 up. Needs no installation of gpuinfer itself.
+# all of them (central), then text generation at batch sizes from 1 up, then a diffusion model. Needs no installation of
+# gpuinfer itself.
 #
 # The aim, for Blob 4 × 5, 3 × 30, the 4.8 M network in bfloat16, `central` on one H200 with 16 cores: 300,000 games/min,
 # 100,000 as a first step, with a mean batch over 4,096 rows. The table says what was reached of it.
@@ -18,10 +19,11 @@
 #   TEXT_MODEL=DIR      what generates: a Hugging Face folder; by default the built-in tiny one, which a GPU hardly feels
 #   BATCH_SIZES="1 64"  rows at once; by default 1 to 256
 #   NEW_TOKENS=128      of each answer
+#   DIFFUSION_MODEL=DIR a masked diffusion model; by default the built-in tiny one
 #   LIMIT=300           seconds that one run may take
 #   WHEELS=DIR          packages to add, as wheels (below)
 #
-# RESULTS gets gpu.md and generate.md (the tables), tests.log and a JSON report and a log for each run. The exit code is 1 when a test
+# RESULTS gets gpu.md, generate.md and diffusion.md (the tables), tests.log and a JSON report and a log for each run. The exit code is 1 when a test
 # or a run failed; the rest is still done.
 #
 # A machine without a network: packages that it lacks travel as wheels. Where there is a network, for Python 3.12:
@@ -40,6 +42,7 @@ python=${PYTHON:-python3}
 games=${GAMES:-5000}
 text_model=${TEXT_MODEL:-tiny}
 new_tokens=${NEW_TOKENS:-128}
+diffusion_model=${DIFFUSION_MODEL:-tiny-llada}
 limit=${LIMIT:-300}
 failed=0
 
@@ -159,14 +162,14 @@ for number in range(int(sys.argv[1])):
 PYTHON
 }
 
-# generate NAME ROWS DTYPE FLAG...
+# generate NAME ROWS DTYPE FLAG...; of `$model` where that is set, then named for `$kind`
 generate() {
-    local name=generate-$1 rows=$2 dtype=$3
+    local name=${kind:-generate}-$1 rows=$2 dtype=$3
     shift 3
     echo "gpu.sh: $name" >&2
     rm -f "$results/$name.jsonl"
     prompts $((8 * rows)) | timeout --signal INT --kill-after 30 "$limit" "$python" -m gpuinfer generate \
-        --model "$text_model" --input - --output "$results/$name.jsonl" --device cuda --dtype "$dtype" \
+        --model "${model:-$text_model}" --input - --output "$results/$name.jsonl" --device cuda --dtype "$dtype" \
         --batch-size "$rows" --max-new-tokens "$new_tokens" --temperature 0 --ignore-eos "$@" \
         --no-live --json "$results/$name.json" 2>"$results/$name.log" ||
         { failed=1; tail -n 3 "$results/$name.log" >&2; }
@@ -229,6 +232,52 @@ best = max((value for value in map(ratio, runs) if value), default=None)
 lines += ["", f"Over one row after another: {shown(best, '.1f')} times at the best, aim {AIM}."]
 table = "\n".join(lines) + "\n"
 (results / "generate.md").write_text(table)
+print(table)
+PYTHON
+
+for rows in ${BATCH_SIZES:-1 16 64}; do
+    for dtype in ${DTYPES:-float32 bfloat16}; do
+        for how in low-confidence/none threshold/none threshold/prefix threshold/dual; do
+            kind=diffusion model=$diffusion_model generate "$dtype-$rows-${how//[-\/]/_}" "$rows" "$dtype" \
+                --decoder "${how%/*}" --cache "${how#*/}" --block-length 32
+        done
+    done
+done
+
+"$python" - "$results" "$diffusion_model" <<'PYTHON' || failed=1
+import json, pathlib, sys
+
+results = pathlib.Path(sys.argv[1])
+runs = {tuple(path.stem.split("-")[1:]): json.loads(path.read_text()) for path in results.glob("diffusion-*-*-*.json")}
+if not any(report["throughput"].get("output_tokens_per_s") for report in runs.values()):
+    sys.exit("gpu.sh: not a single run of a diffusion model generated anything; see the diffusion-*.log files")
+
+lines = [
+    f"Model {sys.argv[2]}, prompts of 16 to 255 words, blocks of 32.",
+    "",
+    "| dtype | rows at once | decoder, cache | useful tokens/s | tokens a forward | computed anew | device peak MB | status | bottleneck |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+
+
+def shown(value, form=",.0f"):
+    return "–" if value is None else format(value, form)
+
+
+for run, report in sorted(runs.items(), key=lambda item: (item[0][0], int(item[0][1]), item[0][2])):
+    counted = report.get("unmasking") or {}
+    cells = [
+        *run,
+        shown(report["throughput"].get("output_tokens_per_s")),
+        shown(counted.get("tokens_per_forward"), ".2f"),
+        shown(counted.get("computed_share"), ".0%"),
+        shown((report.get("memory") or {}).get("device_peak_mb")),
+        report["status"],
+        report["bottleneck"]["class"],
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+table = "\n".join(lines) + "\n"
+(results / "diffusion.md").write_text(table)
 print(table)
 PYTHON
 exit "$failed"
