@@ -74,3 +74,11 @@ class Shape:
     def cache_values(self) -> int:
         """Values that one position of one row keeps in the cache: keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def mixed(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense
+
+    def inner(self, layer: int) -> int:
+        """Values between `Layer.up` and `Layer.down`, which all tokens go through; 0: there is no such expert."""
+        return self.experts.shared if self.experts is not None and self.mixed(layer) else self.intermediate

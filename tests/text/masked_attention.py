@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
 
 EXACT = torch.float64
 
@@ -22,7 +22,10 @@ def masked_logits(shape: Shape, weights: Weights, tokens: Sequence[int], sees: S
     for number, layer in enumerate(weights.layers):
         window = (shape.windows or (None,) * shape.layers)[number]
         x = x + _applied(_attended(shape, layer, _normed(x, layer.attention_norm, shape), sees, window), layer.out)
-        x = x + _mlp(shape, layer, _normed(x, layer.mlp_norm, shape))
+        given = _normed(x, layer.mlp_norm, shape)
+        x = x + _mlp(shape, given, layer.up, layer.down)
+        if layer.mixture is not None:
+            x = x + torch.stack([_of_experts(shape, layer.mixture, row) for row in given])
     return _applied(_normed(x, weights.norm, shape), weights.head)
 
 
@@ -64,10 +67,30 @@ def _turned(shape: Shape, heads: Tensor) -> Tensor:
     return torch.cat([pairs.real, pairs.imag, heads[..., 2 * half :]], -1)
 
 
-def _mlp(shape: Shape, layer: Layer, x: Tensor) -> Tensor:
-    inner = _applied(x, layer.up)
+def _mlp(shape: Shape, x: Tensor, up: Linear, down: Linear) -> Tensor:
+    inner = _applied(x, up)
     kinds = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}
     if shape.gated:
         gate, value = inner.chunk(2, -1)
-        return _applied(kinds[shape.activation](gate) * value, layer.down)
-    return _applied(kinds[shape.activation](inner), layer.down)
+        return _applied(kinds[shape.activation](gate) * value, down)
+    return _applied(kinds[shape.activation](inner), down)
+
+
+def _of_experts(shape: Shape, mixture: Mixture, row: Tensor) -> Tensor:
+    """One row's experts, one after another."""
+    experts = shape.experts
+    logits = mixture.router.to(EXACT) @ row
+    scores = (logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)).tolist()
+    bias = [0.0] * experts.count if mixture.bias is None else mixture.bias.tolist()
+    ranked = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    size = experts.count // experts.groups
+    groups = [range(group * size, (group + 1) * size) for group in range(experts.groups)]
+    groups.sort(key=lambda group: -sum(sorted(ranked[i] for i in group)[-2:]))
+    allowed = [i for group in groups[: experts.groups_chosen] for i in group]
+    chosen = sorted(allowed, key=lambda i: -ranked[i])[: experts.chosen]
+    total = sum(scores[i] for i in chosen) if experts.normalised else 1.0
+    found = torch.zeros_like(row)
+    for i in chosen:
+        given = _mlp(shape, row, Linear(mixture.up[i]), Linear(mixture.down[i]))
+        found = found + experts.scale * scores[i] / total * given
+    return found

@@ -17,6 +17,7 @@ from gpuinfer.text.arithmetic import FLOAT32, computes_in
 from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
 from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, pack
 from gpuinfer.text.decoder.cpu_attention import QUERIES
+from gpuinfer.text.decoder.cpu_experts import AT_ONCE
 from gpuinfer.text.decoder.cpu_product import aligned
 from gpuinfer.text.decoder.cpu_step import Lanes
 from gpuinfer.text.decoder.cpu_vectors import TILE
@@ -182,6 +183,7 @@ class CpuDecoder:
             torch.stack([bias_of(layer.out) for layer in weights.layers]).numpy(),
             torch.stack([bias_of(layer.down) for layer in weights.layers]).numpy(),
             windows,
+            *_routing(shape, weights),
         )
 
     def _lane_sizes(self, share: Share) -> NDArray[np.int64]:
@@ -199,8 +201,6 @@ class CpuDecoder:
             cpu_sizes.QK_NORM: shape.qk_norm,
             cpu_sizes.HIDDEN: shape.hidden,
             cpu_sizes.MIXED: share.heads.start * shape.head_dim,
-            cpu_sizes.INNER: len(share.inner),
-            cpu_sizes.INNER_BEGIN: share.inner.start,
             cpu_sizes.ADDED: len(share.added),
             cpu_sizes.ADDED_BEGIN: share.added.start,
             cpu_sizes.ACTIVATION: cpu_sizes.ACTIVATIONS[shape.activation],
@@ -211,6 +211,16 @@ class CpuDecoder:
             cpu_sizes.COLUMNS: len(share.columns),
             cpu_sizes.VOCABULARY: shape.vocabulary,
         }
+        if (experts := shape.experts) is not None:
+            found |= {
+                cpu_sizes.EXPERTS: experts.count,
+                cpu_sizes.EXPERT: len(share.expert),
+                cpu_sizes.EXPERT_BEGIN: share.expert.start,
+                cpu_sizes.SIGMOID: experts.scores == "sigmoid",
+                cpu_sizes.NORMALISED: experts.normalised,
+                cpu_sizes.GROUPS: experts.groups,
+                cpu_sizes.GROUPS_CHOSEN: experts.groups_chosen,
+            }
         return np.array([found.get(place, 0) for place in range(cpu_sizes.SIZES)], np.int64)
 
     def _make_room(self, needed: tuple[int, int, int, int]) -> None:
@@ -234,26 +244,37 @@ class CpuDecoder:
             aligned((rows, shape.hidden), np.float32),
             aligned((rows, shape.hidden), multiplied),
             aligned((rows, shape.heads * shape.head_dim), multiplied),
-            aligned((rows, shape.intermediate), multiplied),
+            aligned((rows, _widest_inner(shape)), multiplied),
             aligned((rows, shape.hidden), np.float32),
             aligned((outputs, shape.hidden), multiplied),
             logits,
+            *_chosen(shape, rows, multiplied),
         )
         self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
 
     def _widest(self, own: LaneWeights) -> tuple[int, int]:
         """The most inputs of a product, and the most outputs of a lane's."""
         shape = self.shape
-        inputs = max(shape.hidden, shape.heads * shape.head_dim, shape.intermediate)
+        inputs = max(shape.hidden, shape.heads * shape.head_dim, _widest_inner(shape))
         return inputs, max(shape.hidden, own.qkv_biases.shape[1], own.up_biases.shape[1])
+
+    def _buffers(self, lane: int, rows: int) -> tuple[NDArray[Any], ...]:
+        """A lane's own rows after its products, qkv and up projection; and its biases."""
+        own, share = self._packed.lanes[lane], self._shares[lane]
+        widest = max(own.up_biases.shape[1], (2 if self.shape.gated else 1) * len(share.expert))
+        qkv, up = (aligned((rows, width), np.float32) for width in (own.qkv_biases.shape[1], widest))
+        return qkv, up, own.qkv_biases, own.up_biases
 
     def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
         own = self._packed.lanes[lane]
         room = self._adapters.room(lane, rows, self._widest(own), self._blas is not None)
-        mine = (*_buffers(own, rows), *_scratch(self._tiles, self._padded), *room)
+        experts = _expert_room(self.shape, self._shares[lane], rows, self._multiplied)
+        inners = _inners(self.shape, self._shares[lane])
+        mine = (*self._buffers(lane, rows), *_scratch(self._tiles, self._padded), *room, inners, experts)
         product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
-        low_product = cpu_product.product_with(np.dtype(np.float32)).address if self._adapters.rank else 0
-        addresses = np.array([product, _sched_yield(), low_product, *own.addresses], np.int64)
+        needed = self._adapters.rank or self.shape.experts is not None
+        wide_product = cpu_product.product_with(np.dtype(np.float32)).address if needed else 0
+        addresses = np.array([product, _sched_yield(), wide_product, *own.addresses], np.int64)
         eps = np.float32(self.shape.norm_eps)
         return self._sizes[lane], addresses, eps, self._step, self._packed.model, self._caches[lane], shared, mine
 
@@ -266,10 +287,52 @@ def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.f
     return (turned.cos() * factor).numpy(), (turned.sin() * factor).numpy()
 
 
-def _buffers(own: LaneWeights, rows: int) -> tuple[NDArray[Any], ...]:
-    """A lane's own rows after its products, qkv and up projection; and its biases."""
-    qkv, up = (aligned((rows, biases.shape[1]), np.float32) for biases in (own.qkv_biases, own.up_biases))
-    return qkv, up, own.qkv_biases, own.up_biases
+def _widest_inner(shape: Shape) -> int:
+    return max(shape.inner(layer) for layer in range(shape.layers))
+
+
+def _inners(shape: Shape, share: Share) -> NDArray[np.int64]:
+    """Of each layer where the lane's columns between up and down projection begin, how many there are, how many all
+    lanes have; and whether there are experts besides.
+    """
+    ranges = enumerate(share.inner)
+    rows = [(inner.start, len(inner), shape.inner(layer), shape.mixed(layer)) for layer, inner in ranges]
+    return np.array(rows, np.int64)
+
+
+def _routing(shape: Shape, weights: Weights) -> tuple[NDArray[np.float32], ...]:
+    """What is added to the scores of experts where they are chosen, [layers, experts], and what all are scaled by."""
+    experts = shape.experts
+    biases = np.zeros((shape.layers, experts.count if experts else 0), np.float32)
+    for number, layer in enumerate(weights.layers):
+        if layer.mixture is not None and layer.mixture.bias is not None:
+            biases[number] = layer.mixture.bias.float().numpy()
+    return biases, np.array([experts.scale if experts else 1.0], np.float32)
+
+
+def _chosen(shape: Shape, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
+    """Who goes through which expert, with what share of the sum, and what there is between experts' products."""
+    experts = shape.experts
+    if experts is None:
+        return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), aligned((0, 0), multiplied)
+    inner = aligned((rows * experts.chosen, experts.intermediate), multiplied)
+    return np.zeros((rows, experts.chosen), np.int32), np.zeros((rows, experts.chosen), np.float32), inner
+
+
+def _expert_room(shape: Shape, share: Share, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
+    """A lane's room for experts: rows gathered for one, how they are sorted, what one gives; for choosing."""
+    experts = shape.experts
+    count, chosen, rows = (experts.count, experts.chosen, rows) if experts else (0, 0, 0)
+    return (
+        aligned((rows, shape.hidden), multiplied),
+        np.zeros(count + 1, np.int64),
+        np.zeros(rows * chosen, np.int32),
+        aligned((rows * len(share.added),), np.float32),
+        np.zeros(2 * len(share.expert), np.float32),
+        aligned((AT_ONCE, shape.hidden if experts else 0), np.float32),
+        aligned((AT_ONCE, count), np.float32),
+        np.zeros(count, np.float32),
+    )
 
 
 def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:

@@ -55,12 +55,14 @@ def pack(adapter: Adapter, shape: Shape, shares: Sequence[Share]) -> PackedAdapt
             down = panels_of(low.down)
             kept.append(down)
             for table, share in zip(tables, shares, strict=True):
-                table[number, part] = _facts(low, shape, share, down, kept)
+                table[number, part] = _facts(low, shape, share, number, down, kept)
     return PackedAdapter(tables, kept, adapter.rank)
 
 
-def _facts(low: LowRank, shape: Shape, share: Share, down: NDArray[Any], kept: list[NDArray[Any]]) -> tuple[int, ...]:
-    for begin, end, column in _columns(low, shape, share):
+def _facts(
+    low: LowRank, shape: Shape, share: Share, layer: int, down: NDArray[Any], kept: list[NDArray[Any]]
+) -> tuple[int, ...]:
+    for begin, end, column in _columns(low, shape, share, layer):
         first, last = max(begin, low.first), min(end, low.first + len(low.up))
         if first < last:
             up = panels_of(low.up[first - low.first : last - low.first])
@@ -69,14 +71,14 @@ def _facts(low: LowRank, shape: Shape, share: Share, down: NDArray[Any], kept: l
     return (0,) * at.FACTS
 
 
-def _columns(low: LowRank, shape: Shape, share: Share) -> list[tuple[int, int, int]]:
+def _columns(low: LowRank, shape: Shape, share: Share, layer: int) -> list[tuple[int, int, int]]:
     """Which of a product's outputs a lane has: (from, to, its own column of the first)."""
     if low.product in ("out", "down"):
         return [(share.added.start, share.added.stop, 0)]
     if low.product == "up":
-        inner = share.inner
+        inner, width = share.inner[layer], shape.inner(layer)
         both = [(inner.start, inner.stop, 0)]
-        beyond = (shape.intermediate + inner.start, shape.intermediate + inner.stop, len(inner))
+        beyond = (width + inner.start, width + inner.stop, len(inner))
         return [*both, beyond] if shape.gated else both
     dim, keys_at = shape.head_dim, shape.heads * shape.head_dim
     values_at, heads, kv = keys_at + shape.kv_heads * shape.head_dim, share.heads, share.kv_heads

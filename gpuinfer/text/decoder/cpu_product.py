@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from gpuinfer.models.kernel_cache import c_compiler
-from gpuinfer.text.decoder.cpu_intrinsics import F32, I64
+from gpuinfer.text.decoder.cpu_intrinsics import F32, I64, call_product, gemm_bfloat16
 from gpuinfer.text.decoder.cpu_math import SOURCES, inlined
 from gpuinfer.text.decoder.cpu_vectors import (
     HALF,
@@ -161,6 +161,20 @@ def product(kind, size, rows, columns, inner, a, lda, panels, c, ldc):
         for column in range(0, columns, TILE * LONE_PANELS):
             weight = panels + size * column * inner
             block(1, LONE_PANELS, kind, 1, columns - column, inner, a, lda, weight, c + 4 * column, ldc)
+
+
+@inlined
+def multiply(product, rows, columns, a, first, inner, weight, c, stride):
+    """c [rows, columns] = a[first : first + rows, :inner] · weight, by ours or the library's product at an address; `c`
+    is an address, its rows `stride` values apart.
+    """
+    if rows == 0 or columns == 0:
+        return
+    source = a.ctypes.data + a.itemsize * first * a.shape[1]
+    if a.itemsize == 2:
+        gemm_bfloat16(product, rows, columns, inner, source, a.shape[1], weight, c, stride)
+    else:
+        call_product(product, rows, columns, inner, source, a.shape[1], weight, c, stride)
 
 
 ALIGNED = 64

@@ -21,9 +21,6 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     QK_NORM,
     HIDDEN,
     MIXED,  # where this lane's heads begin among all values that attention gives
-    INNER,  # columns between up and down projection, of this lane
-    INNER_BEGIN,
-    INTERMEDIATE,
     ADDED,  # columns of what attention and MLP add to a row, of this lane
     ADDED_BEGIN,
     ACTIVATION,
@@ -39,11 +36,19 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     RUNS,  # of rows that have an adapter
     VECTORS,  # rows that have an embedding of their own
     RANKS,  # values of a row between the two products of an adapter that there is room for
+    EXPERTS,
+    EXPERT,  # columns between up and down projection of an expert, of this lane
+    EXPERT_BEGIN,
+    SIGMOID,  # of the router's logits; else softmax
+    NORMALISED,
+    GROUPS,
+    GROUPS_CHOSEN,
     SIZES,
-) = range(31)
+) = range(35)
 
 # in `addresses`
-PRODUCT, YIELD, LOW_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head
+PRODUCT, YIELD, WIDE_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head, then of
+# each layer its router, and up and down of each expert. The wide product is that of float32 weights.
 
 # in a lane's table of adapters, [adapters, layers, PARTS, FACTS]
 PARTS = 7  # of qkv three, of out one, of up two, of down one: each begins at its place below

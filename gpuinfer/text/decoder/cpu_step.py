@@ -13,7 +13,6 @@ The threads of a decoder's lanes: the caller's is lane 0, the others wait for th
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,17 +22,19 @@ from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.blas import Blas
+from gpuinfer.text.decoder.cpu_activation import activate
 from gpuinfer.text.decoder.cpu_attention import attend_segment
+from gpuinfer.text.decoder.cpu_experts import choose, into_experts, out_of_experts
 from gpuinfer.text.decoder.cpu_intrinsics import (
     atomic_add,
     atomic_load,
     atomic_swap,
     call_int,
     call_product,
-    gemm_bfloat16,
     relax,
 )
-from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow, sigmoid, tanh, widen
+from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow, widen
+from gpuinfer.text.decoder.cpu_product import multiply
 
 SPINS_BEFORE_YIELD = 2000
 SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies between two steps
@@ -110,18 +111,16 @@ def spin(spins, addresses):
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
     tokens, slots, starts, lengths, wanted, positions, sees, vector_rows, vectors, runs = step
-    embedding, places, scales, shifts, query_scales, key_scales, cosines, sines, out_biases, down_biases, windows = (
-        model
-    )
+    embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
+    out_biases, down_biases, windows, router_biases, router_scale = model[8:]
     keys, values = cache
-    x, normed, mixed, inner, added, last, logits = shared
-    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, adapters, wide, low, delta = own
+    x, normed, mixed, inner, added, last, logits, chosen, shares, expert_inner = shared
+    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, adapters, wide, low, delta, inners, experts = own
     lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
     first, end = rows * lane // lanes, rows * (lane + 1) // lanes
     product = addresses[at.PRODUCT]
     added_begin = sizes[at.ADDED_BEGIN]
     into = added.ctypes.data + 4 * added_begin
-    inner_begin, inner_end = sizes[at.INNER_BEGIN], sizes[at.INNER_BEGIN] + sizes[at.INNER]
     for row in range(first, end):
         embed(embedding[tokens[row]], x[row])
     for number in range(sizes[at.VECTORS]):
@@ -134,9 +133,9 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     barrier(control, lanes, addresses)
     for layer in range(layers):
         weight = at.FIRST_WEIGHT + 4 * layer
-        multiply(product, rows, qkv.shape[1], normed, addresses[weight], qkv.ctypes.data, qkv.shape[1])
+        multiply(product, rows, qkv.shape[1], normed, 0, hidden, addresses[weight], qkv.ctypes.data, qkv.shape[1])
         if sizes[at.RUNS]:
-            adapt(at.QKV, at.OUT, layer, normed, qkv, 0, sizes, addresses, runs, adapters, wide, low, delta)
+            adapt(at.QKV, at.OUT, layer, normed, hidden, qkv, 0, sizes, addresses, runs, adapters, wide, low, delta)
         row = 0
         for segment in range(sizes[at.SEGMENTS]):
             attend_segment(
@@ -146,26 +145,49 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             )  # fmt: skip
             row += lengths[segment]
         barrier(control, lanes, addresses)
-        multiply(product, rows, sizes[at.ADDED], mixed, addresses[weight + 1], into, hidden)
+        multiply(product, rows, sizes[at.ADDED], mixed, 0, mixed.shape[1], addresses[weight + 1], into, hidden)
         if sizes[at.RUNS]:
-            adapt(at.OUT, at.UP, layer, mixed, added, added_begin, sizes, addresses, runs, adapters, wide, low, delta)
+            adapt(
+                at.OUT, at.UP, layer, mixed, mixed.shape[1], added, added_begin, sizes, addresses, runs, adapters,
+                wide, low, delta,
+            )  # fmt: skip
         barrier(control, lanes, addresses)
         for row in range(first, end):
             add(x[row], added[row], out_biases[layer])
             norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
         barrier(control, lanes, addresses)
-        multiply(product, rows, up.shape[1], normed, addresses[weight + 2], up.ctypes.data, up.shape[1])
+        begin, columns, width = inners[layer, 0], inners[layer, 1], inners[layer, 2]
+        outputs = 2 * columns if sizes[at.GATED] else columns
+        multiply(product, rows, outputs, normed, 0, hidden, addresses[weight + 2], up.ctypes.data, up.shape[1])
         if sizes[at.RUNS]:
-            adapt(at.UP, at.DOWN, layer, normed, up, 0, sizes, addresses, runs, adapters, wide, low, delta)
+            adapt(at.UP, at.DOWN, layer, normed, hidden, up, 0, sizes, addresses, runs, adapters, wide, low, delta)
         for row in range(rows):
             activate(
-                up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], sizes[at.INNER],
-                inner[row, inner_begin:inner_end],
+                up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], columns,
+                inner[row, begin : begin + columns],
+            )  # fmt: skip
+        if inners[layer, 3]:
+            gathered, begins, order, given, no_bias, wide_rows, router_scores, ranked = experts
+            choose(
+                first, end, layer, normed, sizes, addresses, router_biases, router_scale, chosen, shares,
+                wide_rows, router_scores, ranked,
+            )  # fmt: skip
+            barrier(control, lanes, addresses)
+            into_experts(
+                layer, normed, sizes, addresses, chosen, no_bias, up, gathered, begins, order, expert_inner
             )  # fmt: skip
         barrier(control, lanes, addresses)
-        multiply(product, rows, sizes[at.ADDED], inner, addresses[weight + 3], into, hidden)
+        if width:
+            multiply(product, rows, sizes[at.ADDED], inner, 0, width, addresses[weight + 3], into, hidden)
+        else:
+            forget(added, rows, added_begin, sizes[at.ADDED])
+        if inners[layer, 3]:
+            out_of_experts(layer, expert_inner, sizes, addresses, shares, begins, order, given, added)
         if sizes[at.RUNS]:
-            adapt(at.DOWN, at.END, layer, inner, added, added_begin, sizes, addresses, runs, adapters, wide, low, delta)
+            adapt(
+                at.DOWN, at.END, layer, inner, width, added, added_begin, sizes, addresses, runs, adapters, wide,
+                low, delta,
+            )  # fmt: skip
         barrier(control, lanes, addresses)
         for row in range(first, end):
             add(x[row], added[row], down_biases[layer])
@@ -178,37 +200,26 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     barrier(control, lanes, addresses)
     head = addresses[at.FIRST_WEIGHT + 4 * layers]
     target = logits.ctypes.data + 4 * sizes[at.COLUMN]
-    multiply(product, outputs, sizes[at.COLUMNS], last, head, target, sizes[at.VOCABULARY])
+    multiply(product, outputs, sizes[at.COLUMNS], last, 0, hidden, head, target, sizes[at.VOCABULARY])
     barrier(control, lanes, addresses)
 
 
-@inlined
-def multiply(product, rows, columns, a, weight, c, stride):
-    """c [rows, columns] = a · weight; `c` is an address, its rows `stride` values apart."""
-    inner = a.shape[1]
-    if rows == 0 or columns == 0:
-        return
-    if a.itemsize == 2:
-        gemm_bfloat16(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
-    else:
-        call_product(product, rows, columns, inner, a.ctypes.data, inner, weight, c, stride)
-
-
 @compiled
-def adapt(part, end, layer, a, c, column, sizes, addresses, runs, adapters, wide, low, delta):
-    """Add what adapters add to rows of a product, c [rows, columns from `column` on] += a · downᵀ · upᵀ, in float32.
+def adapt(part, end, layer, a, inner, c, column, sizes, addresses, runs, adapters, wide, low, delta):
+    """Add what adapters add to rows of a product, c [rows, columns from `column` on] += a[:, :inner] · downᵀ · upᵀ, in
+    float32.
 
     `runs` [runs, 3]: rows from the second to before the third number have the adapter at the first's place. Its parts
     of this product are those from `part` to before `end`. A row's bits depend on it and its adapter alone, as those of
     any product. `wide`, `low` and `delta` are room for rows.
     """
-    product, inner, ranks = addresses[at.LOW_PRODUCT], a.shape[1], sizes[at.RANKS]
+    product, stride, ranks = addresses[at.WIDE_PRODUCT], a.shape[1], sizes[at.RANKS]
     for number in range(sizes[at.RUNS]):
         place, first, last = runs[number, 0], runs[number, 1], runs[number, 2]
         rows = last - first
-        source = a.ctypes.data + 4 * first * inner
+        source = a.ctypes.data + 4 * first * stride
         if a.itemsize == 2:
-            source = wide.ctypes.data
+            source, stride = wide.ctypes.data, inner
             for row in range(rows):
                 for i in range(inner):
                     wide[row * inner + i] = widen(a[first + row, i])
@@ -217,12 +228,19 @@ def adapt(part, end, layer, a, c, column, sizes, addresses, runs, adapters, wide
             rank, count = facts[at.RANK], facts[at.COUNT]
             if rank == 0 or count == 0:
                 continue
-            call_product(product, rows, rank, inner, source, inner, facts[at.DOWNWARDS], low.ctypes.data, ranks)
+            call_product(product, rows, rank, inner, source, stride, facts[at.DOWNWARDS], low.ctypes.data, ranks)
             upwards, begin = facts[at.UPWARDS], column + facts[at.FIRST]
             call_product(product, rows, count, rank, low.ctypes.data, ranks, upwards, delta.ctypes.data, count)
             for row in range(rows):
                 for i in range(count):
                     c[first + row, begin + i] += delta[row * count + i]
+
+
+@inlined
+def forget(added, rows, begin, columns):
+    for row in range(rows):
+        for i in range(begin, begin + columns):
+            added[row, i] = np.float32(0)
 
 
 @inlined
@@ -259,34 +277,6 @@ def norm_row(x, scale, shift, eps, layer_norm, out):
     factor = np.float32(1) / np.sqrt(squares / np.float32(n) + np.float32(eps))
     for i in range(n):
         out[i] = narrow((x[i] - mean) * factor * scale[i] + shift[i], out)
-
-
-@inlined
-def activate(up, bias, kind, gated, inner, out):
-    """The activation of the up projection's first part, times its second when gated. It is left in `up` too."""
-    for i in range(inner):
-        value = up[i] + bias[i]
-        if kind == at.SILU:
-            value *= sigmoid(value)
-        elif kind == at.GELU_TANH:
-            cube = value * value * value
-            half = np.float32(0.5) * value
-            value = half + half * tanh(np.float32(0.7978845608028654) * (value + np.float32(0.044715) * cube))
-        elif kind == at.GELU:
-            value = np.float32(0.5) * value * (np.float32(1) + erf(value * np.float32(0.7071067811865476)))
-        else:
-            value = max(value, np.float32(0))
-        if gated:
-            value *= up[inner + i] + bias[inner + i]
-        up[i] = value
-    for i in range(inner):
-        out[i] = narrow(up[i], out)
-
-
-@inlined
-def erf(x):
-    """The error function of C: exact gelu is rare enough not to need a quicker one."""
-    return np.float32(math.erf(x))
 
 
 JOIN_S = 10.0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpuinfer.text.decoder.cpu_product import panels_of
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Linear, Norm, Weights
+from gpuinfer.text.weights import Linear, Mixture, Norm, Weights
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,17 @@ class Share:
     heads: range
     kv_heads: range
     added: range  # columns of what attention and MLP add to a row
-    inner: range
+    inner: tuple[range, ...]  # of each layer
+    expert: range  # of the columns between an expert's products
     columns: range
 
 
 @dataclass(frozen=True)
 class LaneWeights:
-    """`addresses` of qkv, out, up, down of each layer, then of the head; `kept` is what they point to."""
+    """`addresses` of qkv, out, up, down of each layer, then of the head, then of experts; `kept` is what they point to.
+
+    Of experts: each layer's router, then up and down of each one; 0 in a layer that has none.
+    """
 
     addresses: list[int]
     kept: list[Any]
@@ -51,7 +55,8 @@ def share_of(shape: Shape, lane: int, lanes: int) -> Share:
         heads,
         range(heads[0] // group, heads[-1] // group + 1),
         _part(shape.hidden, lane, lanes),
-        _part(shape.intermediate, lane, lanes),
+        tuple(_part(shape.inner(layer), lane, lanes) for layer in range(shape.layers)),
+        _part(shape.experts.intermediate if shape.experts else 0, lane, lanes),
         _part(shape.vocabulary, lane, lanes),
     )
 
@@ -60,11 +65,10 @@ def lane_weights(weights: Weights, shape: Shape, share: Share, panels: bool) -> 
     """In panels for our own products; as they are, rows one after another, for a library's."""
     keep = _Keep(panels)
     qkv_rows = _rows_of_heads(shape, share)
-    inner = torch.arange(share.inner.start, share.inner.stop)
-    up_rows = torch.cat([inner, inner + shape.intermediate]) if shape.gated else inner
     added = slice(share.added.start, share.added.stop)
     qkv_biases, up_biases = [], []
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
+        up_rows = _rows_of_inner(shape, share.inner[number], shape.inner(number))
         keep.add(layer.qkv.weight[qkv_rows])
         keep.add(layer.out.weight[added])
         keep.add(layer.up.weight[up_rows])
@@ -72,7 +76,22 @@ def lane_weights(weights: Weights, shape: Shape, share: Share, panels: bool) -> 
         qkv_biases.append(bias_of(layer.qkv)[qkv_rows])
         up_biases.append(bias_of(layer.up)[up_rows])
     keep.add(weights.head.weight[share.columns.start : share.columns.stop])
-    return LaneWeights(keep.addresses, keep.kept, _stack(qkv_biases), _stack(up_biases))
+    for layer in weights.layers:
+        _keep_experts(keep, shape, share, layer.mixture)
+    return LaneWeights(keep.addresses, keep.kept, _stack(qkv_biases), _stack_unequal(up_biases))
+
+
+def _keep_experts(keep: _Keep, shape: Shape, share: Share, mixture: Mixture | None) -> None:
+    if shape.experts is None:
+        return
+    if mixture is None:
+        keep.addresses += [0] * (1 + 2 * shape.experts.count)
+        return
+    keep.add(mixture.router.float(), panels=True)
+    rows = _rows_of_inner(shape, share.expert, shape.experts.intermediate)
+    for up, down in zip(mixture.up, mixture.down, strict=True):
+        keep.add(up[rows])
+        keep.add(down[share.added.start : share.added.stop])
 
 
 def bias_of(linear: Linear) -> torch.Tensor:
@@ -106,8 +125,8 @@ class _Keep:
         self.addresses: list[int] = []
         self.kept: list[Any] = []
 
-    def add(self, weight: torch.Tensor) -> None:
-        form = panels_of(weight) if self._panels else as_stored(weight)
+    def add(self, weight: torch.Tensor, panels: bool = False) -> None:
+        form = panels_of(weight) if self._panels or panels else as_stored(weight)
         self.addresses.append(form.ctypes.data)
         self.kept.append(form)
 
@@ -121,11 +140,23 @@ def _rows_of_heads(shape: Shape, share: Share) -> torch.Tensor:
     return torch.tensor([*queries, *(keys_at + row for row in kv), *(values_at + row for row in kv)])
 
 
+def _rows_of_inner(shape: Shape, inner: range, width: int) -> torch.Tensor:
+    """Rows of an up weight: of the gate, then of the value."""
+    rows = torch.arange(inner.start, inner.stop)
+    return torch.cat([rows, rows + width]) if shape.gated else rows
+
+
 def _part(size: int, lane: int, lanes: int) -> range:
     """A lane's columns: whole panels, so that no loop over them has another remainder for another number of lanes."""
     panels = -(-size // TILE)
     begin, end = (min(size, panels * number // lanes * TILE) for number in (lane, lane + 1))
     return range(begin, end)
+
+
+def _stack_unequal(rows: list[torch.Tensor]) -> NDArray[np.float32]:
+    """With zeros behind the shorter ones."""
+    width = max(len(row) for row in rows)
+    return _stack([torch.nn.functional.pad(row.float(), (0, width - len(row))) for row in rows])
 
 
 def _stack(rows: list[torch.Tensor]) -> NDArray[np.float32]:

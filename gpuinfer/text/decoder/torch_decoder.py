@@ -16,6 +16,7 @@ from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
 from gpuinfer.text.decoder.torch_batch import batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.torch_experts import sorted_mix, whole_mix
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, in_tiles
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried
 from gpuinfer.text.shape import Shape
@@ -58,8 +59,9 @@ class TorchDecoder:
         self.deterministic, self._graphs = deterministic, graphs
         self._windows = shape.windows or (None,) * shape.layers
         self._adapters: dict[int, Adapter] = {}
+        self._mix = whole_mix if deterministic else sorted_mix
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
-        self._further: Callable[..., Tensor] = partial(torch_layers.further, shape)
+        self._further: Callable[..., Tensor] = partial(torch_layers.further, shape, self._mix)
         if compile:
             self._asked, self._further = compiled(self._asked), compiled(self._further)
         with torch.no_grad():
@@ -258,7 +260,7 @@ class TorchDecoder:
             if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
                 lows = [one.adapter.layers[number] for one in batch.adapted]
                 asked = partial(torch_layers.asked_adapted, self.shape, layer, lows)
-                further = partial(torch_layers.further_adapted, self.shape, layer, lows)
+                further = partial(torch_layers.further_adapted, self.shape, self._mix, layer, lows)
             queries, keys, values = in_tiles(batch.tile, asked, x, cosines, sines, *chosen)
             self._cache.write(number, batch.places, keys, values)
             mixed = attend(batch, queries, self._cache, number, self._windows[number])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.torch_experts import Mix
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Norm, Product, Weights
+from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Mixture, Norm, Product, Weights
 
 
 def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -32,6 +34,11 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
     def linear(given: Linear) -> Linear:
         return Linear(given.weight.to(device, dtype), None if given.bias is None else given.bias.to(device, dtype))
 
+    def mixture(given: Mixture) -> Mixture:
+        bias = None if given.bias is None else given.bias.to(device, torch.float32)
+        router = given.router.to(device, torch.float32)
+        return Mixture(router, bias, given.up.to(device, dtype), given.down.to(device, dtype))
+
     def layer(given: Layer) -> Layer:
         return Layer(
             attention_norm=norm(given.attention_norm),
@@ -42,6 +49,7 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
             down=linear(given.down),
             query_norm=None if given.query_norm is None else norm(given.query_norm),
             key_norm=None if given.key_norm is None else norm(given.key_norm),
+            mixture=None if given.mixture is None else mixture(given.mixture),
         )
 
     embedding = weights.embedding.to(device, dtype)
@@ -64,6 +72,10 @@ def tensors_of(weights: Weights) -> Iterator[Tensor]:
         norms += [layer.attention_norm, layer.mlp_norm]
         norms += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
         linears += [layer.qkv, layer.out, layer.up, layer.down]
+    for mixture in (layer.mixture for layer in weights.layers):
+        if mixture is not None:
+            yield from (mixture.router, mixture.up, mixture.down)
+            yield from () if mixture.bias is None else (mixture.bias,)
     for norm in norms:
         yield from (tensor for tensor in (norm.scale, norm.shift) if tensor is not None)
     for linear in linears:
@@ -154,16 +166,24 @@ def asked(
     return queries, keys, values
 
 
-def further(shape: Shape, layer: Layer, x: Tensor, mixed: Tensor, added: Added = ()) -> Tensor:
-    """What comes after attention, whose `mixed` values are [rows, heads × head_dim]."""
+def further(shape: Shape, mix: Mix, layer: Layer, x: Tensor, mixed: Tensor, added: Added = ()) -> Tensor:
+    """What comes after attention, whose `mixed` values are [rows, heads × head_dim]. `mix` is how experts are mixed."""
     x = x + with_adapters(mixed, layer.out, "out", added)
-    inner = with_adapters(normed(x, layer.mlp_norm, shape.norm, shape.norm_eps), layer.up, "up", added)
-    if shape.gated:
-        gate, value = inner.chunk(2, dim=-1)
-        inner = activated(gate, shape.activation) * value
-    else:
-        inner = activated(inner, shape.activation)
-    return x + with_adapters(inner, layer.down, "down", added)
+    given = normed(x, layer.mlp_norm, shape.norm, shape.norm_eps)
+    if layer.up.weight.shape[0]:
+        inner = between(shape, with_adapters(given, layer.up, "up", added))
+        x = x + with_adapters(inner, layer.down, "down", added)
+    if shape.experts is not None and layer.mixture is not None:
+        x = x + mix(shape.experts, layer.mixture, given, partial(between, shape)).to(x.dtype)
+    return x
+
+
+def between(shape: Shape, inner: Tensor) -> Tensor:
+    """From what an up projection gives to what goes into the down projection."""
+    if not shape.gated:
+        return activated(inner, shape.activation)
+    gate, value = inner.chunk(2, dim=-1)
+    return activated(gate, shape.activation) * value
 
 
 def asked_adapted(
@@ -180,10 +200,10 @@ def asked_adapted(
 
 
 def further_adapted(
-    shape: Shape, layer: Layer, lows: Sequence[Sequence[LowRank]], x: Tensor, mixed: Tensor, *chosen: Tensor
+    shape: Shape, mix: Mix, layer: Layer, lows: Sequence[Sequence[LowRank]], x: Tensor, mixed: Tensor, *chosen: Tensor
 ) -> Tensor:
     """`further` where adapters, of which the layer has these parts, are for those `chosen` rows."""
-    return further(shape, layer, x, mixed, list(zip(chosen, lows, strict=True)))
+    return further(shape, mix, layer, x, mixed, list(zip(chosen, lows, strict=True)))
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
