@@ -16,6 +16,8 @@ from masked_attention import masked_logits
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import seeing, step_of
 
+from gpuinfer.text.shape import Masking
+
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, LLAMA.vocabulary, 150)]
 OTHER = TOKENS[::-1]
 LENGTH = 160
@@ -86,6 +88,48 @@ def test_a_row_after_a_longer_one_in_its_slot_sees_nothing_of_it(make):
         assert decoder.forward(seeing(whole(0, [poison] * 130))).isnan().all()
         assert_alike(decoder.forward(seeing(whole(0, healthy[:40]))), expected)
         assert_alike(decoder.forward(seeing((0, 3, healthy[3:9], [40] * 6))), expected[3:9])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"),
+    [
+        ([32, 32, 32], 32),
+        ([4, 4, 4, 4, 3], 4),
+        ([20, 17], 32),
+        ([64, 64, 64], 64),
+        ([65, 65, 65], None),
+        ([64, 1, 1], None),
+    ],
+    ids=str,
+)
+def test_short_runs_of_about_the_same_length_are_padded_to_a_fixed_shape(lengths, width):
+    with decoder_of(DECODERS["torch in fixed shapes"], replace(LLAMA, masking=Masking(0)), slots=5) as decoder:
+        step = seeing(*((slot, 0, TOKENS[:length], [length] * length) for slot, length in enumerate(lengths)))
+        found = decoder._static.form_of_runs(step)
+        assert (found and found[0].width) == width
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 4])
+@settings(max_examples=examples(25), deadline=None)
+@given(data=st.data())
+def test_runs_in_fixed_shapes_are_those_in_shapes_that_fit(sharing, data):
+    """What a diffusion model with a cache computes: blocks of canvases, of any lengths, in any slots."""
+    shape = replace(LLAMA, kv_heads=4 // sharing, masking=Masking(0))
+    fixed, fitting = (DECODERS[name] for name in ("torch in fixed shapes", "torch"))
+    lengths = data.draw(st.lists(st.integers(1, 140), min_size=5, max_size=5))
+    canvases = [whole(slot, TOKENS[:length]) for slot, length in enumerate(lengths)]
+    with decoder_of(fixed, shape, slots=5) as decoder, decoder_of(fitting, shape, slots=5) as other:
+        for some in (decoder, other):
+            some.forward(seeing(*canvases))
+        for _ in range(3):
+            runs = []
+            for slot in data.draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
+                start = data.draw(st.integers(0, lengths[slot] - 1))
+                size = data.draw(st.sampled_from([1, 4, 30, 64, 65]))
+                tokens = OTHER[start : min(start + size, lengths[slot])]
+                runs.append((slot, start, tokens, [lengths[slot]] * len(tokens)))
+            step = seeing(*runs)
+            torch.testing.assert_close(decoder.forward(step), other.forward(step), atol=1e-5, rtol=0)
 
 
 @each_decoder

@@ -21,6 +21,7 @@ from gpuinfer.text.step import Step
 
 LEAST_REACH = 128  # positions: the smallest portion of the cache that a batch of fixed size reads
 LARGEST_GROUP = 1 << 25  # values of a mask: segments × tokens × positions read
+LONG = 128  # tokens of a segment: with fewer a kernel of its own takes longer to launch than it saves
 FINE = 16  # what is read is a multiple of it; masks of other widths are copied by the kernels
 
 
@@ -40,21 +41,27 @@ class BatchPart:
     order: Order
 
 
-def parts_of(step: Step, room: int) -> Iterator[BatchPart]:
-    """All segments, those of about the same length and about the same number of positions to read together."""
+def parts_of(step: Step, room: int, sharing: int = 1) -> Iterator[BatchPart]:
+    """All segments, those of about the same length and about the same number of positions to read together.
+
+    Long ones of which each token sees all are together only with those that see as many: then they need no mask, which
+    has a faster kernel. `sharing`: heads that have their keys in common.
+    """
     ends = ends_of(step)
     if step.sees is None:
         plain, same = (step.starts == 0) & (step.lengths > 1), np.zeros_like(ends)
     else:
         plain = np.minimum.reduceat(step.sees, firsts_of(step)) == ends
-        same = np.where(plain, ends, 0)  # those that see all of the same number need no mask together
+        same = np.where(plain & (step.lengths >= LONG), ends, 0)
     kinds = np.stack((powers(step.lengths), powers(np.maximum(ends, LEAST_REACH)), plain, same))
     for kind in np.unique(kinds, axis=1).T:
         members = np.flatnonzero((kinds == kind[:, None]).all(0))
         width, reach = int(step.lengths[members].max()), int(ends[members].max())
         order: Order = "mask" if not kind[2] else "causal" if step.sees is None else "whole"
+        if order == "whole" and (ends[members] != reach).any():
+            order = "mask"
         reach = min(room, -(-reach // FINE) * FINE) if order == "mask" else reach
-        together = max(1, LARGEST_GROUP // (width * reach))
+        together = max(1, LARGEST_GROUP // (width * sharing * reach))
         for start in range(0, len(members), together):
             yield BatchPart(members[start : start + together], width, reach, order)
 
@@ -99,19 +106,18 @@ def tiles(sees: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[I
 
 def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> StepBatch:
     """The step as it is, padded only within groups of segments of unequal length."""
-    parts = list(parts_of(step, cache.room))
+    parts = list(parts_of(step, cache.room, cache.sharing))
     positions = positions_of(step)
     rows = [rows_of(step, part) for part in parts]
     sees = sees_of(step)
     arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions, cache.room), back(step, parts, rows)]
     for part, asking in zip(parts, rows, strict=True):
         arrays += [step.slots[part.segments], asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
-    device, dtype = cache.keys.device, cache.keys.dtype
-    tokens, where, into, backward, *rest = sent(arrays, device)
+    tokens, where, into, backward, *rest = sent(arrays, cache.keys.device)
     groups = []
     for i, part in enumerate(parts):
         slots, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
-        masks = {window: mask_of(part, asked_from, seen, window, dtype) for window in windows}
+        masks = {window: mask_of(part, asked_from, seen, window, cache) for window in windows}
         reading = where_to_read(part, step, slots)
         groups.append(Group(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
     return StepBatch(tokens, where, into, tuple(groups), back=backward)
@@ -146,13 +152,13 @@ def where_to_read(part: BatchPart, step: Step, slots: Tensor) -> Tensor | slice:
     return slice(first, first + count) if np.array_equal(numbers, np.arange(first, first + count)) else slots
 
 
-def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, dtype: torch.dtype) -> Tensor | None:
+def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, cache: SlotCache) -> Tensor | None:
     if part.order == "causal" and (window is None or window >= part.width):
         return None
     if part.order == "whole" and (window is None or window >= part.reach):
         return None
-    form = (-1, part.width)
-    return mask(positions.view(form), sees.view(form), part.reach, window, dtype)
+    form, sharing = (-1, part.width), cache.sharing if part.width > 1 else 1
+    return mask(positions.view(form), sees.view(form), part.reach, window, cache.keys.dtype, sharing)
 
 
 def sent(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -24,6 +24,7 @@ class SlotCache:
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.slots, self.room, self.spare = slots, rounded(length), slots
+        self.sharing = shape.heads // shape.kv_heads  # heads that have their keys in common
         form = (shape.layers, slots + 1, self.room, shape.kv_heads, shape.head_dim)
         self.keys = torch.zeros(form, device=device, dtype=dtype)
         self.values = torch.zeros(form, device=device, dtype=dtype)

@@ -29,11 +29,11 @@ CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at onc
 class TorchDecoder:
     """`step.Decoder` for any device and float32, bfloat16 or float16.
 
-    With `graphs` a step of one token a row is padded to one of few shapes, each of which becomes a CUDA graph on a CUDA
-    device. With `deterministic` every token goes through in tiles of one fixed shape that its own position chooses, so
-    that its logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add
-    up in another order for another number of rows, but not for another row of the same. `compile` merges what lies
-    between the matrix products; raises `UsageError` when torch cannot.
+    With `graphs` a step of one token a row, or of a diffusion model's short runs, is padded to one of few shapes, each
+    of which becomes a CUDA graph on a CUDA device. With `deterministic` every token goes through in tiles of one fixed
+    shape that its own position chooses, so that its logits are the same bits whatever shares the step and however its
+    prompt is cut: a matrix product may add up in another order for another number of rows, but not for another row of
+    the same. `compile` merges what lies between the matrix products; raises `UsageError` when torch cannot.
 
     A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
     for its rows together; with `deterministic`, for all rows of each tile.
@@ -81,7 +81,7 @@ class TorchDecoder:
             self._static = StaticBatches(
                 self._cache,
                 set(self._windows),
-                self.shape.vocabulary,
+                self.shape,
                 tile if self.deterministic else slots,
                 self._hidden,
                 self._logits,
@@ -95,8 +95,12 @@ class TorchDecoder:
         if self.deterministic:
             return self._in_tiles(step)
         adapted, vectors = self._adapted(step), self._vectors(step)
-        if self._graphs and len(step.tokens) == len(step.slots) and not adapted and vectors is None:
-            return self._one_each(step)
+        if self._graphs and not adapted and vectors is None:
+            if len(step.tokens) == len(step.slots):
+                return self._one_each(step)
+            if (fixed := self._static.form_of_runs(step)) is not None:
+                found, where = self._static.runs(step, *fixed)
+                return self._logits(self._picked(found, where[step.wanted]))
         batch = batch_of(step, self._cache, set(self._windows))
         found = self._hidden(replace(batch, adapted=adapted, vectors=vectors))
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
@@ -220,7 +224,7 @@ class TorchDecoder:
         groups = []
         for number, (_, reach) in enumerate(cut):
             tile = slice(number * rows, (number + 1) * rows)
-            masks = self._static.masks(positions[tile], sees[tile], reach)
+            masks = self._static.masks(positions[tile, None], sees[tile, None], reach)
             asking = torch.arange(tile.start, tile.stop, device=self.device)
             groups.append(Group(1, reach, slots[tile], asking, masks))
         adapted = tuple(

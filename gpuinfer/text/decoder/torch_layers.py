@@ -222,7 +222,8 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 class Group:
     """Segments that go through attention together, each padded to `width` tokens; they read `reach` positions.
 
-    `masks` has one mask for each kind of window in the model: added to the scores, [segments, 1, width, reach]. None,
+    `masks` has one mask for each kind of window in the model: added to the scores, as `mask` gives it for the queries
+    of all heads that share keys; of one token each, [segments, 1, 1, reach], it serves all of these. None,
     which has faster kernels, stands for plain causal order from position 0 on if the group is `causal`, else for all
     that is read.
     """
@@ -249,16 +250,17 @@ class StepBatch:
     tile: int | None = None  # products are always of so many rows, which divides their number; None: of all
 
 
-def mask(positions: Tensor, sees: Tensor, reach: int, window: Window, dtype: torch.dtype) -> Tensor:
+def mask(positions: Tensor, sees: Tensor, reach: int, window: Window, dtype: torch.dtype, sharing: int = 1) -> Tensor:
     """Added to the scores of queries at `positions` [segments, width] that see as many positions as `sees` [segments,
-    width] says: 0 or -inf, [segments, 1, width, reach].
+    width] says: 0 or -inf, [segments, 1, width, reach]; of `sharing` heads' queries one head's after another's, so many
+    times that width.
     """
     keys = torch.arange(reach, device=positions.device)
     hidden = keys >= sees[..., None]
     if window is not None:
         hidden |= keys <= positions[..., None] - window
     zeros = torch.zeros((), device=positions.device, dtype=dtype)
-    return torch.where(hidden, -torch.inf, zeros)[:, None]
+    return torch.where(hidden, -torch.inf, zeros).repeat(1, sharing, 1)[:, None]
 
 
 def in_tiles(tile: int | None, work: Callable[..., Results], *rows: Tensor | None) -> Results:
@@ -311,16 +313,18 @@ def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None)
 
 
 def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, causal: bool) -> Tensor:
-    """Attention of runs, [segments, width, heads, head_dim]."""
-    heads = asking.shape[2]
-    mixed = F.scaled_dot_product_attention(
-        asking.transpose(1, 2),
-        for_each_head(keys, heads),
-        for_each_head(values, heads),
-        attn_mask=added,
-        is_causal=causal and added is None,
-    )
-    return mixed.transpose(1, 2)
+    """Attention of runs, [segments, width, heads, head_dim]. The queries of heads that share keys are one long run,
+    unless their order is plainly causal.
+    """
+    segments, width, heads, dim = asking.shape
+    asking = asking.transpose(1, 2)
+    if causal and added is None:
+        keys, values = for_each_head(keys, heads), for_each_head(values, heads)
+    else:
+        asking = asking.reshape(segments, keys.shape[2], -1, dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(asking, keys, values, attn_mask=added, is_causal=causal and added is None)
+    return mixed.view(segments, heads, width, dim).transpose(1, 2)
 
 
 def for_each_head(held: Tensor, heads: int) -> Tensor:
