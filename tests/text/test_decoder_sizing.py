@@ -11,10 +11,12 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.estimate import working_bytes
 from gpuinfer.text.decoder import open_decoder, open_sized, sizing
 from gpuinfer.text.decoder.open_decoder import NullDecoder
 from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Masking
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SLOT = slot_bytes(LLAMA, 128, torch.float32)
@@ -74,12 +76,35 @@ def test_what_does_not_fit_is_refused_with_the_numbers(slots):
 
 
 def test_the_largest_steps_fill_every_slot_to_its_end():
-    for step in largest_steps(5, 64, 40):
+    for step in largest_steps(LLAMA, 5, 64, 40):
         assert (step.starts + step.lengths == 64).all()
         assert len(step.tokens) == step.lengths.sum()
         assert len(step.wanted) == 5
-    assert [len(step.tokens) for step in largest_steps(5, 64, 40)] == [5, 40]
-    assert [len(step.tokens) for step in largest_steps(5, 64, 3)] == [5]
+    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 64, 40)] == [5, 40]
+    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 64, 3)] == [5]
+
+
+MASKED = replace(LLAMA, masking=Masking(0))
+
+
+@pytest.mark.parametrize(("step_tokens", "canvases"), [(40, 1), (64, 1), (200, 3), (10_000, 5)])
+def test_the_largest_step_of_a_diffusion_model_is_of_whole_canvases(step_tokens, canvases):
+    (step,) = largest_steps(MASKED, 5, 64, step_tokens)
+    assert step.lengths.tolist() == [64] * canvases
+    assert (step.sees == 64).all()
+    assert len(step.wanted) == len(step.tokens) == 64 * canvases
+    wide = replace(MASKED, vocabulary=2**21)
+    assert len(largest_steps(wide, 5, 48, step_tokens)[0].wanted) == min(64, 48 * max(1, step_tokens // 48))
+
+
+def test_a_step_of_a_diffusion_model_has_room_for_the_logits_of_many_positions():
+    large = replace(MASKED, vocabulary=126_464)
+    logits = 4096 * 126_464 * 4
+    assert logits < working_bytes(large, 512, 4, 4096, torch.float32) < 2 * logits
+    assert working_bytes(large, 512, 4, 64, torch.float32) < logits // 3
+    decoder = TorchDecoder(MASKED, random_weights(MASKED), CPU, torch.float32, slots=3, length=64)
+    assert largest_step_bytes(decoder, 128) == decoder.held_bytes()
+    assert not decoder._cache.keys.any()
 
 
 def test_trying_the_largest_step_leaves_nothing_behind():

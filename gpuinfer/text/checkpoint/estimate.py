@@ -16,6 +16,8 @@ from gpuinfer.text.weights import Adapter
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
 SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
+LOGIT_BYTES = 512 * 2**20  # of one step of a diffusion model, which asks for those of many positions
+SCORED_ROWS = 64  # of these, that are scored at once, in float64
 ROUND = 64  # positions of a slot are a multiple of it: kernels read masks and rows in such portions
 GB = 1e9
 
@@ -72,13 +74,29 @@ def slot_bytes(shape: Shape, length: int, dtype: torch.dtype) -> int:
 def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype) -> int:
     """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
     layer, keys and values copied for attention, masks, and the logits as sampling works on them.
+
+    A diffusion model's step has at least a whole canvas, and the one that guides it.
     """
+    rows = rows if shape.masking is None else max(rows, 2 * length)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     inner = (3 if shape.gated else 2) * shape.intermediate
     activations = rows * (4 * shape.hidden + max(3 * heads, inner)) * (dtype.itemsize + 4)
     attention = 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize * slots // max(1, shape.layers)
     masks = rows * length * (dtype.itemsize + 1)
-    return activations + attention + masks + slots * shape.vocabulary * 4 * SAMPLING_COPIES
+    return activations + attention + masks + _logit_bytes(shape, rows, slots, length)
+
+
+def most_outputs(shape: Shape) -> int:
+    """Of how many tokens a diffusion model's step gives logits, unless a single row asks for more."""
+    return max(1, LOGIT_BYTES // (4 * shape.vocabulary))
+
+
+def _logit_bytes(shape: Shape, rows: int, slots: int, length: int) -> int:
+    if shape.masking is None:
+        return slots * shape.vocabulary * 4 * SAMPLING_COPIES
+    outputs = max(length, min(rows, most_outputs(shape)))
+    scored = min(outputs, SCORED_ROWS)
+    return shape.vocabulary * (outputs * 4 + scored * 8 * SAMPLING_COPIES)
 
 
 def refuse_unfit(

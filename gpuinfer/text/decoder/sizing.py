@@ -12,7 +12,7 @@ import torch
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.checkpoint.estimate import SAMPLING_COPIES, slot_bytes, working_bytes
+from gpuinfer.text.checkpoint.estimate import SAMPLING_COPIES, SCORED_ROWS, most_outputs, slot_bytes, working_bytes
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
@@ -130,9 +130,9 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     if cuda:
         torch.cuda.reset_peak_memory_stats(decoder.device)
     # each twice: what is captured as a graph is captured the second time
-    for step in 2 * largest_steps(decoder.slots, decoder.length, step_tokens):
+    for step in 2 * largest_steps(decoder.shape, decoder.slots, decoder.length, step_tokens):
         logits = decoder.forward(step)
-        copies = [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
+        copies = scratch(decoder.shape, logits)
         del copies, logits
     decoder.empty()
     if not cuda:
@@ -141,8 +141,20 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     return torch.cuda.max_memory_allocated(decoder.device) - before
 
 
-def largest_steps(slots: int, length: int, step_tokens: int) -> list[Step]:
-    """One token in each full slot; and the same but for one slot, which takes as long a chunk of a prompt as can be."""
+def scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
+    """As much memory as there is taken to go from logits to tokens."""
+    if shape.masking is None:
+        return [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
+    return [torch.empty_like(logits[:SCORED_ROWS], dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
+
+
+def largest_steps(shape: Shape, slots: int, length: int, step_tokens: int) -> list[Step]:
+    """One token in each full slot; and the same but for one slot, which takes as long a chunk of a prompt as can be.
+
+    Of a diffusion model as many whole canvases as there may be, one at least, and logits for as many of their tokens.
+    """
+    if shape.masking is not None:
+        return [_canvases(max(1, min(slots, step_tokens // length)), length, most_outputs(shape))]
     chunk = max(1, min(length, step_tokens - (slots - 1)))
     steps = []
     for last in sorted({1, chunk}):
@@ -151,3 +163,10 @@ def largest_steps(slots: int, length: int, step_tokens: int) -> list[Step]:
         tokens = np.zeros(int(lengths.sum()), np.int32)
         steps.append(Step(tokens, np.arange(slots, dtype=np.int32), np.int32(length) - lengths, lengths, wanted))
     return steps
+
+
+def _canvases(count: int, length: int, outputs: int) -> Step:
+    tokens, starts = np.zeros(count * length, np.int32), np.zeros(count, np.int32)
+    wanted = np.arange(min(len(tokens), max(outputs, length)), dtype=np.int32)
+    slots, lengths = np.arange(count, dtype=np.int32), np.full(count, length, np.int32)
+    return Step(tokens, slots, starts, lengths, wanted, sees=np.full(len(tokens), length, np.int32))

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpuinfer.text.checkpoint.estimate import most_outputs
 from gpuinfer.text.diffusion.rows import NO_TOKENS, Row
 from gpuinfer.text.diffusion.slots import Slots
 from gpuinfer.text.generator.seams import Ints
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
-
-LOGIT_BYTES = 512 * 2**20  # of one step's logits, unless a single row has more
 
 
 class Turn:
@@ -64,7 +63,7 @@ class Composer:
         assert shape.masking is not None
         self.step_tokens = step_tokens
         self._slots, self._attention, self._shifted = slots, shape.masking.block, shape.masking.shifted
-        self._most_outputs = max(1, LOGIT_BYTES // (4 * shape.vocabulary))
+        self._most_outputs = most_outputs(shape)
 
     def compose(self, most: int | None, only: Collection[Row] | None) -> StepPlan | None:
         """The next step; None when there is no row. `most`: no more tokens than that fit in memory, unless of a single
