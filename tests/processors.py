@@ -25,6 +25,8 @@ DEPENDENT = (
     "tests/text/test_decoder.py",
     "tests/text/test_decoder_cpu.py",
     "tests/text/test_decoder_cpu_product.py",
+    "tests/text/test_decoder_experts.py",
+    "tests/text/test_decoder_sees.py",
     "tests/text/test_decoder_torch.py",
     "tests/text/test_generator.py",
     "tests/text/test_generator_models.py",

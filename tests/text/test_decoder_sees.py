@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -161,14 +163,41 @@ def test_whatever_tokens_see(make, rows, slots):
         assert_alike(found, torch.cat([masked_logits(LLAMA, weights, *row) for row in rows]))
 
 
+@st.composite
+def block_causal(draw):
+    """A block's positions, a canvas' length, and pieces of whole blocks in which it goes through: (start, end)."""
+    block, length = draw(st.integers(1, 40)), draw(st.integers(1, 90))
+    cuts = draw(st.lists(st.integers(0, -(-length // block)), max_size=6, unique=True))
+    edges = sorted({0, length, *(min(length, cut * block) for cut in cuts)})
+    return block, length, list(itertools.pairwise(edges))
+
+
+@each_bitwise
+@settings(max_examples=examples(25), deadline=None)
+@given(data=block_causal(), order=st.permutations(range(4)), company=st.integers(0, 150))
+def test_blocks_in_any_pieces_in_any_order_of_company_have_the_same_bits(make, data, order, company):
+    block, length, pieces = data
+    sees = [min((at // block + 1) * block, length) for at in range(length)]
+    with decoder_of(partial(make, deterministic=True), slots=1) as single:
+        alone = single.forward(seeing((0, 0, TOKENS[:length], sees))).clone()
+    with decoder_of(partial(make, deterministic=True)) as several:
+        for start, end in pieces:
+            others = [whole(slot, OTHER[slot : company + slot]) for slot in (0, 1, 3) if company]
+            runs = [*others, (2, start, TOKENS[start:end], sees[start:end])]
+            runs = sorted(runs, key=lambda run: order[run[0]])
+            firsts = {run[0]: sum(len(before[2]) for before in runs[:at]) for at, run in enumerate(runs)}
+            found = several.forward(seeing(*runs))[firsts[2] :][: end - start]
+            assert torch.equal(found, alone[start:end])
+
+
 @each_bitwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:8])
 def test_bits_are_those_of_a_row_alone(make, shape, dtype):
-    options = {"deterministic": True}
-    with decoder_of(lambda *given, **sizes: make(*given, **sizes, **options), shape, dtype, slots=1) as single:
+    make = partial(make, deterministic=True)
+    with decoder_of(make, shape, dtype, slots=1) as single:
         alone = single.forward(seeing(whole(0, TOKENS[:67]))).clone()
-    with decoder_of(lambda *given, **sizes: make(*given, **sizes, **options), shape, dtype) as several:
+    with decoder_of(make, shape, dtype) as several:
         company = [whole(0, OTHER[:140]), (3, 0, OTHER[:9], [1, 3, 3, 9, 9, 9, 9, 2, 9])]
         found = several.forward(seeing(company[0], whole(2, TOKENS[:67]), company[1]))[140:207].clone()
         part = several.forward(seeing((2, 11, TOKENS[11:30], [67] * 19), whole(1, OTHER[:50])))[:19]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import LLAMA, VARIANTS, random_weights
+from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import step_of
 
 from gpuinfer.errors import UsageError
@@ -194,12 +194,17 @@ def test_what_torch_compiles_in_earnest_gives_what_is_not_compiled():
     check_compiled()
 
 
-def check_compiled():
+def test_experts_are_left_out_of_what_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: torch._dynamo.optimize("eager")(function))
+    check_compiled(replace(LLAMA, **MIXTURES["experts in groups, by sigmoid"]))
+
+
+def check_compiled(shape=LLAMA):
     steps = [
         step_of((0, 0, TOKENS[:40]), (1, 0, OTHER[:3])),
         step_of((0, 40, [5]), (1, 3, [6])),
         step_of((1, 4, [8])),
     ]
-    compiled, plain = decoder(compile=True), decoder()
+    compiled, plain = decoder(shape, compile=True), decoder(shape)
     for step in steps:
         torch.testing.assert_close(compiled.forward(step), plain.forward(step), atol=1e-5, rtol=0)

@@ -16,9 +16,9 @@ from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
 from gpuinfer.text.decoder.torch_batch import batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
-from gpuinfer.text.decoder.torch_experts import sorted_mix, whole_mix
+from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, in_tiles
-from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried
+from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
 from gpuinfer.text.weights import Adapter, Weights
@@ -59,7 +59,8 @@ class TorchDecoder:
         self.deterministic, self._graphs = deterministic, graphs
         self._windows = shape.windows or (None,) * shape.layers
         self._adapters: dict[int, Adapter] = {}
-        self._mix = whole_mix if deterministic else sorted_mix
+        mix: Mix = whole_mix if deterministic else sorted_mix
+        self._mix = uncompiled(mix) if compile else mix
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
         self._further: Callable[..., Tensor] = partial(torch_layers.further, shape, self._mix)
         if compile:

@@ -207,6 +207,14 @@ def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
     return result
 
 
+def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function`, left as it is by compiled functions that call it: the compiler knows products of groups of rows for
+    bfloat16 alone.
+    """
+    result: Callable[..., Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return result
+
+
 def tried(trial: Callable[[], object]) -> None:
     """Run `trial`, which calls compiled functions. Raises `UsageError` with the compiler's words when it cannot."""
     try:
