@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from random_models import LLAMA, VARIANTS, random_weights
-from steps import step_of
+from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
+from steps import seeing, step_of
 
 from gpuinfer.text.decoder.sizing import estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Masking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +85,47 @@ def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(dty
         ],
     )
     assert torch.equal(torch.cat([found[:40], found[47:50], found[71:]]), expected)
+
+
+def canvas(slot, tokens, start=0, end=None):
+    """Tokens that see all of their row, which has as many as it ends at."""
+    return slot, start, tokens, [end or len(tokens)] * len(tokens)
+
+
+MASKED = replace(LLAMA, masking=Masking(0))
+SEEING = [
+    seeing(canvas(0, TOKENS[:40]), canvas(3, OTHER[:140]), canvas(1, OTHER[:90])),
+    *(seeing(canvas(0, OTHER[8:24], 8, 40), canvas(3, TOKENS[64:80], 64, 140)) for _ in range(4)),
+    seeing(canvas(1, [5], 3, 90), canvas(0, [6], 30, 40)),
+]
+MIXED = [pytest.param(replace(MASKED, **changes), id=name) for name, changes in MIXTURES.items()]
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("shape", [*CASES, pytest.param(MASKED, id="masked"), *MIXED])
+def test_tokens_that_see_what_comes_after_them_are_those_of_the_cpu(shape, options):
+    found = all_logits(decoder(shape, **options), SEEING)
+    torch.testing.assert_close(found, all_logits(decoder(shape, device=CPU), SEEING), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [pytest.param(MASKED, id="masked"), *MIXED[:4]])
+def test_short_runs_become_graphs(shape):
+    graphs, eager = (decoder(shape, torch.bfloat16, graphs=wanted) for wanted in (True, False))
+    torch.testing.assert_close(all_logits(graphs, SEEING), all_logits(eager, SEEING), atol=0.2, rtol=0)
+    assert any(form.width == 16 for form in graphs._static._run._graphs)
+    assert graphs._static._run.wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(MASKED, id="masked"), *MIXED])
+def test_a_canvas_has_the_same_bits_alone_and_in_company(shape, dtype):
+    one = decoder(shape, dtype, slots=1, deterministic=True)
+    expected = all_logits(one, [seeing(canvas(0, TOKENS[:67]))])
+    several = decoder(shape, dtype, deterministic=True)
+    found = all_logits(several, [seeing(canvas(1, OTHER[:140]), canvas(2, TOKENS[:67]), canvas(0, OTHER[:9]))])
+    assert torch.equal(found[140:207], expected)
+    part = all_logits(several, [seeing(canvas(2, TOKENS[11:30], 11, 67), canvas(4, OTHER[:50]))])
+    assert torch.equal(part[:19], expected[11:30])
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
