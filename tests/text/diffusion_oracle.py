@@ -98,7 +98,7 @@ def product(tensors: Tensors, name: str, inputs: Tensor) -> Tensor:
 
 def llada(config: Mapping[str, Any], tensors: Tensors, hidden: Tensor) -> Tensor:
     size, eps = config["d_model"] // config["n_heads"], config["rms_norm_eps"]
-    attention = Attention(config["n_heads"], config["n_kv_heads"], size, config["rope_theta"], size)
+    attention = Attention(config["n_heads"], config.get("n_kv_heads", 1), size, config["rope_theta"], size)
     for number in range(config["n_layers"]):
         block = f"model.transformer.blocks.{number}."
         inputs = normed(hidden, tensors[f"{block}attn_norm.weight"], eps)

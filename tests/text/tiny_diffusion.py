@@ -99,7 +99,7 @@ def _ends(config: Mapping[str, Any], embedding: str) -> Tensors:
 
 def _llada(config: Mapping[str, Any]) -> Tensors:
     hidden, inner, heads = config["d_model"], config["mlp_hidden_size"], config["n_heads"]
-    size, keys, bias = hidden // heads, config["n_kv_heads"], config.get("include_bias", False)
+    size, keys, bias = hidden // heads, config.get("n_kv_heads", 1), config.get("include_bias", False)
     qkv = bias or config.get("include_qkv_bias", False)
     rows = config.get("embedding_size", config["vocab_size"])
     yield "model.transformer.wte.weight", (rows, hidden)
@@ -130,7 +130,7 @@ def _llama_names(config: Mapping[str, Any], *, bias: bool, normed: bool) -> Tens
         yield from _linear(f"{layer}self_attn.q_proj", heads * size, hidden, bias)
         yield from _linear(f"{layer}self_attn.k_proj", keys * size, hidden, bias)
         yield from _linear(f"{layer}self_attn.v_proj", keys * size, hidden, bias)
-        yield from _linear(f"{layer}self_attn.o_proj", hidden, heads * size)
+        yield from _linear(f"{layer}self_attn.o_proj", hidden, heads * size, config.get("attention_bias", False))
         if normed:
             yield f"{layer}self_attn.q_norm.weight", (size,)
             yield f"{layer}self_attn.k_norm.weight", (size,)
@@ -144,7 +144,7 @@ def _dense(config: Mapping[str, Any], *, bias: bool, normed: bool) -> Tensors:
 
 
 def _llada_moe(config: Mapping[str, Any]) -> Tensors:
-    yield from _llama_names(config, bias=False, normed=True)
+    yield from _llama_names(config, bias=config["attention_bias"], normed=config["qk_layernorm"])
     hidden = config["hidden_size"]
     for number, mixed in enumerate(config["moe_layer_freq"]):
         mlp = f"model.layers.{number}.mlp."
@@ -163,8 +163,10 @@ def _llada2(config: Mapping[str, Any]) -> Tensors:
         layer = f"model.layers.{number}."
         yield f"{layer}input_layernorm.weight", (hidden,)
         yield f"{layer}post_attention_layernorm.weight", (hidden,)
-        yield from _linear(f"{layer}attention.query_key_value", (heads + 2 * keys) * size, hidden)
-        yield from _linear(f"{layer}attention.dense", hidden, heads * size)
+        yield from _linear(
+            f"{layer}attention.query_key_value", (heads + 2 * keys) * size, hidden, config["use_qkv_bias"]
+        )
+        yield from _linear(f"{layer}attention.dense", hidden, heads * size, config["use_bias"])
         yield f"{layer}attention.query_layernorm.weight", (size,)
         yield f"{layer}attention.key_layernorm.weight", (size,)
         if number < config["first_k_dense_replace"]:
@@ -362,5 +364,5 @@ TENSORS: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
     "llada-moe": _llada_moe,
     "llada2": _llada2,
     "dream": lambda config: _dense(config, bias=True, normed=False),
-    "sdar": lambda config: _dense(config, bias=False, normed=True),
+    "sdar": lambda config: _dense(config, bias=config["attention_bias"], normed=True),
 }
