@@ -51,13 +51,17 @@ def test_tiny_speaks_bytes() -> None:
     assert checkpoint.folder is None
 
 
-def test_tiny_llada_fills_in_masks_that_it_never_says_itself() -> None:
-    checkpoint = opened("tiny-llada")
+MASKED = ["tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar"]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_tiny_diffusion_model_fills_in_masks_that_it_never_says_itself(name: str) -> None:
+    checkpoint = opened(name)
     masking = checkpoint.shape.masking
     assert masking is not None
-    assert (masking.block, masking.shifted) == (None, False)
+    assert checkpoint.shape.family == name.removeprefix("tiny-")
     weights = checkpoint.weights(torch.float32)
-    assert sizes(weights)[0] < 600_000
+    assert sizes(weights)[0] < 800_000
     silent = weights.head.weight[masking.mask_token, 0]
     assert silent < -100 < weights.head.weight[ord("a"), 0] == 0.0
 
@@ -84,7 +88,7 @@ def test_tiny_is_written_for_other_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [*FAMILIES, "tiny", "tiny-llada"])
+@pytest.mark.parametrize("family", [*FAMILIES, "tiny", *MASKED])
 def test_the_estimate_is_what_the_weights_take(family: str, dtype: torch.dtype) -> None:
     checkpoint = opened(family if family.startswith("tiny") else tiny_checkpoint(family))
     estimate, shape = checkpoint.estimate(3, 100, dtype), checkpoint.shape
@@ -92,6 +96,15 @@ def test_the_estimate_is_what_the_weights_take(family: str, dtype: torch.dtype) 
     positions = 128  # 100, in whole portions
     assert estimate.cache_bytes == 3 * positions * 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
     assert estimate.peak_bytes > estimate.weights_bytes + estimate.cache_bytes
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_tiny_diffusion_model_is_written_as_its_family_is_published(name: str, tmp_path: Path) -> None:
+    save_folder(opened(name), tmp_path / "out")
+    again, drawn = opened(tmp_path / "out"), opened(name)
+    assert again.shape == drawn.shape
+    for mine, theirs in zip(*(tensors_of(one.weights(torch.float32)) for one in (again, drawn)), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 FITS = Estimate(weights_bytes=10_000_000_000, cache_bytes=8_000_000_000, peak_bytes=19_000_000_000)

@@ -1,5 +1,5 @@
-"""Models that need no files: "tiny", a random Qwen2 of 5 M parameters; "tiny-llada", a random diffusion model of half a
-million; and "null", which computes nothing.
+"""Models that need no files: "tiny", a random Qwen2 of 5 M parameters; "tiny-llada" and others, random diffusion models
+of half a million parameters or so; and "null", which computes nothing.
 
 A store whose tensors are drawn, the same ones everywhere.
 """
@@ -7,18 +7,21 @@ A store whose tensors are drawn, the same ones everywhere.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpuinfer.text.checkpoint.assembly import RotaryLayout, Stored, TensorPart, parts_of
+from gpuinfer.text.checkpoint.assembly import RotaryLayout, Stored, parts_of
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.family import Biases
 from gpuinfer.text.checkpoint.keys import Fields
+from gpuinfer.text.checkpoint.masked import masking_of
 from gpuinfer.text.checkpoint.rope import rope_of
-from gpuinfer.text.shape import Masking, Shape
+from gpuinfer.text.checkpoint.tensor_names import names_of
+from gpuinfer.text.shape import Experts, Shape
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,11 @@ class DrawnStore:
     """
 
     def __init__(
-        self, where: str, parts: Iterable[TensorPart], speakable: Sequence[int], recipe: Recipe | None = None
+        self, where: str, layout: RotaryLayout, speakable: Sequence[int], recipe: Recipe | None = None
     ) -> None:
         self.where, self._speakable = where, list(speakable)
-        self._recipe = recipe or Recipe()
-        self.tensors = {part.name: Stored(part.shape, torch.float32) for part in parts}
+        self._recipe, self._names = recipe or Recipe(), layout.names
+        self.tensors = {part.name: Stored(part.shape, torch.float32) for part in parts_of(layout)}
 
     def read(self, name: str, into: Tensor) -> None:
         if into.dim() == 1:
@@ -59,19 +62,18 @@ class DrawnStore:
         generator = torch.Generator().manual_seed(
             zlib.crc32(name.encode())
         )  # a tensor's own, whatever is read before it
-        drawn = torch.empty(shape).normal_(0.0, self._deviation(name), generator=generator)
-        if "embed_tokens" in name:
-            drawn[:, 0] = 1.0
-        elif "lm_head" in name:
-            drawn[:, 0] = self._recipe.silence
+        drawn = torch.empty(shape)
+        names, recipe = self._names, self._recipe
+        if name == names.embedding_of(names.prefix):
+            drawn.normal_(0.0, recipe.embedding, generator=generator)[:, 0] = 1.0
+        elif name == names.head_of(names.prefix):
+            drawn.normal_(0.0, recipe.head, generator=generator)[:, 0] = recipe.silence
             drawn[self._speakable, 0] = 0.0
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            drawn[0] = 0.0
+        else:
+            drawn.normal_(0.0, recipe.layers, generator=generator)
+            if name.endswith((f"{names.out}.weight", f"{names.down}.weight")):
+                drawn[0] = 0.0
         return drawn
-
-    def _deviation(self, name: str) -> float:
-        own = self._recipe
-        return own.embedding if "embed_tokens" in name else own.head if "lm_head" in name else own.layers
 
 
 END = 256  # tokens 0 to 255 are bytes
@@ -116,10 +118,10 @@ def tiny_shape() -> Shape:
     )
 
 
-def tiny_llada_shape() -> Shape:
-    """Small, as each of its steps goes through a whole answer."""
-    return Shape(
-        family="llada",
+def tiny_masked_shape(family: str, **more: Any) -> Shape:
+    """A diffusion model of this family: small, as each of its steps may go through a whole answer."""
+    shape = Shape(
+        family=family,
         vocabulary=384,
         hidden=128,
         layers=2,
@@ -128,14 +130,35 @@ def tiny_llada_shape() -> Shape:
         head_dim=32,
         intermediate=256,
         positions=1024,
+        qk_norm=family in ("llada-moe", "llada2", "sdar"),
         rope=rope_of(Fields({}), 32, 1024)[0],
         end_tokens=(END,),
-        masking=Masking(mask_token=END + 1),
+        masking=masking_of(family, END + 1),
     )
+    return replace(shape, **more)
 
 
-BUILT_IN: Mapping[str, Callable[[], Shape]] = {"tiny": tiny_shape, "tiny-llada": tiny_llada_shape, "null": null_shape}
-RECIPES = {"tiny-llada": Recipe(layers=0.2, head=0.5, silence=-512.0)}
+def tiny_llada2_shape() -> Shape:
+    """The first layer without experts, the others with one that every token goes through; half of each head turns."""
+    rope = rope_of(Fields({"partial_rotary_factor": 0.5}), 32, 1024, partial=True)[0]
+    experts = Experts(8, 2, 64, 64, (0,), "sigmoid", normalised=True, scale=2.5, groups=4, groups_chosen=2)
+    return tiny_masked_shape("llada2", layers=3, kv_heads=2, rope=rope, experts=experts)
+
+
+def tiny_llada_moe_shape() -> Shape:
+    return tiny_masked_shape("llada-moe", experts=Experts(count=8, chosen=2, intermediate=64))
+
+
+BUILT_IN: Mapping[str, Callable[[], Shape]] = {
+    "tiny": tiny_shape,
+    "tiny-llada": lambda: tiny_masked_shape("llada"),
+    "tiny-llada-moe": tiny_llada_moe_shape,
+    "tiny-llada2": tiny_llada2_shape,
+    "tiny-dream": lambda: tiny_masked_shape("dream"),
+    "tiny-sdar": lambda: tiny_masked_shape("sdar", kv_heads=2),
+    "null": null_shape,
+}
+MASKED_RECIPE = Recipe(layers=0.2, head=0.6, silence=-512.0)
 """Layers that say more, so that masks, which all begin alike, become different tokens; and a head so steep that some
 steps are sure of several."""
 
@@ -143,8 +166,9 @@ steps are sure of several."""
 def open_builtin(name: str) -> Checkpoint:
     """`name` is one of BUILT_IN. The weights are drawn, the same in every process."""
     shape = BUILT_IN[name]()
-    layout = RotaryLayout(shape, Biases(qkv=shape.masking is None))
-    store = DrawnStore(name, parts_of(layout), SPEAKABLE, RECIPES.get(name))
+    names = names_of(shape.family)
+    layout = RotaryLayout(shape, Biases(qkv=shape.family in ("qwen2", "dream")), names.prefix, None, names)
+    store = DrawnStore(name, layout, SPEAKABLE, None if shape.masking is None else MASKED_RECIPE)
     return Checkpoint(
         name=name,
         shape=layout.shape,

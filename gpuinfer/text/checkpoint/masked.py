@@ -51,10 +51,18 @@ def masked_shape(family: str, config: Fields, generation: Fields, mask_token: in
     known = KNOWN.get((family, shape.vocabulary))
     ends = tuple(dict.fromkeys([*shape.end_tokens, *(known.ends if known else ())]))
     mask = _mask_token(config, known, mask_token, replace(shape, end_tokens=ends))
-    masking = Masking(
-        mask, _block(family, config, block), shifted=family == "dream", guided=family in ("llada", "llada-moe")
+    size = _block(family, config, block)
+    return replace(shape, end_tokens=ends, masking=masking_of(family, mask, size))
+
+
+def masking_of(family: str, mask_token: int, block: int | None = None) -> Masking:
+    """`block`: of a block-causal family; None: as it has it."""
+    return Masking(
+        mask_token=mask_token,
+        block=block or BLOCKS.get(family),
+        shifted=family == "dream",
+        guided=family in ("llada", "llada-moe"),
     )
-    return replace(shape, end_tokens=ends, masking=masking)
 
 
 def _mask_token(config: Fields, known: KnownTokens | None, given: int | None, shape: Shape) -> int:
