@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint_config import anything
 from text.decoders import opened
 from text.diffusion_oracle import opened as stored
-from text.tiny import copy_of
+from text.tiny import copy_of, tiny_checkpoint
 from text.tiny_diffusion import CONFIGS, FAMILIES, MASK, config_of, tiny_diffusion
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.family import shape_of
 from gpuinfer.text.checkpoint.replacement import read_other_weights
 from gpuinfer.text.language import open_language
@@ -192,17 +192,34 @@ def test_a_mask_that_nobody_knows_is_asked_for(family: str) -> None:
     assert told.shape.masking.mask_token == 7
 
 
-def test_what_a_user_says_of_mask_and_block_goes_before_the_config() -> None:
-    def opened_with(**arguments: Any) -> Masking | None:
-        return open_checkpoint(ModelSpec(str(tiny_diffusion("sdar")), arguments=arguments, kind="text")).shape.masking
+def opened_with(model: Path | str, mask_token: Any) -> Shape:
+    return open_checkpoint(ModelSpec(str(model), arguments={"mask_token": mask_token}, kind="text")).shape
 
-    assert opened_with() == Masking(MASK, 4, guided=False)
-    assert opened_with(mask_token=9, block=16) == Masking(9, 16, guided=False)
+
+def test_a_mask_that_is_told_of_goes_before_that_of_the_config() -> None:
+    folder = tiny_diffusion("sdar")
+    assert opened(folder).shape.masking == Masking(MASK, 4, guided=False)
+    assert opened_with(folder, 9).masking == Masking(9, 4, guided=False)
     with pytest.raises(UsageError, match="--mask-token-id is 384, and there are 384 tokens"):
-        opened_with(mask_token=384)
-    for wrong in ({"mask_token": -1}, {"mask_token": "3"}, {"block": 0}):
+        opened_with(folder, 384)
+    for wrong in (-1, "3", True):
         with pytest.raises(UsageError, match="a whole number"):
-            opened_with(**wrong)
+            opened_with(folder, wrong)
+
+
+def test_a_mask_is_told_of_in_vain_where_there_is_none_or_it_is_known() -> None:
+    for model in (tiny_checkpoint("llama"), "tiny", "null"):
+        with pytest.raises(UsageError, match=r"goes from left to right and has none\. Leave"):
+            opened_with(model, 9)
+    with pytest.raises(UsageError, match="'tiny-llada' knows its own, 257"):
+        opened_with("tiny-llada", 9)
+
+
+def test_blocks_are_as_long_as_a_config_says() -> None:
+    for family, size in (("sdar", 16), ("llada2", 64)):
+        masking = shape_of(config_of(family, block_size=size)).masking
+        assert masking is not None
+        assert masking.block == size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -319,6 +336,45 @@ def test_code_that_a_dream_folder_brings_for_its_tokenizer_is_not_needed(tmp_pat
     assert opened(folder).shape.family == "dream"
     path.write_text(json.dumps({**own, "tokenizer_class": "Other"}))
     assert "asks to run code of its own" in unopened(folder)
+
+
+def low_ranks(folder: Path, modules: dict[str, tuple[int, int]]) -> Path:
+    """An adapter as PEFT saves it, of these modules with so many outputs and inputs."""
+    folder.mkdir()
+    tensors = {}
+    for name, (outputs, inputs) in modules.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, inputs)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, 2)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    return folder
+
+
+ADAPTED = {
+    "llada": (
+        {"model.transformer.blocks.1.v_proj": (32, 64), "model.transformer.blocks.1.ff_out": (64, 160)},
+        [("qkv", 96, 32), ("down", 0, 64)],
+    ),
+    "llada2": (
+        {"model.layers.1.attention.query_key_value": (128, 64), "model.layers.1.attention.dense": (64, 64)},
+        [("qkv", 0, 64), ("qkv", 64, 32), ("qkv", 96, 32), ("out", 0, 64)],
+    ),
+    "sdar": ({"model.layers.1.self_attn.o_proj": (64, 128)}, [("out", 0, 64)]),
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_are_found_under_the_familys_names(family: str, tmp_path: Path) -> None:
+    modules, expected = ADAPTED[family]
+    adapter = read_adapter(opened(tiny_diffusion(family)), str(low_ranks(tmp_path / "adapter", modules)))
+    assert adapter.layers[0] == ()
+    assert sorted((low.product, low.first, len(low.up)) for low in adapter.layers[1]) == sorted(expected)
+
+
+def test_experts_are_not_adapted(tmp_path: Path) -> None:
+    folder = low_ranks(tmp_path / "adapter", {"model.layers.1.mlp.experts.0.up_proj": (48, 64)})
+    with pytest.raises(UsageError, match="here only query_key_value, dense of the layers can be"):
+        read_adapter(opened(tiny_diffusion("llada2")), str(folder))
 
 
 FIELDS = sorted({name for config in CONFIGS.values() for name in config} - {"architectures", "model_type"})

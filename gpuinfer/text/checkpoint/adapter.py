@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,15 @@ import torch
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.adapter_config import MERGE, AdapterConfig, read_adapter_config
-from gpuinfer.text.checkpoint.assembly import Gpt2Layout
+from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Adapter, LowRank, Product
 
 FILE = "adapter_model.safetensors"
-WHOLE = re.compile(r"(?:base_model\.model\.)?(?:model\.|transformer\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-MODULE = re.compile(r"(?:layers|h)\.([0-9]{1,6})\.(.+)")
+WHOLE = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(?:transformer\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+MODULE = re.compile(r"(?:layers|blocks|h)\.([0-9]{1,6})\.(.+)")
 SHOWN = 3
 
 
@@ -32,26 +33,38 @@ class Target:
     inputs: int
 
 
-def targets_of(shape: Shape, gpt2: bool) -> dict[str, Target]:
-    """By the name within a layer."""
+def targets_of(layout: RotaryLayout | Gpt2Layout) -> dict[str, Target]:
+    """By the name within a layer. What stands for the MLP is not among them where it is experts."""
+    shape = layout.shape
     hidden, inner = shape.hidden, shape.intermediate
-    if gpt2:
+    if isinstance(layout, Gpt2Layout):
         return {
             "attn.c_attn": Target("qkv", 0, 3 * hidden, hidden),
             "attn.c_proj": Target("out", 0, hidden, hidden),
             "mlp.c_fc": Target("up", 0, inner, hidden),
             "mlp.c_proj": Target("down", 0, hidden, inner),
         }
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    names, sizes = layout.names, qkv_sizes(shape)
+    queries = sizes[0]
+    outputs = sizes if len(names.qkv) == len(sizes) else (sum(sizes),)
+    firsts = (0, queries, queries + sizes[1])
+    parts = zip(names.qkv, firsts, outputs, strict=False)
+    attention = {name: Target("qkv", first, size, hidden) for name, first, size in parts}
+    attention[names.out] = Target("out", 0, hidden, queries)
+    if shape.experts is not None:
+        return attention
     return {
-        "self_attn.q_proj": Target("qkv", 0, queries, hidden),
-        "self_attn.k_proj": Target("qkv", queries, keys, hidden),
-        "self_attn.v_proj": Target("qkv", queries + keys, keys, hidden),
-        "self_attn.o_proj": Target("out", 0, hidden, queries),
-        "mlp.gate_proj": Target("up", 0, inner, hidden),
-        "mlp.up_proj": Target("up", inner, inner, hidden),
-        "mlp.down_proj": Target("down", 0, hidden, inner),
+        **attention,
+        f"{names.mlp}{names.gate}": Target("up", 0, inner, hidden),
+        f"{names.mlp}{names.up}": Target("up", inner, inner, hidden),
+        f"{names.mlp}{names.down}": Target("down", 0, hidden, inner),
     }
+
+
+def qkv_sizes(shape: Shape) -> tuple[int, int, int]:
+    """Outputs that are queries, keys, values."""
+    keys = shape.kv_heads * shape.head_dim
+    return shape.heads * shape.head_dim, keys, keys
 
 
 def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
@@ -67,12 +80,13 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
         raise UsageError(f"there is no folder {folder} with an adapter. Give one as PEFT saves it (save_pretrained).")
     config = read_adapter_config(folder)
     store = _store(folder)
-    gpt2 = isinstance(checkpoint.layout, Gpt2Layout)
-    targets, before = targets_of(shape, gpt2), "transformer.h" if gpt2 else "model.layers"
+    layout = checkpoint.layout
+    targets = targets_of(layout)
+    before = "transformer.h.{}." if isinstance(layout, Gpt2Layout) else layout.names.prefix + layout.names.layer
     found = _pairs(store, shape.layers, targets)
     layers: list[list[LowRank]] = [[] for _ in range(shape.layers)]
     for (number, name), pair in sorted(found.items()):
-        target, module = targets[name], f"{before}.{number}.{name}"
+        target, module = targets[name], before.format(number) + name
         _check(store, config, module, pair, target)
         layers[number] += _read(store, pair, target, config.scale(module), shape)
     return Adapter(tuple(map(tuple, layers)))
@@ -148,5 +162,6 @@ def _read(store: SafetensorsStore, pair: dict[str, str], target: Target, scale: 
     up *= scale
     if target.product != "qkv" or target.outputs <= shape.heads * shape.head_dim:
         return [LowRank(target.product, target.first, down, up)]
-    size = target.outputs // 3
-    return [LowRank("qkv", at, down, up[at : at + size].contiguous()) for at in range(0, target.outputs, size)]
+    queries, keys, _ = qkv_sizes(shape)
+    edges = itertools.pairwise((0, queries, queries + keys, target.outputs))
+    return [LowRank("qkv", first, down, up[first:end].contiguous()) for first, end in edges]

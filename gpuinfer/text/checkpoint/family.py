@@ -39,10 +39,10 @@ class Biases:
 
 @dataclass(frozen=True)
 class Told:
-    """What a user says of a diffusion model, where its config.json does not or is wrong; None: nothing."""
+    """What is known of a diffusion model, whatever its config.json says or does not; None: nothing."""
 
     mask_token: int | None = None
-    block: int | None = None  # of a block-causal model
+    block: int | None = None  # positions, of a block-causal model
 
 
 NOTHING = Told()

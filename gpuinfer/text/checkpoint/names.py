@@ -23,17 +23,23 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, or a built-in model.
 
     Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model;
-    "mask_token" and "block": of a diffusion model, which token the mask is, and how many positions a block has. Raises
-    `UsageError`.
+    "mask_token": of a diffusion model, which token the mask is. Raises `UsageError`.
     """
+    told = _told(spec)
+    checkpoint = _open(spec, told)
+    _refuse_unheard(checkpoint, told)
+    return checkpoint
+
+
+def _open(spec: ModelSpec, told: Told) -> Checkpoint:
     meta, base = spec.arguments.get("meta"), spec.arguments.get("base_model")
     if spec.weights is not None and base is not None:
-        return open_trained(Path(spec.weights), Path(base), spec.name, told_by(spec))
+        return open_trained(Path(spec.weights), Path(base), spec.name, told)
     if spec.weights is not None:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
     path, kind = what_is(spec.name)
     if kind == "folder":
-        return open_folder(path, spec.name, told_by(spec))
+        return open_folder(path, spec.name, told)
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file":
@@ -43,13 +49,18 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     raise absent(spec.name, path)
 
 
-def told_by(spec: ModelSpec) -> Told:
-    """Raises `UsageError` for what can be no token, and no size of a block."""
-    given = Fields({name: spec.arguments.get(name) for name in ("mask_token", "block")}, "the model's arguments")
-    mask, block = (
-        given.integer(name, -1, least=at) if given.has(name) else None for at, name in enumerate(given.values)
-    )
-    return Told(mask, block)
+def _told(spec: ModelSpec) -> Told:
+    """Raises `UsageError` for what can be no token."""
+    given = Fields({"mask_token": spec.arguments.get("mask_token")}, "the model's arguments")
+    return Told(given.integer("mask_token", least=0)) if given.has("mask_token") else Told()
+
+
+def _refuse_unheard(checkpoint: Checkpoint, told: Told) -> None:
+    """Raises `UsageError` where a mask is told of, and there is none or the model knows better."""
+    masking = checkpoint.shape.masking
+    if told.mask_token is not None and (masking is None or masking.mask_token != told.mask_token):
+        own = "goes from left to right and has none" if masking is None else f"knows its own, {masking.mask_token}"
+        raise UsageError(f"--mask-token-id says which token the mask is, and '{checkpoint.name}' {own}. Leave it out.")
 
 
 def what_is(name: str) -> tuple[Path, str]:
