@@ -1,5 +1,4 @@
-"""From a model's name to its weights: Hugging Face folders, checkpoints of trainers, and two built-in
-models.
+"""From a model's name to its weights: Hugging Face folders, checkpoints of trainers, and built-in models.
 
 ```
 names.py             what a name means
@@ -8,9 +7,11 @@ nanogpt.py           nanoGPT's model.pt and its alphabet    pickled.py   torch f
 trained.py           a torch distributed checkpoint on a base model: dcp.py (what lies where), dcp_names.py (what
                      trainers call tensors), dcp_store.py (tensors put together from chunks)
 opcodes.py           pickles, read without an unpickler
-builtin.py           "tiny" and "null", whose weights are drawn
-family.py            config.json → Shape    rope.py   its angles and windows    keys.py   no key passes unknown
-assembly.py          which stored tensors make which weights, checked and read
+builtin.py           "tiny", "tiny-llada" and others, whose weights are drawn; "null"
+family.py            config.json → Shape    rotary.py   of all that are built like Llama    rope.py   angles and windows
+keys.py              no key passes unknown
+masked.py            of masked diffusion models    masked_keys.py   how each is known, and its keys
+assembly.py          which stored tensors make which weights, checked and read    tensor_names.py   what they are called
 safetensors.py       files of tensors
 estimate.py          bytes before anything is loaded        digests.py   what --resume compares
 replacement.py       other weights for a model that is at work

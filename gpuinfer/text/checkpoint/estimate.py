@@ -79,8 +79,7 @@ def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch
     """
     rows = rows if shape.masking is None else max(rows, 2 * length)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    inner = (3 if shape.gated else 2) * shape.intermediate
-    activations = rows * (4 * shape.hidden + max(3 * heads, inner)) * (dtype.itemsize + 4)
+    activations = rows * (4 * shape.hidden + max(3 * heads, _inner(shape))) * (dtype.itemsize + 4)
     attention = 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize * slots // max(1, shape.layers)
     masks = rows * length * (dtype.itemsize + 1)
     return activations + attention + masks + _logit_bytes(shape, rows, slots, length)
@@ -97,6 +96,17 @@ def _logit_bytes(shape: Shape, rows: int, slots: int, length: int) -> int:
     outputs = max(length, min(rows, most_outputs(shape)))
     scored = min(outputs, SCORED_ROWS)
     return shape.vocabulary * (outputs * 4 + scored * 8 * SAMPLING_COPIES)
+
+
+def _inner(shape: Shape) -> int:
+    """Values of one token between the products of an MLP: all those of its experts, beside what goes in and comes out
+    of each.
+    """
+    each = 3 if shape.gated else 2
+    dense, experts = each * shape.intermediate, shape.experts
+    if experts is None:
+        return dense
+    return max(dense, experts.chosen * (2 * shape.hidden + each * experts.intermediate) + each * experts.shared)
 
 
 def refuse_unfit(
