@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from text.decoders import opened
 from text.test_checkpoint_replacement import same
 from text.tiny import tiny_checkpoint
+from text.tiny_diffusion import FAMILIES as DIFFUSION
+from text.tiny_diffusion import tiny_diffusion
 from text.toy import run
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
@@ -87,6 +89,15 @@ def test_weights_are_found_under_whatever_names_a_trainer_has_given_them(how, tm
     assert same(checkpoint.weights(torch.float32), own.weights(torch.float32))
     assert checkpoint.store.digests(own.store.tensors) == own.store.digests(own.store.tensors)
     assert checkpoint.language.folder == base
+
+
+@pytest.mark.parametrize("family", DIFFUSION)
+def test_diffusion_models_in_training_are_found_under_their_own_names(family, tmp_path):
+    base, folder = tiny_diffusion(family), tiny_diffusion(family, seed=1)
+    for number, state in enumerate((tensors(folder), {"model": tensors(folder)}, wrapped(tensors(folder)))):
+        checkpoint = trained(saved(state, tmp_path / str(number)), base)
+        assert checkpoint.shape == opened(folder).shape
+        assert same(checkpoint.weights(torch.float32), opened(folder).weights(torch.float32))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
