@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
-from gpuinfer.text.checkpoint.family import shape_of
+from gpuinfer.text.checkpoint.assembly import RotaryLayout, parts_of
+from gpuinfer.text.checkpoint.family import biases_of, shape_of
 from gpuinfer.text.checkpoint.replacement import read_other_weights
+from gpuinfer.text.checkpoint.tensor_names import names_of
 from gpuinfer.text.language import open_language
 from gpuinfer.text.shape import Experts, Masking, Shape
 
@@ -72,6 +75,16 @@ def test_a_published_config_says_all_that_is_needed_or_it_is_known(family: str) 
     assert shape.family == family
     assert shape.masking == MASKINGS[family]
     assert shape.end_tokens[0] == {"dream": 151643, "sdar": 151643, "llada": 126081}.get(family, 156892)
+
+
+@pytest.mark.parametrize(
+    ("family", "billions"),
+    [("llada", 8.016), ("llada-moe", 7.357), ("llada2", 16.256), ("dream", 7.616), ("sdar", 4.022)],
+)
+def test_a_published_model_has_as_many_parameters_as_its_makers_say(family: str, billions: float) -> None:
+    config, names = config_of(family, **PUBLISHED[family]), names_of(family)
+    layout = RotaryLayout(shape_of(config), biases_of(config), names.prefix, None, names)
+    assert sum(prod(part.shape) for part in parts_of(layout)) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
 def test_an_8b_llada_ends_with_its_text_or_its_turn() -> None:
