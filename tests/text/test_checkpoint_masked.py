@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint_config import anything
 from text.decoders import opened
 from text.diffusion_oracle import opened as stored
-from text.tiny import copy_of, tiny_checkpoint
+from text.tiny import copy_of
 from text.tiny_diffusion import CONFIGS, FAMILIES, MASK, config_of, tiny_diffusion
 
 from gpuinfer.api import ModelSpec
@@ -221,7 +221,7 @@ def test_a_mask_that_is_told_of_goes_before_that_of_the_config() -> None:
 
 
 def test_a_mask_is_told_of_in_vain_where_there_is_none_or_it_is_known() -> None:
-    for model in (tiny_checkpoint("llama"), "tiny", "null"):
+    for model in ("tiny", "null"):
         with pytest.raises(UsageError, match=r"goes from left to right and has none\. Leave"):
             opened_with(model, 9)
     with pytest.raises(UsageError, match="'tiny-llada' knows its own, 257"):
