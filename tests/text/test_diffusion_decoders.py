@@ -1,0 +1,220 @@
+"""Each decoder does what its source describes, token for token; and what may be asked of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from counts import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text import diffusion_reference as reference
+from text.diffusion_filling import filled
+from text.diffusion_toy import MASK, Toy, prompt_of
+
+from gpuinfer.config import registry
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Sampling, Unmasking
+from gpuinfer.text.diffusion.choosing import decoder_for
+from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
+from gpuinfer.text.diffusion.decoders.dream import schedule
+from gpuinfer.text.diffusion.scoring import guided
+
+RECORDED = json.loads((Path(__file__).parent / "block_refinement.json").read_text())["cases"]
+SEEDS = st.integers(0, 50)
+LENGTHS = st.integers(1, 24)
+BLOCKS = st.integers(1, 24)
+STEPS = st.integers(1, 40)
+THRESHOLDS = st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0])
+
+
+def decoder(name: str, **options) -> UnmaskingDecoder:
+    return decoder_for(Sampling(unmasking=Unmasking(decoder=name, options=options)), "low-confidence")
+
+
+def guiding(toy: Toy, prompt: int, scale: float):
+    """The toy with classifier-free guidance, by the engine's own formula."""
+
+    def model(tokens, *more):
+        logits = toy(tokens, *more)
+        guided(logits, toy([MASK] * prompt + list(tokens[prompt:]), *more), scale)
+        return logits
+
+    return model
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(seed=SEEDS, prompt=st.integers(0, 9), length=LENGTHS, block=BLOCKS, steps=STEPS)
+def test_low_confidence_is_lladas_procedure_for_all_blocks_and_steps(seed, prompt, length, block, steps):
+    toy, given_prompt = Toy(seed), prompt_of(prompt, seed)
+    expected = reference.llada(toy, MASK, given_prompt, length, block, steps)
+    assert filled(decoder("low-confidence"), toy, MASK, given_prompt, length, block, steps) == expected
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, block=BLOCKS, steps=STEPS, scale=st.sampled_from([0.5, 1.0, 3.0]))
+def test_low_confidence_is_lladas_procedure_with_guidance(seed, length, block, steps, scale):
+    toy, prompt = Toy(seed, scale=1.0), prompt_of(5, seed)
+    expected = reference.llada(toy, MASK, prompt, length, block, steps, scale)
+    found = filled(decoder("low-confidence"), guiding(toy, 5, scale), MASK, prompt, length, block, steps)
+    assert found == expected
+
+
+PICKS = {
+    "from the threshold upwards": ("threshold", {}, lambda threshold: reference.fast_dllm(threshold)),
+    "near ties together": ("threshold", {"near": 1e-5}, lambda threshold: reference.dinfer(threshold)),
+    "very near ties": ("threshold", {"near": 0.2}, lambda threshold: reference.dinfer(threshold, 0.2)),
+    "at least the quota": ("threshold", {"least": "quota"}, lambda threshold: reference.sdar(threshold)),
+    "hierarchical": ("hierarchical", {}, lambda threshold: reference.hierarchical(threshold, 0.4)),
+    "hierarchical, lower": ("hierarchical", {"low_threshold": 0.1}, lambda t: reference.hierarchical(t, 0.1)),
+}
+
+
+@pytest.mark.parametrize("rule", PICKS)
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, block=BLOCKS, steps=STEPS, threshold=THRESHOLDS)
+def test_the_rules_of_thresholds(rule, seed, length, block, steps, threshold):
+    name, options, pick = PICKS[rule]
+    toy, prompt = Toy(seed), prompt_of(6, seed)
+    expected = reference.by_blocks(toy, MASK, prompt, length, block, steps, pick(threshold))
+    found = filled(decoder(name, **options), toy, MASK, prompt, length, block, steps, threshold=threshold)
+    assert found == expected
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, block=BLOCKS, size=st.sampled_from([0.1, 0.5, 1.0, 2.0, 9.0]))
+def test_factor(seed, length, block, size):
+    toy, prompt = Toy(seed), prompt_of(6, seed)
+    expected = reference.by_blocks(toy, MASK, prompt, length, block, 1, reference.factor(size))
+    assert filled(decoder("factor", factor=size), toy, MASK, prompt, length, block, 1) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["probability", "margin", "entropy"])
+@settings(max_examples=examples(40), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, steps=STEPS)
+def test_dream(algorithm, seed, length, steps):
+    toy, prompt = Toy(seed), prompt_of(6, seed)
+    expected = reference.dream(toy, MASK, prompt, length, steps, algorithm)
+    assert filled(decoder("dream", algorithm=algorithm), toy, MASK, prompt, length, length, steps) == expected
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, block=BLOCKS, threshold=THRESHOLDS)
+def test_credit(seed, length, block, threshold):
+    toy, prompt = Toy(seed), prompt_of(6, seed)
+    expected = reference.credit(toy, MASK, prompt, length, block, threshold)
+    assert filled(decoder("credit"), toy, MASK, prompt, length, block, 1, threshold=threshold) == expected
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=SEEDS, length=LENGTHS, block=BLOCKS, threshold=THRESHOLDS)
+def test_smoothing(seed, length, block, threshold):
+    toy, prompt = Toy(seed), prompt_of(6, seed)
+    expected = reference.smoothing(toy, toy.embedding, MASK, prompt, length, block, threshold)
+    found = filled(
+        decoder("smoothing"), toy, MASK, prompt, length, block, 1, threshold=threshold, embedding=toy.embedding
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[name]) for name in list(case)[:-1]))
+def test_block_refinement_does_what_diffusers_pipeline_did(case):
+    """Recorded by record_block_refinement.py; the reference of the other tests is held to it too."""
+    toy, prompt = Toy(case["seed"]), prompt_of(case["prompt"])
+    sizes, threshold, edit = (case["length"], case["block"], case["steps"]), case["threshold"], case["edit"]
+    assert reference.block_refinement(toy, MASK, prompt, *sizes, threshold, edit).tokens == case["tokens"]
+    own = decoder("block-refinement", edit_threshold=edit)
+    assert filled(own, toy, MASK, prompt, *sizes, threshold=threshold, aligned=True).tokens == case["tokens"]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(seed=SEEDS, prompt=st.integers(0, 9), length=LENGTHS, block=BLOCKS, steps=STEPS, threshold=THRESHOLDS,
+       edit=st.sampled_from([0.0, 0.3, 0.9]))  # fmt: skip
+def test_block_refinement_for_all_blocks_and_steps(seed, prompt, length, block, steps, threshold, edit):
+    toy, given_prompt = Toy(seed), prompt_of(prompt, seed)
+    sizes = length, block, steps
+    expected = reference.block_refinement(toy, MASK, given_prompt, *sizes, threshold, edit)
+    own = decoder("block-refinement", edit_threshold=edit)
+    assert filled(own, toy, MASK, given_prompt, *sizes, threshold=threshold, aligned=True) == expected
+
+
+def test_a_random_order_follows_the_schedule_and_the_seed():
+    toy, prompt = Toy(), prompt_of(4)
+
+    def orders(seed):
+        sampling = Sampling(temperature=0.0, seed=seed)
+        return filled(decoder("random"), toy, MASK, prompt, 16, 8, 8, sampling=sampling)
+
+    assert orders(1) == orders(1)
+    assert orders(1).forwards == 8
+    assert len({tuple(orders(seed).tokens) for seed in range(8)}) > 4
+
+
+def test_dreams_temperature_makes_the_order_random():
+    toy, prompt = Toy(), prompt_of(4)
+    orders = decoder("dream", temperature=5.0)
+
+    def order(seed):
+        return filled(orders, toy, MASK, prompt, 16, 16, 16, sampling=Sampling(temperature=0.0, seed=seed)).tokens
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(8)}) > 4
+
+
+def test_dreams_schedule_ends_with_any_number_of_steps():
+    for steps in (1, 2, 10**12):
+        assert sum(schedule(50, steps, 1e-3).values()) == 50
+
+
+def test_credits_are_a_rows_own():
+    """Two rows that take turns get what each gets alone."""
+    shared, toys = decoder("credit"), (Toy(1), Toy(2))
+    rows = [shared.begin(), shared.begin()]
+    alone = [shared.begin(), shared.begin()]
+    positions = np.arange(6, dtype=np.int32)
+    together, apart = [], []
+    for row in (0, 1, 0, 1):
+        for kept, found in ((rows, together), (alone, apart)):
+            logits = toys[row]([MASK] * 6).numpy()
+            shared.adjust(kept[row], positions, logits)
+            found.append(logits.tolist())
+        alone[1 - row] = alone[1 - row]
+    assert together == apart
+
+
+def test_requests_with_the_same_options_share_a_decoder():
+    assert decoder("factor", factor=2.0) is decoder("factor", factor=2.0)
+    assert decoder("factor", factor=2.0) is not decoder("factor", factor=1.0)
+
+
+def test_a_decoder_knows_its_name():
+    assert [decoder(name).name for name in registry.names("decoders")] == registry.names("decoders")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"decoder": "treshold"},
+            "no decoder named 'treshold'. Did you mean 'threshold'? Installed: block-refinement,",
+        ),
+        (
+            {"decoder": "factor", "options": {"facto": 1}},
+            "'factor' has no option 'facto'. Did you mean 'factor'?",
+        ),
+        (
+            {"decoder": "factor", "options": {"factor": 0}},
+            "option factor: 0 is not more than 0. Give more than 0.",
+        ),
+        ({"decoder": "dream", "options": {"algorithm": "max"}}, "Choose from probability, margin, entropy."),
+        ({"threshold": 0.9}, "decoder 'low-confidence' has no threshold. Leave it out, or choose block-refinement or"),
+        ({"decoder": "threshold", "threshold": 1.1}, "threshold is 1.1. Give a number from 0 to 1."),
+        ({"decoder": "threshold", "threshold": float("nan")}, "threshold is nan. Give a number from 0 to 1."),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_choices(asked, said):
+    with pytest.raises(BadPrompt) as caught:
+        decoder_for(Sampling(unmasking=Unmasking(**asked)), "low-confidence")
+    assert said in str(caught.value)
