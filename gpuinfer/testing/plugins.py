@@ -85,9 +85,16 @@ def _check_game(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> No
     check_game(plugin, values, examiner=order.examiner(""))
 
 
+def _check_decoder(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
+    from gpuinfer.testing.decoders import check_decoder  # of use to few
+
+    check_decoder(lambda: plugin(plugin.Options(**values)), examiner=order.examiner(""))
+
+
 CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], None]] = {
     "backends": _check_backend,
     "strategies": _check_strategy,
     "workloads": _check_workload,
     "games": _check_game,
+    "decoders": _check_decoder,
 }

@@ -11,6 +11,7 @@ from text.diffusion_reference import Filled, blocks_of
 from torch import Tensor
 
 from gpuinfer.generation import Sampling
+from gpuinfer.text.diffusion.choosing import threshold_for
 from gpuinfer.text.diffusion.deciding import MOST_IDLE, Edited, UnmaskingDecoder, View
 from gpuinfer.text.diffusion.scoring import Asked, Scorer
 
@@ -51,7 +52,7 @@ def filled(
             view, expected = _view(
                 decoder, kept, scorer, logits, asked, left, canvas, len(prompt), forwards, sampling,
                 {"step": step, "steps": own, "block": number, "blocks": len(places), "masks": end - start,
-                 "threshold": threshold},
+                 "threshold": threshold_for(decoder, threshold)},
             )  # fmt: skip
             decision = decoder.decide(kept, view)
             assert decision.commit.shape == (len(left),)

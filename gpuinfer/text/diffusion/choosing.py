@@ -35,6 +35,12 @@ def decoder_for(sampling: Sampling, default: str) -> UnmaskingDecoder:
     return decoder
 
 
+def threshold_for(decoder: UnmaskingDecoder, asked: float | None) -> float:
+    """What `View.threshold` is for who asks so."""
+    given = decoder.default_threshold if asked is None else asked
+    return 1.0 if given is None else float(given)
+
+
 @functools.lru_cache(maxsize=KEPT)
 def made(name: str, options: str) -> UnmaskingDecoder:
     """A decoder with these options, a JSON object. Raises UsageError; what its own `__init__` raises is a WorkError."""

@@ -35,7 +35,7 @@ class View:
     block: int  # which block, from 0
     blocks: int  # of the answer
     masks: int  # of the block as it began
-    threshold: float | None  # as the request has it
+    threshold: float  # the request's, else the decoder's own; 1 where it has none
     uniform: Callable[[], NDArray[np.float64]]  # [n] in [0, 1), by seed, key, position and step alone
     edited: Edited | None = None  # the block's committed tokens, for who edits
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Sampling, Unmasking
 from gpuinfer.text.diffusion.caching import Cache
+from gpuinfer.text.diffusion.choosing import threshold_for
 from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.sampling import check_sampling
@@ -26,7 +27,7 @@ class Plan:
     """How one prompt's answers are filled in."""
 
     decoder: UnmaskingDecoder
-    threshold: float | None
+    threshold: float
     steps: int | None  # of the whole answer; None: one for each token
     block: int | None  # positions; None: the whole answer, or the model's own
     scale: float  # of classifier-free guidance; 0: none
@@ -67,7 +68,7 @@ def plan_of(prompt: Prompt, shape: Shape, choose: Choose, slots: int) -> Plan:
     decoder = choose(sampling, usual_decoder(shape))
     return Plan(
         decoder,
-        decoder.default_threshold if asked.threshold is None else float(asked.threshold),
+        threshold_for(decoder, asked.threshold),
         _whole("steps", asked.steps),
         _block(asked.block_length, masking),
         _scale(asked.cfg_scale, shape, slots),

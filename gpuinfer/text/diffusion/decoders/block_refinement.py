@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.text.diffusion.deciding import Decision, Edited, UnmaskingDecoder, View, quota
-from gpuinfer.text.diffusion.decoders.picking import best, threshold_of
+from gpuinfer.text.diffusion.decoders.picking import best
 
 
 class BlockRefinement(UnmaskingDecoder):
@@ -29,7 +29,7 @@ class BlockRefinement(UnmaskingDecoder):
         self.edits = self.options.edit_threshold > 0
 
     def decide(self, kept: Any, view: View) -> Decision:
-        commit = view.confidence > threshold_of(self, view)
+        commit = view.confidence > view.threshold
         due = max(quota(view.masks, view.steps, view.step), 1)
         edit = None if view.edited is None else self._doubted(view.edited)
         return Decision(commit if commit.sum() >= due else best(view.confidence, due), edit)

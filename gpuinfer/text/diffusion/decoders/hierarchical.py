@@ -12,7 +12,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.text.diffusion.deciding import Decision, UnmaskingDecoder, View
-from gpuinfer.text.diffusion.decoders.picking import best, threshold_of
+from gpuinfer.text.diffusion.decoders.picking import best
 
 
 class Hierarchical(UnmaskingDecoder):
@@ -26,7 +26,7 @@ class Hierarchical(UnmaskingDecoder):
     default_threshold: ClassVar[float | None] = 0.9
 
     def decide(self, kept: Any, view: View) -> Decision:
-        commit = best(view.confidence, 1) | (view.confidence > threshold_of(self, view))
+        commit = best(view.confidence, 1) | (view.confidence > view.threshold)
         for run in runs(view.positions):
             surest = run.start + int(view.confidence[run].argmax())
             commit[surest] |= view.confidence[surest] > self.options.low_threshold

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from gpuinfer.text.diffusion.deciding import Decision, View
-from gpuinfer.text.diffusion.decoders.picking import threshold_of
 from gpuinfer.text.diffusion.decoders.threshold import Threshold
 
 
@@ -37,6 +36,6 @@ class Smoothing(Threshold):
         return float(min(options.first + options.growth * max(kept.steps - 1, 0), options.most))
 
     def decide(self, kept: Made, view: View) -> Decision:
-        threshold = max(1.0 - self.options.fall * kept.steps, threshold_of(self, view))
+        threshold = max(1.0 - self.options.fall * kept.steps, view.threshold)
         kept.steps += 1
         return Decision(self.reaching(view, threshold))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.text.diffusion.deciding import Decision, UnmaskingDecoder, View, quota
-from gpuinfer.text.diffusion.decoders.picking import best, threshold_of
+from gpuinfer.text.diffusion.decoders.picking import best
 
 
 class Threshold(UnmaskingDecoder):
@@ -26,7 +26,7 @@ class Threshold(UnmaskingDecoder):
     default_threshold: ClassVar[float | None] = 0.9
 
     def decide(self, kept: Any, view: View) -> Decision:
-        return Decision(self.reaching(view, threshold_of(self, view)))
+        return Decision(self.reaching(view, view.threshold))
 
     def reaching(self, view: View, threshold: float) -> Any:
         """bool [n]: what is committed with this threshold."""
