@@ -33,13 +33,14 @@ def filled(
     embedding: Tensor | None = None,
     aligned: bool = False,
 ) -> Filled:
-    """`steps` of the whole answer. `aligned`: blocks lie at multiples of their length and see nothing behind them, and
-    `steps` are those of one block.
+    """`steps` of the whole answer. `aligned`: blocks lie at multiples of their length, the last one whole as well, and
+    see nothing behind them; `steps` are those of one block.
     """
-    canvas, kept, forwards = [*prompt, *[mask] * length], decoder.begin(), 0
+    room = -(-(len(prompt) + length) // block) * block - len(prompt) if aligned else length
+    canvas, kept, forwards = [*prompt, *[mask] * room], decoder.begin(), 0
     vocabulary = model(canvas).shape[1]
     scorer = Scorer(vocabulary, "cpu", threads=1, seed=0, mask_token=mask)
-    bounds = _aligned(len(prompt), length, block, steps) if aligned else blocks_of(len(prompt), length, block, steps)
+    bounds = _aligned(len(prompt), room, block, steps) if aligned else blocks_of(len(prompt), length, block, steps)
     places = list(bounds)
     for number, (start, end, own) in enumerate(places):
         step, idle, vectors = 0, 0, dict[int, Tensor]()
@@ -69,7 +70,7 @@ def filled(
                 break
             assert left == [] or idle < MOST_IDLE
     scorer.close()
-    return Filled(canvas[len(prompt) :], forwards)
+    return Filled(canvas[len(prompt) :][:length], forwards)
 
 
 def _view(

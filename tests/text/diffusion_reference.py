@@ -241,7 +241,7 @@ def smoothing(
     for start, end, _ in blocks_of(len(prompt), length, block, 1):
         vectors: dict[int, Tensor] = {}
         while (left := [at for at in range(start, end) if canvas[at] == mask]) != []:
-            logits = model(canvas.tolist(), vectors)
+            logits = model(canvas.tolist(), vectors).clone()
             logits[:, mask] = -torch.inf
             tokens, chances = scored(logits, mask)
             bound = max(1 - 0.02 * forwards, threshold)
@@ -259,10 +259,11 @@ def block_refinement(
     edit_threshold: float = 0.0, most_post_steps: int = 16,
 ) -> Filled:  # fmt: skip
     """LLaDA2's generation, with the edits of LLaDA2.1 (Bie et al. 2025): blocks lie at multiples of their length from
-    the prompt's first token on, and a step sees nothing behind its block. `steps` are those of one block.
+    the prompt's first token on, the last one whole as well, and a step sees nothing behind its block. `steps` are those
+    of one block.
     """
-    end_of_all = len(prompt) + length
-    canvas = torch.tensor([*prompt, *[mask] * length])
+    end_of_all = -(-(len(prompt) + length) // block) * block
+    canvas = torch.tensor([*prompt, *[mask] * (end_of_all - len(prompt))])
     forwards = 0
     for start in range(len(prompt) // block * block, end_of_all, block):
         end = min(start + block, end_of_all)
@@ -293,4 +294,4 @@ def block_refinement(
             post_steps += 1
             if not edited:
                 break
-    return Filled(canvas[len(prompt) :].tolist(), forwards)
+    return Filled(canvas[len(prompt) :][:length].tolist(), forwards)
