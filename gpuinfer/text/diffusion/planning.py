@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from msgspec import structs
+
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Sampling, Unmasking
 from gpuinfer.text.diffusion.caching import Cache
@@ -36,7 +38,7 @@ class Plan:
 
     def steps_of(self, block: int, blocks: int, masks: int) -> int:
         """Those planned for one of the answer's blocks, of `masks` masks."""
-        if self.steps is None:
+        if self.steps is None or not blocks:
             return masks
         each, more = divmod(self.steps, blocks)
         return max(1, each + (block < more))
@@ -63,7 +65,7 @@ def plan_of(prompt: Prompt, shape: Shape, choose: Choose, slots: int) -> Plan:
     assert shape.masking is not None
     sampling = prompt.sampling
     _refuse_orders(sampling)
-    check_sampling(sampling, shape.vocabulary)
+    check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), shape.vocabulary)
     asked, masking = sampling.unmasking or Unmasking(), shape.masking
     decoder = choose(sampling, usual_decoder(shape))
     return Plan(

@@ -1,0 +1,155 @@
+"""Whatever a row shares its steps with, its answer is the one that it has alone, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from counts import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from text.toy import LETTERS, joined
+from text.unmasking import KINDS, decoder_of, generator_over, run
+
+from gpuinfer.config import registry
+from gpuinfer.generation import Completion, Generation, Part, Prompt, Sampling, Unmasking
+from gpuinfer.text.diffusion.choosing import with_threshold
+
+LENGTH = 72
+NAMES = registry.names("decoders")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prompt, the step before which it comes, and the step before which nobody wants it any more; whether its answer
+    is given out in parts.
+    """
+
+    prompt: Prompt
+    step: int
+    cancelled: int | None
+    parts: bool
+
+
+def prompts(kind: str) -> st.SearchStrategy[Prompt]:
+    causal = KINDS[kind].block is not None
+    unmaskings = st.builds(
+        lambda decoder, threshold, **given: Unmasking(
+            decoder=decoder, threshold=threshold if decoder in with_threshold() else None, **given
+        ),
+        decoder=st.sampled_from(NAMES),
+        threshold=st.sampled_from([None, 0.3, 0.9]),
+        steps=st.sampled_from([None, 1, 3, 8, 40]),
+        block_length=st.sampled_from([None, KINDS[kind].block, 2] if causal else [None, 1, 4, 7, 30]),
+        cache=st.sampled_from(["none", "exact"] if causal else ["none", "prefix", "dual", "vicinity"]),
+        cfg_scale=st.sampled_from([0.0, 0.0, 0.0, 1.5]),
+    )
+    samplings = st.builds(
+        lambda minimum, **given: Sampling(min_tokens=min(minimum, given["max_tokens"]), **given),
+        minimum=st.sampled_from([0, 0, 5]),
+        max_tokens=st.integers(0, 26),
+        temperature=st.sampled_from([0.0, 0.0, 0.8]),
+        top_k=st.sampled_from([0, 0, 5]),
+        seed=st.sampled_from([None, 3]),
+        stop=st.sampled_from([(), (), ("e",), ("a", "th")]),
+        stop_token_ids=st.sampled_from([(), (), (4, 7)]),
+        ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, None, 2]),
+        unmasking=unmaskings,
+    )
+    return st.builds(
+        Prompt,
+        text=st.text(LETTERS, min_size=1, max_size=40),
+        sampling=samplings,
+        samples=st.sampled_from([1, 1, 1, 2]),
+        first_sample=st.sampled_from([0, 4]),
+        key=st.sampled_from(["", "one"]),
+    )
+
+
+@st.composite
+def mixes(draw: Any) -> dict[str, Any]:
+    kind = draw(st.sampled_from(list(KINDS)))
+    arrivals = st.builds(
+        Arrival,
+        prompts(kind),
+        step=st.integers(0, 20),
+        cancelled=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 30)),
+        parts=st.booleans(),
+    )
+    return {
+        "kind": kind,
+        "coming": draw(st.lists(arrivals, min_size=1, max_size=9)),
+        "slots": draw(st.integers(2, 5)),
+        "step_tokens": draw(st.sampled_from([1, 24, 100, 1000])),
+        "most_parts_s": draw(st.sampled_from([math.inf, 2000.0, 1e-9])),
+    }
+
+
+@functools.cache
+def lone(kind: str) -> Any:
+    return generator_over(decoder_of(kind, 2, LENGTH), step_tokens=1000)
+
+
+def alone(kind: str, prompt: Prompt) -> tuple[Completion, ...]:
+    """Each sample by itself, with nothing else there."""
+    found = []
+    for number in range(prompt.samples):
+        (outcome,) = run(lone(kind), [replaced(prompt, samples=1, first_sample=prompt.first_sample + number)])
+        found += outcome.completions
+    return tuple(found)
+
+
+def replaced(prompt: Prompt, **changes: Any) -> Prompt:
+    return structs.replace(prompt, **changes)
+
+
+def check(kind: str, coming: list[Arrival], slots: int, step_tokens: int, most_parts_s: float) -> None:
+    generator = generator_over(decoder_of(kind, slots, LENGTH), step_tokens, most_parts_s)
+    waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
+    prepared = generator.prepare([arrival.prompt for arrival in coming])
+    outcomes: dict[object, object] = {}
+    given: dict[object, list[Part]] = defaultdict(list)
+    dropped, useful, step = set(), 0, 0
+    while waiting or generator.busy:
+        while waiting and waiting[0][1].step <= step and waiting[0][1].prompt.samples <= generator.free_slots:
+            number, _ = waiting.pop(0)
+            generator.add(number, replace(prepared[number], parts=coming[number].parts))
+        dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
+        stepped = generator.step()
+        useful += stepped.output_tokens
+        assert stepped.tokens <= stepped.positions
+        for number, part in stepped.parts:
+            assert number not in outcomes
+            given[number].append(part)
+        for number, outcome in stepped.finished:
+            assert number not in outcomes
+            outcomes[number] = outcome
+        step += 1
+        assert step < 5000
+    assert outcomes.keys() == set(range(len(coming))) - dropped
+    for number, outcome in outcomes.items():
+        assert isinstance(outcome, Generation), outcome
+        assert outcome.completions == alone(kind, coming[number].prompt)
+        assert joined(given[number]) == (list(outcome.completions) if coming[number].parts else [])
+    if not dropped and not any(arrival.prompt.sampling.stop for arrival in coming):
+        assert useful == sum(len(one.tokens) for outcome in outcomes.values() for one in outcome.completions)
+    assert generator.free_slots == slots
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mixes())
+def test_an_answer_is_its_own_in_any_company(mix):
+    check(**mix)
+
+
+@pytest.mark.soak
+@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mixes())
+def test_an_answer_is_its_own_in_any_company_many_times(mix):
+    check(**mix)
