@@ -1,17 +1,499 @@
-"""What becomes of one prompt that a diffusion model answers."""
+"""What becomes of prompts that a diffusion model answers."""
 
 from __future__ import annotations
 
-from text.unmasking import generator_of, run
+import itertools
+import math
+from concurrent.futures import Future
+from dataclasses import replace
 
-from gpuinfer.generation import Prompt, Sampling
+import numpy as np
+import pytest
+from text.toy import LETTERS, joined
+from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run
+
+from gpuinfer.config import registry
+from gpuinfer.errors import BadPrompt, PromptTooLong, WorkError
+from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
+from gpuinfer.text.diffusion.deciding import MOST_IDLE, Decision, UnmaskingDecoder
+from gpuinfer.text.generator import Driver
+
+NAMES = registry.names("decoders")
+CAUSAL = replace(KINDS["blocks of 4"])
 
 
-def test_an_answer_has_as_many_tokens_as_were_asked_for_and_no_mask():
-    generator = generator_of("tiny-llada")
-    (answer,) = run(generator, [Prompt(text="hello", sampling=Sampling(max_tokens=20, temperature=0.0))])
-    (completion,) = answer.completions
-    assert len(completion.tokens) == 20
-    assert generator.decoder.shape.masking.mask_token not in completion.tokens
+def script(text: str, confidence: float = 0.95) -> list[tuple[int, float]]:
+    """Token and confidence for each letter; "#" is the end token."""
+    return [(END if letter == "#" else LETTERS.index(letter), confidence) for letter in text]
+
+
+def scripted(text: str, prompt: str = "ab", **given: object) -> Scripted:
+    return Scripted(script(text), len(prompt), **given)
+
+
+# When an answer ends
+
+
+def test_an_answer_is_as_long_as_was_asked_for_whatever_the_block():
+    for length, block in [(7, 3), (8, 4), (5, 8), (1, None), (6, None)]:
+        generator = generator_over(scripted("hello wo"))
+        completion = answered(generator, prompt_of("ab", length, block_length=block))
+        assert completion.text == "hello wo"[:length]
+        assert completion.finish_reason == "length"
+
+
+def test_the_end_token_ends_an_answer_once_there_is_no_mask_before_it():
+    decoder = Scripted([*script("abc", 0.4), (END, 0.99), *script("xyz", 0.9)], prompt=2)
+    completion = answered(generator_over(decoder), prompt_of("ab", 7))
+    assert (completion.text, completion.tokens) == ("abc", (0, 1, 2, END))
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+
+def test_a_row_is_done_with_its_end_token_and_leaves_later_blocks_alone():
+    decoder = scripted("ab#def" + "g" * 20)
+    completion = answered(generator_over(decoder), prompt_of("ab", 26, block_length=6))
+    assert completion.tokens == (0, 1, END)
+    assert len(decoder.steps) <= 6
+
+
+def test_an_end_token_in_the_prompt_is_no_end():
+    decoder = scripted("hello", prompt="ab?")
+    prompt = Prompt(tokens=(0, END, 1), sampling=Sampling(max_tokens=5, temperature=0.0))
+    assert answered(generator_over(decoder), prompt).text == "hello"
+
+
+def test_end_tokens_can_be_ignored():
+    completion = answered(generator_over(scripted("he#lo")), prompt_of("ab", 5, ignore_eos=True))
+    assert completion.tokens == (7, 4, END, 11, 14)
     assert completion.finish_reason == "length"
-    assert completion.text == generator.language.decode(completion.tokens)
+
+
+def test_neither_end_nor_stop_token_come_before_min_tokens():
+    stop = LETTERS.index("b")
+    completion = answered(
+        generator_over(scripted("#b#bcd")), prompt_of("ab", 6, min_tokens=3, stop_token_ids=(stop,), ignore_eos=False)
+    )
+    assert END not in completion.tokens[:3]
+    assert stop not in completion.tokens[:3]
+    assert completion.tokens[3:] == (stop,)
+    assert completion.stop_reason == stop
+
+
+def test_a_stop_string_ends_an_answer_where_it_begins():
+    completion = answered(generator_over(scripted("hello world")), prompt_of("ab", 11, stop=("wor",)))
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("hello ", "stop", "wor")
+    assert len(completion.tokens) == 6
+
+
+def test_no_answer_is_wanted():
+    completion = answered(generator_over(scripted("hello")), prompt_of("ab", 0))
+    assert (completion.text, completion.tokens, completion.finish_reason) == ("", (), "length")
+
+
+# What happens to the canvas
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("length", "block", "steps"), [(12, 4, None), (11, 4, 5), (9, None, 3)])
+def test_prompts_stay_as_they_are_and_no_token_is_committed_twice(name, length, block, steps):
+    decoder = Scripted([(n % 9, 0.3 + 0.6 * ((7 * n) % 10) / 10) for n in range(12)], prompt=4)
+    prompt = prompt_of("a_b!".replace("_", " "), length, decoder=name, block_length=block, steps=steps, cache="none")
+    completion = answered(generator_over(decoder), prompt)
+    assert completion.tokens == tuple(n % 9 for n in range(length))
+    canvases = [step.tokens for step in decoder.steps]
+    for before, after in itertools.pairwise(canvases):
+        known = before != MASK
+        assert (after[:4] == canvases[0][:4]).all()
+        assert (after[known] == before[known]).all()
+        assert (after == MASK).sum() < (before == MASK).sum()
+    block = block or length
+    for canvas in canvases:  # the next block waits for the whole of this one
+        masked = np.flatnonzero(canvas == MASK) - 4
+        assert (np.arange(masked[0] // block * block + block, length)[:, None] == masked).any(1).all()
+
+
+def test_a_mask_token_in_the_prompt_stays_one():
+    decoder = scripted("hello", prompt="abc")
+    prompt = Prompt(tokens=(0, MASK, 1), sampling=Sampling(max_tokens=5, temperature=0.0))
+    assert answered(generator_over(decoder), prompt).text == "hello"
+    assert all(step.tokens[:3].tolist() == [0, MASK, 1] for step in decoder.steps)
+
+
+@pytest.mark.parametrize(
+    ("cache", "reached"),
+    [
+        ("none", [(0, 44)] * 4),
+        ("prefix", [(0, 44), (4, 44), (0, 44), (24, 44)]),
+        ("dual", [(0, 44), (4, 24), (0, 44), (24, 44)]),
+        ("vicinity", [(0, 44)] * 4),
+    ],
+)
+def test_what_a_cache_keeps_is_not_computed_again(cache, reached):
+    decoder = scripted("a" * 40, prompt="abcd")
+    answered(generator_over(decoder), prompt_of("abcd", 40, steps=4, block_length=20, cache=cache))
+    assert [(step.starts[0], step.starts[0] + step.lengths[0]) for step in decoder.steps] == reached
+
+
+def test_vicinity_computes_what_lies_beside_the_block():
+    decoder = scripted("a" * 60, prompt="abcd", length=64)
+    answered(generator_over(decoder), prompt_of("abcd", 60, steps=18, block_length=20, cache="vicinity"))
+    reached = [(step.starts[0], step.starts[0] + step.lengths[0]) for step in decoder.steps]
+    assert reached == [(0, 64)] * 4 + [(0, 40)] * 2 + [(0, 64)] + [(8, 60)] * 5 + [(0, 64)] + [(28, 64)] * 5
+
+
+def test_exact_computes_a_finished_block_once_more_with_the_next():
+    decoder = Scripted(script("a" * 10), prompt=6, masking=CAUSAL)
+    answered(generator_over(decoder), prompt_of("abcdef", 10, steps=6, cache="exact"))
+    reached = [(step.starts[0], step.starts[0] + step.lengths[0]) for step in decoder.steps]
+    assert reached == [(0, 8), (4, 8), (4, 12), (8, 12), (8, 16), (12, 16)]
+    assert [step.sees.tolist() for step in decoder.steps[:2]] == [[4] * 4 + [8] * 4, [8] * 4]
+
+
+@pytest.mark.parametrize("kind", ["blocks of 4", "blocks of 8"])
+@pytest.mark.parametrize("step_tokens", [1, 16, 1000])
+def test_exact_answers_as_if_nothing_were_kept_and_long_prompts_go_through_in_pieces(kind, step_tokens):
+    exact, none = (
+        answered(
+            generator_over(decoder_of(kind, 2, 72), tokens), prompt_of("a long prompt, it is. " * 2, 21, cache=cache)
+        )
+        for cache, tokens in (("exact", step_tokens), ("none", 1000))
+    )
+    assert exact == none
+
+
+def test_in_block_causal_models_the_last_block_is_whole_and_the_answer_as_long_as_asked():
+    decoder = Scripted(script("abcdefgh"), prompt=3, masking=CAUSAL)
+    completion = answered(generator_over(decoder), prompt_of("abc", 3))
+    assert completion.text == "abc"
+    assert max(step.starts[0] + step.lengths[0] for step in decoder.steps) == 8
+
+
+def test_guidance_runs_a_twin_whose_prompt_is_masked():
+    decoder = scripted("hello")
+    assert answered(generator_over(decoder), prompt_of("ab", 5, cfg_scale=2.0)).text == "hello"
+    for step in decoder.steps:
+        own, twin = step.tokens[:7], step.tokens[7:]
+        assert own[:2].tolist() == [0, 1]
+        assert twin[:2].tolist() == [MASK, MASK]
+        assert (own[2:] == twin[2:]).all()
+
+
+def test_guidance_changes_what_is_answered():
+    plain, guided = (
+        answered(generator_over(decoder_of("all see all", 2, 72)), prompt_of("hello world", 12, cfg_scale=scale))
+        for scale in (0.0, 3.0)
+    )
+    assert plain.tokens != guided.tokens
+
+
+def test_log_probabilities_are_those_of_the_step_that_committed_a_token():
+    """So they are those of a forward over the canvas as it stood then."""
+    decoder = Scripted([(1, 0.5), (2, 0.9)], prompt=2)
+    generator = generator_over(decoder)
+    generator.add("one", generator.prepare([prompt_of("ab", 2, logprobs=1)])[0])
+    generator.step()
+    decoder.script = [(1, 0.7), (3, 0.8)]
+    ((_, outcome),) = generator.step().finished
+    (completion,) = outcome.completions
+    assert completion.tokens == (1, 2)
+    assert [one.chosen.logprob for one in completion.logprobs] == pytest.approx([math.log(0.7), math.log(0.9)])
+    assert [one.likeliest[0] for one in completion.logprobs] == [one.chosen for one in completion.logprobs]
+
+
+# Rows beside one another
+
+
+def test_rows_of_all_lengths_share_a_step_and_a_slot_is_taken_again_at_once():
+    decoder = scripted("a" * 30, slots=2, prompt="")
+    generator = generator_over(decoder, step_tokens=1000)
+    prompts = [prompt_of("ab", 2), prompt_of("abcdef", 6), prompt_of("a", 3), prompt_of("abcd", 1)]
+    ready = generator.prepare(prompts)
+    waiting, rows = list(enumerate(ready)), []
+    while waiting or generator.busy:
+        while waiting and generator.free_slots:
+            generator.add(*waiting.pop(0))
+        rows.append(generator.step().rows)
+    assert rows == [2] * 6
+
+
+def test_rows_take_turns_when_not_all_fit_into_a_step():
+    decoder = scripted("a" * 30, slots=4, prompt="")
+    generator = generator_over(decoder, step_tokens=20)
+    for number, prepared in enumerate(generator.prepare([prompt_of("ab", 6)] * 4)):
+        generator.add(number, prepared)
+    taken, finished = [], []
+    while generator.busy:
+        stepped = generator.step()
+        taken.append((stepped.rows, stepped.held))
+        finished += [number for number, _ in stepped.finished]
+    assert taken == [(2, True)] * 11 + [(2, False)]
+    assert sorted(finished) == [0, 1, 2, 3]
+
+
+def test_a_row_that_is_larger_than_a_step_goes_alone():
+    decoder = scripted("a" * 30, prompt="")
+    outcomes = run(generator_over(decoder, step_tokens=4), [prompt_of("ab", 6)] * 3)
+    assert all(isinstance(outcome, Generation) for outcome in outcomes)
+    assert {len(step.slots) for step in decoder.steps} == {1}
+
+
+def test_who_is_cancelled_leaves_his_slots_at_once():
+    generator = generator_over(scripted("hello", slots=3))
+    one, other = generator.prepare([prompt_of("ab", 5, cfg_scale=1.0), prompt_of("ab", 5)])
+    generator.add("guided", one)
+    generator.add("plain", other)
+    generator.step()
+    assert generator.free_slots == 0
+    assert generator.cancel("guided")
+    assert not generator.cancel("guided")
+    assert generator.free_slots == 2
+    stepped = [generator.step() for _ in range(4)]
+    assert [ticket for one in stepped for ticket, _ in one.finished] == ["plain"]
+    assert not generator.busy
+
+
+def test_guided_rows_wait_for_two_slots_and_may_be_cancelled_there():
+    generator = generator_over(scripted("hello", slots=3))
+    ready = generator.prepare([prompt_of("ab", 5, cfg_scale=1.0)] * 3)
+    generator.add(0, ready[0])
+    generator.add(1, ready[1])
+    assert generator.free_slots == 0
+    assert generator.step().rows == 1
+    assert generator.cancel(1)
+    assert generator.free_slots == 1
+    generator.add(2, ready[2])
+    finished = []
+    while generator.busy:
+        finished += [ticket for ticket, _ in generator.step().finished]
+    assert finished == [0, 2]
+    assert generator.free_slots == 3
+
+
+def test_what_was_done_is_counted():
+    decoder = scripted("ab#defghij", prompt="abcd")
+    generator = generator_over(decoder)
+    generator.add("one", generator.prepare([prompt_of("abcd", 10, steps=5, block_length=5, cache="dual")])[0])
+    stepped = []
+    while generator.busy:
+        stepped.append(generator.step())
+    assert [one.positions for one in stepped] == [14, 14]
+    assert [one.tokens for one in stepped] == [14, 5]
+    assert [one.prompt_tokens for one in stepped] == [4, 0]
+    assert [one.committed for one in stepped] == [2, 2]
+    assert sum(one.output_tokens for one in stepped) == 3
+    assert [one.idle for one in stepped] == [0, 0]
+
+
+def test_samples_differ_and_all_come():
+    generator = generator_over(decoder_of("all see all", 5, 72))
+    prompt = Prompt(text="hello", samples=3, sampling=Sampling(max_tokens=12, temperature=3.0))
+    (outcome,) = run(generator, [prompt])
+    assert len({completion.tokens for completion in outcome.completions}) == 3
+
+
+# What cannot be
+
+
+class Idle(UnmaskingDecoder):
+    def decide(self, kept, view):
+        return Decision(np.zeros(len(view.positions), np.bool_))
+
+
+class Raising(Idle):
+    def decide(self, kept, view):
+        raise KeyError("what now")
+
+
+class Vague(Idle):
+    def decide(self, kept, view):
+        return Decision(np.ones(len(view.positions) + 1, np.bool_))
+
+
+class Silent(Idle):
+    def decide(self, kept, view):
+        return None
+
+
+class NoBeginning(Idle):
+    def begin(self):
+        raise OSError("no file")
+
+
+class Overdone(Idle):
+    def adjust(self, kept, positions, logits):
+        raise ValueError("too much")
+
+
+class Editing(Idle):
+    def decide(self, kept, view):
+        return Decision(np.ones(len(view.positions), np.bool_), np.ones(3, np.bool_))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        pytest.param(Idle, f"committed none of 8 masks in {MOST_IDLE} steps", id="that commits nothing"),
+        pytest.param(Raising, "decide raised KeyError: 'what now'", id="that raises"),
+        pytest.param(Vague, "each of 8 masks", id="that speaks of other masks"),
+        pytest.param(Silent, "each of 8 masks", id="that says nothing"),
+        pytest.param(NoBeginning, "begin raised OSError: no file", id="that cannot begin"),
+        pytest.param(Overdone, "adjust raised ValueError: too much", id="that fails to change logits"),
+        pytest.param(Editing, "edits tokens that it was not shown", id="that edits unseen tokens"),
+    ],
+)
+def test_a_decoder_fails_its_row_alone_and_is_named(kind, words):
+    good = registry.load("decoders", "low-confidence")()
+    generator = generator_over(scripted("hello wo"), choose=lambda sampling, name: kind() if sampling.seed else good)
+    outcomes = run(generator, [prompt_of("ab", 8, seed=1), prompt_of("ab", 8), prompt_of("ab", 8, seed=2)])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, WorkError)
+        assert kind.__name__ in str(outcome)
+        assert __name__ in str(outcome)
+        assert words in str(outcome)
+    assert outcomes[1].completions[0].text == "hello wo"
+    assert generator.free_slots == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"decoder": "low-confidenc"}, "Did you mean 'low-confidence'?"),
+        ({"threshold": 0.5}, "has no threshold"),
+        ({"decoder": "threshold", "threshold": 1.5}, "threshold is 1.5"),
+        ({"steps": 0}, "steps is 0"),
+        ({"block_length": 0}, "block_length is 0"),
+        ({"block_length": 2.5}, "block_length is 2.5"),
+        ({"cfg_scale": -1.0}, "cfg_scale is -1.0"),
+        ({"cfg_scale": float("nan")}, "cfg_scale is nan"),
+        ({"cache": "exact"}, "Choose from none, prefix, dual, vicinity"),
+        ({"options": {"nearness": 1}}, "has no option 'nearness'"),
+        ({"constraint": Constraint(regex="a+")}, "any order"),
+        ({"presence_penalty": 0.5}, "penalties"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"processed_logprobs": True}, "processed_logprobs"),
+        ({"top_p": 2.0}, "top_p is 2.0"),
+        ({"min_tokens": 9}, "min_tokens is 9"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_takes_a_slot(given, words):
+    (refusal,) = generator_over(scripted("hello")).prepare([prompt_of("ab", 8, **given)])
+    assert isinstance(refusal, BadPrompt)
+    assert words in str(refusal)
+
+
+def test_block_causal_models_refuse_what_does_not_fit_their_blocks():
+    generator = generator_over(Scripted([], prompt=2, masking=replace(CAUSAL, guided=False)))
+    asked = [{"block_length": 3}, {"block_length": 8}, {"cache": "dual"}, {"cfg_scale": 1.0}]
+    words = ["block_length is 3", "block_length is 8", "Choose from none, exact", "not trained to be guided"]
+    for refusal, word in zip(generator.prepare([prompt_of("ab", 8, **one) for one in asked]), words, strict=True):
+        assert isinstance(refusal, BadPrompt)
+        assert word in str(refusal)
+    assert not isinstance(generator.prepare([prompt_of("ab", 8, block_length=2)])[0], Exception)
+
+
+def test_guidance_needs_two_slots():
+    (refusal,) = generator_over(scripted("hello", slots=1)).prepare([prompt_of("ab", 5, cfg_scale=1.0)])
+    assert "second slot" in str(refusal)
+
+
+def test_no_more_samples_than_slots():
+    (refusal,) = generator_over(scripted("a", slots=2)).prepare([Prompt(text="ab", samples=3)])
+    assert isinstance(refusal, BadPrompt)
+    assert "2 slots" in str(refusal)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_an_answer_takes_what_is_left():
+    generator = generator_over(scripted("a" * 30, length=16))
+    long, longer = generator.prepare([prompt_of("a" * 10, 20), prompt_of("a" * 16, 20)])
+    assert long.limit == 6
+    assert isinstance(longer, PromptTooLong)
+    assert len(answered(generator, prompt_of("a" * 10, 20)).tokens) == 6
+
+
+# Troubles
+
+
+def test_the_row_at_which_the_model_fails_fails_alone():
+    decoder = scripted("hello", slots=4, broken=LETTERS.index("?"))
+    prompts = [prompt_of("ab", 5), prompt_of("a?", 5), prompt_of("ba", 5), prompt_of("bb", 5)]
+    outcomes = run(generator_over(decoder, step_tokens=1000), prompts)
+    assert "failed on this prompt alone" in str(outcomes[1])
+    assert [outcome.completions[0].text for outcome in outcomes if outcome is not outcomes[1]] == ["hello"] * 3
+
+
+def test_when_memory_runs_out_fewer_rows_go_at_once():
+    decoder = scripted("hello", slots=4, room=16)
+    outcomes = run(generator_over(decoder, step_tokens=1000), [prompt_of("ab", 5)] * 4)
+    assert all(outcome.completions[0].text == "hello" for outcome in outcomes)
+    assert max(len(step.slots) for step in decoder.steps) == 2
+
+
+def test_a_row_for_which_there_is_no_memory_at_all_fails_and_the_others_go_on():
+    decoder = scripted("hello world", slots=2, room=9)
+    outcomes = run(generator_over(decoder, step_tokens=1000), [prompt_of("ab", 11), prompt_of("ab", 5)])
+    assert "out of memory on a single row of 13 positions" in str(outcomes[0])
+    assert outcomes[1].completions[0].text == "hello"
+
+
+# Answers that are read while they grow, or have begun elsewhere
+
+
+def test_parts_are_the_committed_prefix():
+    decoder = Scripted([*script("ab", 0.5), *script("cd", 0.9), *script("ef", 0.7)], prompt=2)
+    parts: list = []
+    (outcome,) = run(generator_over(decoder), [prompt_of("ab", 6)], parts)
+    assert joined([part for _, part in parts]) == list(outcome.completions)
+    assert [part.text for _, part in parts] == ["a", "bcdef"]  # what is behind a mask waits for it
+
+
+def test_an_answer_that_has_begun_is_the_same_and_only_what_follows_is_given_out():
+    generator = generator_over(decoder_of("all see all", 3, 72))
+    prompt = prompt_of("hello", 14, temperature=0.7, seed=5, block_length=5, decoder="threshold", logprobs=1)
+    (whole,) = run(generator, [prompt])
+    tokens = whole.completions[0].tokens
+    for count in (0, 1, 6, 13, len(tokens)):
+        parts: list = []
+        begun = Prompt(text="hello", sampling=prompt.sampling, begun=(tokens[:count],))
+        (again,) = run(generator, [begun], parts)
+        assert again.completions == whole.completions
+        assert tuple(token for _, part in parts for token in part.tokens) == tokens[count:]
+        assert parts[-1][1].finish_reason == whole.completions[0].finish_reason
+
+
+def test_what_an_answer_did_not_begin_with_is_refused():
+    sampling = Sampling(max_tokens=5, temperature=0.0)
+    (outcome,) = run(generator_over(scripted("hello")), [Prompt(text="ab", sampling=sampling, begun=((7, 5),))])
+    assert isinstance(outcome, BadPrompt)
+    assert "from token 2 on" in str(outcome)
+
+
+# Other weights
+
+
+def test_other_weights_compute_from_the_next_step_on_and_are_named():
+    generator = generator_over(Scripted(script("aaaaaa"), prompt=2))
+    one, other = generator.prepare([prompt_of("ab", 6)] * 2)
+    generator.add("under way", one)
+    generator.step()
+    generator.step()
+    generator.update("v2", script("bbbbbb"))
+    generator.add("new", other)
+    found = {}
+    while generator.busy:
+        found.update(generator.step().finished)
+    assert found["under way"].completions[0].text == "aabbbb"
+    assert found["under way"].completions[0].versions == ((0, ""), (2, "v2"))
+    assert found["under way"].versions == ("", "v2")
+    assert found["new"].completions[0].versions == ((0, "v2"),)
+    assert found["new"].versions == ("v2",)
+
+
+def test_a_driver_steps_it():
+    driver = Driver(generator_over(scripted("hello")))
+    done: Future = Future()
+    driver.submit(driver.generator.prepare([prompt_of("ab", 5)])[0], done.set_result)
+    assert done.result(30).completions[0].text == "hello"
+    counted = driver.counters()
+    assert counted["committed"] == counted["output_tokens"] == 5
+    assert counted["positions"] == counted["tokens"] == 35
+    driver.close()

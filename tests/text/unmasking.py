@@ -48,7 +48,9 @@ def decoder_of(kind: str, slots: int, length: int, make: str = "") -> Decoder:
     return DECODERS[make or USUAL](shape, weights, torch.float32, slots=slots, length=length)
 
 
-def generator_over(decoder: Decoder, step_tokens: int = 64, most_parts_s: float = math.inf) -> DiffusionGenerator:
+def generator_over(
+    decoder: Decoder, step_tokens: int = 64, most_parts_s: float = math.inf, **more: Any
+) -> DiffusionGenerator:
     return DiffusionGenerator(
         decoder,
         language(),
@@ -57,6 +59,7 @@ def generator_over(decoder: Decoder, step_tokens: int = 64, most_parts_s: float 
         step_tokens=step_tokens,
         threads=1,
         most_parts_s=most_parts_s,
+        **more,
     )
 
 
