@@ -71,6 +71,10 @@ class Decoder(Protocol):
         """Give the target slots the first `length` positions of the source slot."""
         ...
 
+    def embedding(self) -> Tensor:
+        """[vocabulary, hidden] of the weights it computes with, on the device, as they are stored; only to be read."""
+        ...
+
     def pack(self, weights: Weights) -> object:
         """Other weights of the same shape as `swap` takes them: whatever takes long. From any thread."""
         ...

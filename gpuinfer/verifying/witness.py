@@ -66,6 +66,9 @@ class Witness:
             self._told[target][:] = self._told[source][:length]
         self._decoder.copy(int(self._order[source]), [int(self._order[target]) for target in targets], length)
 
+    def embedding(self) -> Tensor:
+        return self._decoder.embedding()
+
     def pack(self, weights: Weights) -> object:
         return self._decoder.pack(weights)
 

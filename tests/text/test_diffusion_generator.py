@@ -497,3 +497,42 @@ def test_a_driver_steps_it():
     assert counted["committed"] == counted["output_tokens"] == 5
     assert counted["positions"] == counted["tokens"] == 35
     driver.close()
+
+
+# Tokens that may be edited
+
+
+def test_what_may_yet_be_edited_is_not_given_out():
+    """The script says "b" where the first step has committed "a": the edit comes before the block is told."""
+    decoder = Scripted([*script("aaa", 0.9), (1, 0.8)], prompt=2)
+    generator = generator_over(decoder)
+    prompt = prompt_of("ab", 8, block_length=4, decoder="block-refinement", options={"edit_threshold": 0.5}, steps=8)
+    generator.add("one", replace(generator.prepare([prompt])[0], parts=True))
+    first = generator.step()
+    assert first.committed == 1
+    decoder.script = [*script("bcd", 0.9), (1, 0.8), *script("efgh", 0.9)]
+    parts, outcome = list(first.parts), None
+    assert not parts
+    while generator.busy:
+        stepped = generator.step()
+        parts += stepped.parts
+        outcome = dict(stepped.finished).get("one")
+    assert outcome.completions[0].text == "bcdbefgh"
+    assert joined([part for _, part in parts]) == list(outcome.completions)
+    assert parts[0][1].text == "bcdb"
+
+
+class Restless(UnmaskingDecoder):
+    """Edits all that it sees, for ever."""
+
+    edits = True
+
+    def decide(self, kept, view):
+        return Decision(np.ones(len(view.positions), np.bool_), np.ones(len(view.edited.positions), np.bool_))
+
+
+def test_a_decoder_that_edits_for_ever_is_stopped():
+    decoder = scripted("hello")
+    completion = answered(generator_over(decoder, choose=lambda sampling, name: Restless()), prompt_of("ab", 5))
+    assert completion.text == "hello"
+    assert len(decoder.steps) == MOST_IDLE + 1

@@ -22,6 +22,7 @@ from gpuinfer.text.diffusion.choosing import with_threshold
 
 LENGTH = 72
 NAMES = registry.names("decoders")
+OPTIONS = {"block-refinement": {"edit_threshold": 0.3}, "dream": {"algorithm": "margin", "temperature": 0.5}}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,13 @@ class Arrival:
 def prompts(kind: str) -> st.SearchStrategy[Prompt]:
     causal = KINDS[kind].block is not None
     unmaskings = st.builds(
-        lambda decoder, threshold, **given: Unmasking(
-            decoder=decoder, threshold=threshold if decoder in with_threshold() else None, **given
+        lambda decoder, threshold, own, **given: Unmasking(
+            decoder=decoder,
+            threshold=threshold if decoder in with_threshold() else None,
+            options=OPTIONS.get(decoder, {}) if own else {},
+            **given,
         ),
+        own=st.booleans(),
         decoder=st.sampled_from(NAMES),
         threshold=st.sampled_from([None, 0.3, 0.9]),
         steps=st.sampled_from([None, 1, 3, 8, 40]),

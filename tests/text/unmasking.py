@@ -147,6 +147,9 @@ class Scripted:
         chances[token] = confidence
         return chances.log()
 
+    def embedding(self) -> torch.Tensor:
+        return torch.eye(SHAPE.vocabulary)
+
     def check(self, step: Step) -> None:
         """What a step must be."""
         for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted, step.sees):

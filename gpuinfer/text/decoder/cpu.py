@@ -124,6 +124,11 @@ class CpuDecoder:
                 for target in into:
                     view[:, target, :, :tiles] = view[:, source, :, :tiles]
 
+    def embedding(self) -> Tensor:
+        """See `step.Decoder.embedding`."""
+        stored = torch.from_numpy(self._packed.model[0])
+        return stored if self._stored == np.float32 else stored.view(torch.bfloat16)
+
     def pack(self, weights: Weights) -> PackedWeights:
         """See `step.Decoder.pack`."""
         own = [lane_weights(weights, self.shape, share, panels=self._blas is None) for share in self._shares]

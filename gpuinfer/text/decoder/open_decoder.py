@@ -45,6 +45,9 @@ class NullDecoder:
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         pass
 
+    def embedding(self) -> Tensor:
+        return torch.zeros((self.shape.vocabulary, 0))
+
     def pack(self, weights: Weights) -> object:
         return weights
 

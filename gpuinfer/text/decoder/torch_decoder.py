@@ -111,6 +111,10 @@ class TorchDecoder:
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._cache.copy(source, targets, length)
 
+    def embedding(self) -> Tensor:
+        """See `step.Decoder.embedding`."""
+        return self._weights.embedding
+
     @torch.no_grad()
     def pack(self, weights: Weights) -> Weights:
         """See `step.Decoder.pack`."""

@@ -12,7 +12,7 @@ from gpuinfer.text.diffusion.rows import NO_TOKENS, Row
 from gpuinfer.text.diffusion.slots import Slots
 from gpuinfer.text.generator.seams import Ints
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import Step, Vectors
 
 
 class Turn:
@@ -121,6 +121,7 @@ class Composer:
             wanted,
             self._adapters(segments),
             self._seen(segments, starts, lengths, places),
+            _vectors(segments, places),
         )
         ends = np.cumsum(counts)
         for turn, end, count in zip(turns, ends.tolist(), counts.tolist(), strict=False):
@@ -141,3 +142,13 @@ class Composer:
     def _adapters(self, segments: Sequence[Turn]) -> Ints | None:
         numbers = [turn.row.work.adapter_number for turn in segments]
         return np.array(numbers, np.int32) if any(numbers) else None
+
+
+def _vectors(segments: Sequence[Turn], places: Ints) -> Vectors | None:
+    """Of the masks that do not enter as any mask does."""
+    found, values = [], []
+    for turn, place in zip(segments, places.tolist(), strict=True):
+        if turn.row.blended is not None:
+            found.append(turn.row.masks + np.int32(place - turn.first))
+            values.append(turn.row.blended)
+    return Vectors(np.concatenate(found), np.concatenate(values)) if found else None

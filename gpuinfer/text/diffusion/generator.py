@@ -19,6 +19,7 @@ from gpuinfer.errors import BackendError, BadPrompt, UsageError, WorkError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
+from gpuinfer.text.diffusion.blending import Blender
 from gpuinfer.text.diffusion.choosing import decoder_for
 from gpuinfer.text.diffusion.composing import Composer, StepPlan, Turn
 from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
@@ -86,6 +87,7 @@ class DiffusionGenerator:
         self._slots = Slots(decoder.slots, decoder.length, shape.masking.mask_token)
         self._composer = Composer(self._slots, shape, step_tokens)
         self._unmasker = Unmasker(self._slots)
+        self._blender = Blender(decoder, shape.masking.mask_token, threads)
         self._adapters = Adapters(decoder, max_adapters)
         self._settling = Settling(
             self._slots, language, shape.vocabulary, end_tokens, most_parts_s, self._adapters.give_back
@@ -145,7 +147,7 @@ class DiffusionGenerator:
         if plan is None:
             return Stepped(*self._taken())
         try:
-            scored, asked = self._run(plan)
+            logits, scored, asked = self._run(plan)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
             return Stepped(*self._taken())
@@ -154,6 +156,7 @@ class DiffusionGenerator:
         for turn in plan.turns:
             turn.row.passed(turn.last, decided=bool(len(turn.asked)))
         committed = self._unmask(asked, scored)
+        self._blend(asked, logits)
         useful = self._settling.settle([turn.row for turn in asked], time.perf_counter())
         return Stepped(
             *self._taken(),
@@ -195,6 +198,7 @@ class DiffusionGenerator:
 
     def close(self) -> None:
         self._scorer.close()
+        self._blender.close()
         self.decoder.close()
 
     def _planned(self, prompt: Prompt) -> Plan | WorkError:
@@ -220,8 +224,8 @@ class DiffusionGenerator:
             troubles.passed()
         return self._composer.compose(troubles.most, None)
 
-    def _run(self, plan: StepPlan) -> tuple[Scored, list[Turn]]:
-        """The step's logits, scored, and the turns that they are of."""
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Scored, list[Turn]]:
+        """The step's logits, what is said of them, and the turns that they are of."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step)
         self.enter("sample")
@@ -233,7 +237,7 @@ class DiffusionGenerator:
                 guided(own, twin, turn.row.plan.scale)
         self._adjust(asked, logits)
         needs = frozenset[Any]().union(*(turn.row.plan.decoder.needs for turn in asked))
-        return self._scorer.score(logits[: plan.outputs], [_asked(turn) for turn in asked], needs), asked
+        return logits, self._scorer.score(logits[: plan.outputs], [_asked(turn) for turn in asked], needs), asked
 
     def _adjust(self, asked: list[Turn], logits: Tensor) -> None:
         """Decoders that change logits do. What one raises ends its row."""
@@ -260,6 +264,20 @@ class DiffusionGenerator:
             except Exception as error:  # noqa: BLE001  its neighbours go on
                 self._settling.fail(turn.row.work, error)
         return committed
+
+    def _blend(self, asked: Sequence[Turn], logits: Tensor) -> None:
+        """What masks that are left enter the next step with, where their decoder has a say in it."""
+        for turn in asked:
+            row, decoder = turn.row, turn.row.plan.decoder
+            if type(decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
+                continue
+            try:
+                share = float(decoder.blend(row.kept, row.step))
+            except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
+                self._settling.fail(row.work, blame.raised(decoder, "blend", error))
+                continue
+            places = turn.logits + np.searchsorted(turn.asked, row.masks)
+            row.blended = self._blender.blended(logits, places, share) if share else None
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> None:
         rows = [turn.row for turn in plan.turns]

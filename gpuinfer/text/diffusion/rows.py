@@ -46,9 +46,9 @@ class Row:
     """One sample. Positions are those of its canvas, but where they are said to be of the answer."""
 
     __slots__ = (
-        "begun", "block", "computed_by", "given", "growing", "idle", "kept", "layout", "logprobs", "masks", "number",
-        "plan", "revealed", "slot", "start", "step", "steps", "steps_done", "stop", "stored", "twin", "understood",
-        "version", "work",
+        "begun", "blended", "block", "computed_by", "given", "growing", "idle", "kept", "layout", "logprobs", "masks",
+        "number", "plan", "revealed", "slot", "start", "step", "steps", "steps_done", "stop", "stored", "twin",
+        "understood", "version", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, number: int, layout: Layout) -> None:
@@ -72,6 +72,7 @@ class Row:
         self.block, end = number, self.layout.end
         self.start, self.stop = self.layout.bounds(number) if number < self.layout.blocks else (end, end)
         self.masks: Ints = np.arange(self.start, self.stop, dtype=np.int32)  # ascending
+        self.blended: NDArray[np.float32] | None = None  # [masks, hidden] what these enter the next step with
         self.step = self.idle = 0
         self.steps = self.plan.steps_of(number, self.layout.blocks, self.stop - self.start)
 
