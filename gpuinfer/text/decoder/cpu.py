@@ -100,7 +100,7 @@ class CpuDecoder:
             self._make_room(needed)
         by_adapter = self._adapters.sorted(step)
         step = by_adapter.step
-        tokens, slots, starts, lengths, wanted, positions, sees, vector_rows, own_vectors, runs = self._step
+        tokens, slots, starts, lengths, wanted, _, positions, sees, vector_rows, own_vectors, runs = self._step
         runs[: len(by_adapter.runs)] = by_adapter.runs
         tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
         slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
@@ -108,8 +108,10 @@ class CpuDecoder:
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
         if step.vectors is not None:
             vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, step.vectors.values
+        # Adapters know their rows by where they stand among all of them.
+        few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs)
         for sizes in self._sizes:
-            sizes[cpu_sizes.ROWS : cpu_sizes.VECTORS + 1] = rows, segments, outputs, len(by_adapter.runs), vectors
+            sizes[cpu_sizes.ROWS : cpu_sizes.FEW + 1] = rows, segments, outputs, len(by_adapter.runs), vectors, few
         assert self._lanes is not None  # made with the room
         self._lanes.step()
         return self._logits[:outputs]
@@ -239,6 +241,7 @@ class CpuDecoder:
         shape, multiplied = self.shape, self._multiplied
         counts = (rows, segments, segments, segments, outputs, rows, rows, vectors)
         step = [np.zeros(count, np.int32) for count in counts]
+        step.insert(5, np.arange(rows, dtype=np.int32))
         own_vectors = np.zeros((vectors, shape.hidden), np.float32)
         self._step = (*step, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
         for sizes in self._sizes:

@@ -25,13 +25,14 @@ BLOCK = 256  # positions whose values are summed by themselves: one long sum wou
 
 @compiled
 def attend_segment(
-    layer, row, slot, start, length, sees, window, sizes, eps, qkv, biases, query_scale, key_scale, cosines, sines,
-    keys, values, scores, query, mix, totals, mixed,
+    layer, row, slot, start, length, going, place_going, goes, sees, window, sizes, eps, qkv, biases, query_scale,
+    key_scale, cosines, sines, keys, values, scores, query, mix, totals, mixed,
 ):  # fmt: skip
-    """Store the keys and values of a segment's rows, then put what each row sees in `mixed`.
+    """Store the keys and values of a segment's rows, then put what those of them see that go on in `mixed`.
 
-    Its rows begin at `row` in `qkv` and `sees`, its positions at `start`. A row sees its slot's first `sees` positions,
-    and no more than `window` of those up to itself (0: all).
+    Its rows begin at `row` in `qkv` and `sees`, its positions at `start`. Those that go on are the `goes` at
+    `place_going` in `going`, by their numbers among all rows, and have the same places in `mixed`. A row sees its
+    slot's first `sees` positions, and no more than `window` of those up to itself (0: all).
     """
     heads, kv_heads, dim = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM]
     padded, half = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE]
@@ -50,40 +51,45 @@ def attend_segment(
             take(given, biases, (heads + kv_heads + head) * dim, dim, query, 0)
             store_scaled(query, 0, np.float32(1), padded, values, place + position * padded)
     group = heads // kv_heads
-    queries = length * group
+    queries = goes * group
     for head in range(kv_heads):
         place = base + head * slot_values
         for number in range(0, queries, QUERIES):  # by position, and by head within
             count = min(QUERIES, queries - number)
             for which in range(count):
-                t, column = (number + which) // group, (head * group + (number + which) % group) * dim
+                t = going[place_going + (number + which) // group] - row
+                column = (head * group + (number + which) % group) * dim
                 load_head(qkv[row + t], biases, column, query_scale, sizes, eps, query, which * padded)
                 turn(query, which * padded, cosines[start + t], sines[start + t], half)
             store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(dim)), count * padded, query, 0)
             attend(
-                count, row, start, number, group, sees, window, place, padded, keys, values, scores, query, mix, totals
-            )
+                count, row, start, going, place_going, number, group, sees, window, place, padded, keys, values, scores,
+                query, mix, totals,
+            )  # fmt: skip
             for which in range(count):
                 t, column = (number + which) // group, (head * group + (number + which) % group) * dim
-                put(mix, which * padded, dim, mixed[row + t], sizes[at.MIXED] + column)
+                put(mix, which * padded, dim, mixed[place_going + t], sizes[at.MIXED] + column)
 
 
 @inlined
-def attend(count, row, start, number, group, sees, window, place, dim, keys, values, scores, query, mix, totals):
+def attend(
+    count, row, start, going, place_going, number, group, sees, window, place, dim, keys, values, scores, query, mix,
+    totals,
+):  # fmt: skip
     """mix = Σ softmax(query · key) · value for `count` queries, where the one numbered n in its segment belongs to the
-    token n // `group` of it; the first here has the number `number`.
+    token n // `group` of those that go on; the first here has the number `number`.
 
     All go through the same tiles: what a query does not see scores -inf, and its weight is 0.
     """
-    first = oldest_seen(start + number // group, window) // TILE
-    end = sees[row + number // group]
+    first = oldest_seen(start + going[place_going + number // group] - row, window) // TILE
+    end = sees[going[place_going + number // group]]
     for which in range(1, count):
-        end = max(end, sees[row + (number + which) // group])
+        end = max(end, sees[going[place_going + (number + which) // group]])
     tiles, stride = -(-end // TILE) - first, len(scores) // QUERIES
     score(count, tiles, query, keys, place + first * TILE * dim, dim, scores, stride)
     for which in range(count):
-        t = (number + which) // group
-        total = weigh(scores, which * stride, oldest_seen(start + t, window), sees[row + t], first, tiles)
+        goer = going[place_going + (number + which) // group]
+        total = weigh(scores, which * stride, oldest_seen(start + goer - row, window), sees[goer], first, tiles)
         poke(totals, which, total)
     mix[: count * dim] = np.float32(0)
     for begin in range(first * TILE // BLOCK * BLOCK, end, BLOCK):  # the same blocks, whatever comes first

@@ -117,12 +117,12 @@ def weigh(scores, chosen, normalised, scale, shares):
 
 
 @compiled
-def into_experts(layer, a, sizes, addresses, chosen, no_bias, up, gathered, begins, order, inner):
-    """This lane's inner columns of all experts, for all rows: `inner` [rows × chosen, columns], in the order of experts
-    and of rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are: the row's number
-    × how many a row has + the expert's among them.
+def into_experts(rows, layer, a, sizes, addresses, chosen, no_bias, up, gathered, begins, order, inner):
+    """This lane's inner columns of all experts, for the first `rows` of `a`: `inner` [rows × chosen, columns], in the
+    order of experts and of rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are:
+    the row's number × how many a row has + the expert's among them.
     """
-    rows, count = sizes[at.ROWS], sizes[at.EXPERTS]
+    count = sizes[at.EXPERTS]
     begin, columns = sizes[at.EXPERT_BEGIN], sizes[at.EXPERT]
     sort(rows, count, chosen, begins, order)
     for expert in range(count):

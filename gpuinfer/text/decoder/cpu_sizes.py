@@ -35,6 +35,7 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     OUTPUTS,
     RUNS,  # of rows that have an adapter
     VECTORS,  # rows that have an embedding of their own
+    FEW,  # whether only wanted rows go through the last layer, beyond their keys and values
     RANKS,  # values of a row between the two products of an adapter that there is room for
     EXPERTS,
     EXPERT,  # columns between up and down projection of an expert, of this lane
@@ -44,7 +45,7 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     GROUPS,
     GROUPS_CHOSEN,
     SIZES,
-) = range(35)
+) = range(36)
 
 # in `addresses`
 PRODUCT, YIELD, WIDE_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head, then of

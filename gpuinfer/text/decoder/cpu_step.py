@@ -110,7 +110,7 @@ def spin(spins, addresses):
 @inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
-    tokens, slots, starts, lengths, wanted, positions, sees, vector_rows, vectors, runs = step
+    tokens, slots, starts, lengths, wanted, every, positions, sees, vector_rows, vectors, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
     out_biases, down_biases, windows, router_biases, router_scale = model[8:]
     keys, values = cache
@@ -131,19 +131,29 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             add_place(x[row], places[positions[row]])
         norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
     barrier(control, lanes, addresses)
+    going = every
     for layer in range(layers):
         weight = at.FIRST_WEIGHT + 4 * layer
         multiply(product, rows, qkv.shape[1], normed, 0, hidden, addresses[weight], qkv.ctypes.data, qkv.shape[1])
         if sizes[at.RUNS]:
             adapt(at.QKV, at.OUT, layer, normed, hidden, qkv, 0, sizes, addresses, runs, adapters, wide, low, delta)
-        row = 0
+        few = sizes[at.FEW] and layer == layers - 1
+        if few:  # nobody asks for the others any more, once their keys and values are stored
+            going = wanted
+        row = place = 0
         for segment in range(sizes[at.SEGMENTS]):
+            length = lengths[segment]
+            goes = count_below(going, place, sizes[at.OUTPUTS], row + length) if few else length
             attend_segment(
-                layer, row, slots[segment], starts[segment], lengths[segment], sees, windows[layer], sizes, eps,
-                qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
+                layer, row, slots[segment], starts[segment], length, going, place, goes, sees, windows[layer], sizes,
+                eps, qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
                 keys, values, scores, query, mix, totals, mixed,
             )  # fmt: skip
-            row += lengths[segment]
+            row += length
+            place += goes
+        if few:
+            rows = sizes[at.OUTPUTS]
+            first, end = rows * lane // lanes, rows * (lane + 1) // lanes
         barrier(control, lanes, addresses)
         multiply(product, rows, sizes[at.ADDED], mixed, 0, mixed.shape[1], addresses[weight + 1], into, hidden)
         if sizes[at.RUNS]:
@@ -153,9 +163,16 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             )  # fmt: skip
         barrier(control, lanes, addresses)
         for row in range(first, end):
-            add(x[row], added[row], out_biases[layer])
-            norm_row(x[row], scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
+            if few:  # another lane may still have to read what stands where the row goes
+                add_aside(x[going[row]], added[row], out_biases[layer])
+            else:
+                add(x[row], added[row], out_biases[layer])
+            sums = added[row] if few else x[row]
+            norm_row(sums, scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
         barrier(control, lanes, addresses)
+        if few:
+            for row in range(first, end):
+                embed(added[row], x[row])
         begin, columns, width = inners[layer, 0], inners[layer, 1], inners[layer, 2]
         outputs = 2 * columns if sizes[at.GATED] else columns
         multiply(product, rows, outputs, normed, 0, hidden, addresses[weight + 2], up.ctypes.data, up.shape[1])
@@ -174,7 +191,7 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
             )  # fmt: skip
             barrier(control, lanes, addresses)
             into_experts(
-                layer, normed, sizes, addresses, chosen, no_bias, up, gathered, begins, order, expert_inner
+                rows, layer, normed, sizes, addresses, chosen, no_bias, up, gathered, begins, order, expert_inner
             )  # fmt: skip
         barrier(control, lanes, addresses)
         if width:
@@ -196,7 +213,7 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     outputs = sizes[at.OUTPUTS]
     for row in range(outputs * lane // lanes, outputs * (lane + 1) // lanes):
         for i in range(hidden):
-            last[row, i] = normed[wanted[row], i]
+            last[row, i] = normed[row if sizes[at.FEW] else wanted[row], i]
     barrier(control, lanes, addresses)
     head = addresses[at.FIRST_WEIGHT + 4 * layers]
     target = logits.ctypes.data + 4 * sizes[at.COLUMN]
@@ -244,6 +261,15 @@ def forget(added, rows, begin, columns):
 
 
 @inlined
+def count_below(ascending, begin, end, limit):
+    """How many numbers there are in it from the place `begin` on, and before `end`, that are below the limit."""
+    count = 0
+    while begin + count < end and ascending[begin + count] < limit:
+        count += 1
+    return count
+
+
+@inlined
 def embed(vector, out):
     for i in range(len(out)):
         out[i] = widen(vector[i])
@@ -260,6 +286,13 @@ def add(x, added, bias):
     """What attention or the MLP adds to a row, and the bias."""
     for i in range(len(x)):
         x[i] += added[i] + bias[i]
+
+
+@inlined
+def add_aside(x, added, bias):
+    """The same sum, in `added`."""
+    for i in range(len(x)):
+        added[i] = x[i] + (added[i] + bias[i])
 
 
 @inlined
