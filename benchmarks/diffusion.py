@@ -38,7 +38,7 @@ from gpuinfer.host import machine
 from gpuinfer.text.generator import Driver, Tuning, open_generator
 from gpuinfer.unmasked import COUNTS, Unmasked
 
-SLOTS, BLOCK, HEAD = 16, 32, 6.0
+SLOTS, BLOCK, HEAD = 16, 32, 12.0
 PROMPT, ANSWER = 64, 128
 LONG = 256  # tokens of an answer, where a cache is at work
 ROWS, PROMPTS, ANSWERS, TOGETHER = 200, (8, 256), (32, 256), 4  # ragged: rows, tokens, tokens a step

@@ -84,6 +84,18 @@ def usual_decoder(shape: Shape) -> str:
     return USUAL.get(shape.family, OTHERWISE)
 
 
+def usual(shape: Shape) -> dict[str, str | int | bool | None]:
+    """What is done where a request says nothing, and what follows from the model: for reports."""
+    assert shape.masking is not None
+    block = shape.masking.block
+    return {
+        "decoder": usual_decoder(shape),
+        "cache": _cache(None, shape.masking),
+        "block": block,
+        "block_causal": block is not None,
+    }
+
+
 def _refuse_orders(sampling: Sampling) -> None:
     """What asks for tokens one after another."""
     if sampling.constraint is not None:

@@ -242,7 +242,9 @@ def _assembled(
     }
     if decoder.shape.masking is not None:
         from gpuinfer.text.diffusion.generator import DiffusionGenerator
+        from gpuinfer.text.diffusion.planning import usual
 
+        common["facts"].update(usual(checkpoint.shape))
         return DiffusionGenerator(decoder, language, **common)
     gather_steps = CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0
     return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
