@@ -14,7 +14,7 @@ from pydantic.config import JsonDict
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Rendering, Sampling
+from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Prompt, Rendering, Sampling
 from gpuinfer.openai.schema import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+GUIDED = 2  # slots of an answer with guidance, the most that one takes
 MOST_FILE = 1 << 20  # bytes of a schema or a grammar
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,8 @@ def try_out(spec: ModelSpec, wanted: Sampling) -> None:
     known yet.
     """
     from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.diffusion.choosing import decoder_for
+    from gpuinfer.text.diffusion.planning import plan_of
     from gpuinfer.text.diffusion.refusing import refuse_masks
     from gpuinfer.text.language import open_language
 
@@ -195,7 +198,10 @@ def try_out(spec: ModelSpec, wanted: Sampling) -> None:
         log.info("the flags are not checked for %s: %s", spec.name, error)
         return
     try:
-        refuse_masks(wanted, checkpoint.shape)
+        if checkpoint.shape.masking is None:
+            refuse_masks(wanted, checkpoint.shape)
+        else:
+            plan_of(Prompt(sampling=wanted), checkpoint.shape, decoder_for, slots=GUIDED)
     except BadPrompt as error:
         raise UsageError(str(error)) from error
     if wanted.constraint or wanted.stop_token_ids:  # the rest has its limits whatever the model

@@ -18,8 +18,8 @@ from gpuinfer.verifying.witness import History, history
 Row = NDArray[np.float32]
 MOST_KEPT = 256 << 20  # bytes of rows of logits that are looked at
 
-Status = Literal["holds", "fails", "differs", "skipped"]
-"""differs: the two sides do, and it is the other side that is wrong."""
+Status = Literal["holds", "fails", "differs", "told", "skipped"]
+"""differs: the two sides do, and it is the other side that is wrong. told: they do, as they may, and it is said how."""
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,25 @@ def sequences(rig: Rig, reference: Answers) -> Iterator[tuple[Question, Tokens]]
 
 def logits(decoder: Decoder, tokens: Tokens) -> Pieces:
     """Those of every position, computed in slot 0."""
-    size = piece(decoder.shape.vocabulary)
+    size, masking = piece(decoder.shape.vocabulary), decoder.shape.masking
+    if masking is not None:
+        yield from _of_canvas(decoder, tokens, masking.block, size)
+        return
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         one = np.array([0, start, len(part)], np.int32)
         step = Step(part, one[:1].copy(), one[1:2].copy(), one[2:].copy(), np.arange(len(part), dtype=np.int32))
+        yield decoder.forward(step).float().cpu().numpy().copy()
+
+
+def _of_canvas(decoder: Decoder, tokens: Tokens, block: int | None, size: int) -> Pieces:
+    """Where tokens see those after them all go through together, for each piece of the logits anew."""
+    count, zero = len(tokens), np.zeros(1, np.int32)
+    places = np.arange(count, dtype=np.int32)
+    sees = np.full(count, count, np.int32) if block is None else np.minimum(count, (places // block + 1) * block)
+    for start in range(0, count, size):
+        wanted = places[start : start + size]
+        step = Step(tokens, zero, zero, np.array([count], np.int32), wanted, sees=sees.astype(np.int32))
         yield decoder.forward(step).float().cpu().numpy().copy()
 
 

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import Prompt
-from gpuinfer.openai.options import check_parts
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.openai.options import check_parts, try_out
 from gpuinfer.openai.options import spec_of as model_spec
 from gpuinfer.openai.rows import prompts_of
 from gpuinfer.openai.schema import MOST_TOKENS
+from gpuinfer.openai.unmasking import UnmaskingOptions, unmasking_of
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def _called(prompt: Prompt) -> str:
 LARGEST_BATCH = 4096
 
 
-class Options(api.Options):
+class Options(UnmaskingOptions):
     """The flags of `gpuinfer verify`."""
 
     model: str | None = Field(None, description="a folder with a checkpoint, or tiny, which is built in")
@@ -125,6 +125,9 @@ class Options(api.Options):
         None, gt=0, le=1e3, description="between two logits [1e-4 in float32; docs/verify.md]"
     )
     transformers: bool = Field(True, description="compare with transformers where it is installed")
+    mask_token_id: int | None = Field(
+        None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
+    )
     deterministic: bool = Field(False, description="demand the same bits, with a model that is opened for it")
 
 
@@ -170,6 +173,7 @@ class Rig:
     facts: Mapping[str, Any]
     spec: ModelSpec
     threads: int
+    generator: Any  # that serves everybody else
     opened: list[Any] = field(default_factory=list)  # closed with it
 
     @property
@@ -201,10 +205,13 @@ def open_rig(options: Options, setup: Setup) -> Rig:
 
     spec = spec_of(options)
     checkpoint = open_checkpoint(spec)
+    if (wanted := unmasking_of(options)) is not None:
+        try_out(spec, Sampling(unmasking=wanted))
     language = open_language(checkpoint.language_files(), checkpoint.shape)
     items = _items(options, checkpoint, language, setup.seed)
     context = max(len(item.tokens) for item in items) + options.new_tokens
-    tuning = Tuning(slots=max(options.batch_sizes), context=context)
+    rows = max(options.batch_sizes) * (1 + bool(options.cfg_scale))  # what guides a row has a slot of its own
+    tuning = Tuning(slots=rows, context=context)
     generator = open_generator(spec, setup, tuning)
     facts = generator.facts
     return Rig(
@@ -217,6 +224,7 @@ def open_rig(options: Options, setup: Setup) -> Rig:
         facts,
         spec,
         facts["threads"],
+        generator,
         opened=[generator],
     )
 
@@ -230,7 +238,7 @@ def spec_of(options: Options) -> ModelSpec:
         raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
     if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
         raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
-    return model_spec(options.model, options, {})
+    return model_spec(options.model, options, {"mask_token": options.mask_token_id})
 
 
 def _items(options: Options, checkpoint: Checkpoint, language: Language, seed: int) -> list[Item]:

@@ -18,6 +18,7 @@ from gpuinfer.report.report import environment
 from gpuinfer.verifying import asking, peer, positions, rounding, tokenizing
 from gpuinfer.verifying.asking import Answers, asked
 from gpuinfer.verifying.judging import Difference, Judge, document
+from gpuinfer.verifying.masks import Masks, half_filled
 from gpuinfer.verifying.rig import Options, Rig, Tolerance, open_rig, tolerance
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class Verification:
         }
 
     def _run(self, rig: Rig) -> None:
+        if rig.checkpoint.shape.masking is not None:
+            self._fill_in(rig)
+            return
         plan = asking.likeliest(rig)
         self.say("each prompt alone …")
         reference = asked(rig, plan.reference)
@@ -105,6 +109,17 @@ class Verification:
         self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
         self._timed("compiled = plain torch", partial(self._plain, rig, reference))
         self._peers(rig, reference)
+
+    def _fill_in(self, rig: Rig) -> None:
+        """Of a diffusion model."""
+        masks = Masks(rig)
+        self.say("each prompt alone …")
+        reference = half_filled(rig, masks.alone())
+        for name, check in masks.checks():
+            self._timed(name, check)
+        self._timed("compiled = plain torch", partial(self._plain, rig, reference))
+        family = rig.checkpoint.shape.family
+        self._timed(TRANSFORMERS, partial(skipped, TRANSFORMERS, f"transformers has no {family} models"))
 
     def _make(self, judge: Judge, rig: Rig, plan: asking.Way, reference: Answers) -> None:
         for name, route in plan.routes:
@@ -242,8 +257,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
 def notes(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What was skipped, the ties, the faults, and the sentence that sums it up."""
     for check in document["checks"]:
-        if check["status"] == "skipped":
-            yield "skipped", f"{check['name']}: {check['why']}"
+        if check["status"] in ("skipped", "told"):
+            yield check["status"], f"{check['name']}: {check['why']}"
         faults = [one for one in check["divergences"] if not one["tie"]]
         faults.sort(key=lambda one: one["theirs"])  # ours first
         for one in faults[:MOST_SHOWN] or check["divergences"][:1]:
@@ -262,7 +277,7 @@ def _row(check: dict[str, Any]) -> tuple[str, ...]:
         return check["name"], "skipped", "", "", ""
     compared = f"{check['compared']:,} {check['unit']}"
     result = "FAILS" if check["status"] == "fails" else check["status"]
-    if check["unit"] == "texts":
+    if check["unit"] in ("texts", "tokens"):
         return check["name"], result, compared, "", f"{check['seconds']:.1f} s"
     return check["name"], f"{result}{ties}", compared, f"{check['largest_difference']:.1e}", f"{check['seconds']:.1f} s"
 

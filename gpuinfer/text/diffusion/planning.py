@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from msgspec import structs
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Prompt, Sampling, Unmasking
+from gpuinfer.generation import MOST_GUIDANCE, Prompt, Sampling, Unmasking
 from gpuinfer.text.diffusion.caching import Cache
 from gpuinfer.text.diffusion.choosing import threshold_for
 from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
@@ -17,7 +17,6 @@ from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.shape import Masking, Shape
 
-MOST_SCALE = 100.0  # of classifier-free guidance
 USUAL = {"dream": "dream", "llada2": "block-refinement", "sdar": "threshold"}  # decoders, by family
 OTHERWISE = "low-confidence"
 Choose = Callable[[Sampling, str], UnmaskingDecoder]
@@ -133,8 +132,8 @@ def _block(asked: int | None, masking: Masking) -> int | None:
 
 
 def _scale(asked: float, shape: Shape, slots: int) -> float:
-    if not _is_number(asked) or not 0.0 <= asked <= MOST_SCALE:
-        raise BadPrompt(f"cfg_scale is {asked!r}. Give a number from 0 (no guidance) to {MOST_SCALE:g}.")
+    if not _is_number(asked) or not 0.0 <= asked <= MOST_GUIDANCE:
+        raise BadPrompt(f"cfg_scale is {asked!r}. Give a number from 0 (no guidance) to {MOST_GUIDANCE:g}.")
     if asked and shape.masking is not None and not shape.masking.guided:
         raise BadPrompt(f"models of family {shape.family} were not trained to be guided. Leave cfg_scale out.")
     if asked and slots < 2:
