@@ -111,7 +111,8 @@ def _refuse_orders(sampling: Sampling) -> None:
     if sampling.processed_logprobs:
         raise BadPrompt(
             "a masked diffusion model chooses where it writes too: there is no probability of what it drew after "
-            "filters. Leave processed_logprobs out; logprobs are there."
+            "filters, which training on rollouts goes by. Use a model that goes from left to right, or leave "
+            "processed_logprobs out; logprobs are there."
         )
 
 
