@@ -7,8 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 from pydantic import Field
 
@@ -21,7 +22,10 @@ from gpuinfer.host.terminal import dim, printable, show_status, write
 from gpuinfer.openai.options import DrawingOptions, ModelOptions, check_model, model_of, rendering_of, sampling_of
 from gpuinfer.openai.options import try_out as try_sampling
 from gpuinfer.openai.schema import MOST_TOKENS
-from gpuinfer.openai.unmasking import UnmaskingOptions, unmasking_of
+from gpuinfer.openai.unmasking import USUAL_TOKENS, UnmaskingOptions, unmasking_of
+
+if TYPE_CHECKING:
+    from gpuinfer.text.shape import Shape
 
 NAME = "chat"
 COMMON = (
@@ -42,7 +46,9 @@ class ChatOptions(UnmaskingOptions, DrawingOptions, ModelOptions):
     """The flags of `gpuinfer chat`."""
 
     system: str | None = Field(None, description="tells the model how to answer")
-    max_new_tokens: int = Field(1024, ge=1, le=MOST_TOKENS, description="of each answer, at most")
+    max_new_tokens: int = Field(
+        1024, ge=1, le=MOST_TOKENS, description=f"of each answer, at most; of a diffusion model {USUAL_TOKENS}"
+    )
 
 
 def _app() -> typer.Typer:
@@ -75,7 +81,10 @@ def execute(values: Mapping[str, Any]) -> int:
     log_to_people(common.verbose)
     screen = Terminal(quiet=common.quiet)
     with screen.loading():
-        _check_template(spec)
+        shape = _chatting(spec)
+        if "max_new_tokens" not in own.model_fields_set and shape is not None and shape.masking is not None:
+            usual = msgspec.structs.replace(plain.sampling, max_tokens=USUAL_TOKENS)
+            plain = msgspec.structs.replace(plain, sampling=usual)
         try_sampling(spec, plain.sampling)
         from gpuinfer.runtime.background import BackgroundSession
 
@@ -91,20 +100,23 @@ def execute(values: Mapping[str, Any]) -> int:
     return FAILED if conversation.failures and not screen.talks else 0
 
 
-def _check_template(spec: ModelSpec) -> None:
-    """Raises `UsageError` for a model that knows no chats, as far as that can be seen here."""
+def _chatting(spec: ModelSpec) -> Shape | None:
+    """The model's shape; None: only its backend can read it. Raises `UsageError` for one that knows no chats, as far as
+    that can be seen here.
+    """
     from gpuinfer.text.checkpoint import open_checkpoint
     from gpuinfer.text.language import has_chat_template
 
     try:
-        files = open_checkpoint(spec).language_files()
+        checkpoint = open_checkpoint(spec)
     except UsageError:
-        return  # a backend that cannot read it will say so
-    if not has_chat_template(files):
+        return None  # a backend that cannot read it will say so
+    if not has_chat_template(checkpoint.language_files()):
         raise UsageError(
             f"{spec.name} has no chat template: it is no chat model. "
             "Try `gpuinfer generate --prompt TEXT`, or give a folder whose tokenizer_config.json has one."
         )
+    return checkpoint.shape
 
 
 class CtrlC:

@@ -39,8 +39,8 @@ def recomputation(case: Case) -> Verdict | None:
         return None
     why = (
         f"{found.computed_share:.0%} of all positions were computed anew in each of {found.forwards:,.0f} forwards "
-        f"(cache {_in_force(run, 'cache') or 'none'}), of {found.positions / found.forwards:,.0f} on average; with the cache "
-        f"{cache} it would be {left:.0%}."
+        f"(cache {_in_force(run, 'cache') or 'none'}), of {found.positions / found.forwards:,.0f} on average; with the "
+        f"cache {cache} it would be {left:.0%}."
     )
     low = expected * (1 - DOUBT) if run.on_cpu else 1.0  # elsewhere a small step mostly reads weights
     gain = Gain(max(1.0, low), expected * (1 + DOUBT), expected)
