@@ -16,7 +16,9 @@ from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema
 from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Contest, DrawnPrompts, Generators, Given
 from gpuinfer.bench.series import Course, Outcome
+from gpuinfer.cli.variants import expand
 from gpuinfer.config import registry
+from gpuinfer.generation import Unmasking
 from gpuinfer.peers.child import Child, PeerFailed, Ran
 from gpuinfer.peers.programs import PROGRAMS
 
@@ -326,3 +328,17 @@ def test_transformers_makes_the_tokens_that_ours_makes_as_many(tmp_path):
 
 def test_one_at_a_time_has_one_cell_for_all_batch_sizes():
     assert Cell(SEQUENTIAL, 1).name == Cell(SEQUENTIAL, 64).name
+
+
+def test_our_own_are_told_how_masks_are_filled_in_and_others_are_not():
+    given = work(unmasking=Unmasking(decoder="threshold", threshold=0.5))
+    assert given.order("batched")["unmasking"]["threshold"] == 0.5
+    assert given.order("vllm")["unmasking"] is None
+
+
+def test_decoders_are_compared_as_any_setting_is(tmp_path):
+    (tmp_path / "p.jsonl").write_text('"a"\n')
+    flags = {"model": "tiny-llada", "input": str(tmp_path / "p.jsonl"), "decoder_options": ["low_threshold=0.3"]}
+    found = expand("generate", flags, ["decoder=low-confidence,hierarchical"], timed=True)
+    assert [one.name for one in found] == ["decoder low-confidence", "decoder hierarchical"]
+    assert found[1].command.endswith("-D low_threshold=0.3 --decoder hierarchical")

@@ -16,10 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gpuinfer.api import Progress, Setup
 from gpuinfer.bench.measure import Variant, reason
 from gpuinfer.bench.series import Course, Measured, Outcome
 from gpuinfer.errors import BadPrompt, UsageError, WorkError
+from gpuinfer.generation import Unmasking
 from gpuinfer.openai.rows import prompts_of
 from gpuinfer.peers.child import Child, Ran
 from gpuinfer.peers.programs import PROGRAMS, python_of
@@ -114,6 +117,7 @@ class Contest:
     folder: Path | None = None  # the model for the others, a Hugging Face folder; None: they cannot read it
     weights: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    unmasking: Unmasking | None = None  # of a diffusion model, for our own
     pythons: Mapping[str, str] = field(default_factory=dict)  # where a peer has one of its own
     command: str = "gpuinfer"  # what a cell's own flags are appended to
 
@@ -138,6 +142,7 @@ class Contest:
             "model": self.model if ours else str(self.folder),
             "weights": self.weights,
             "arguments": dict(self.arguments),
+            "unmasking": msgspec.to_builtins(self.unmasking) if ours else None,
             "dtype": self.setup.dtype,
             "device": self.setup.device,
             "seed": self.setup.seed,

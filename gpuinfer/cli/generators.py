@@ -19,6 +19,7 @@ from gpuinfer.cli.concluding import concluded, own_flag
 from gpuinfer.cli.progress import interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
+from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
 from gpuinfer.peers.programs import PEERS, PROGRAMS, pythons
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ TARGET = "generate"
 DEFAULT = tuple(PROGRAMS)
 BATCH_SIZES = (1, 8, 16, 32, 64, 128)
 NEW_TOKENS, REPEATS, MOST = 128, 3, 1 << 16
-TAKEN = ("model", "checkpoint", "meta", "input", "max_new_tokens")  # of the workload's flags
+TAKEN = ("model", "checkpoint", "meta", "input", "max_new_tokens", "mask_token_id", *FIELDS)  # of the workload's flags
 COMMON = ("device", "dtype", "seed", "json", "live", "quiet", "verbose", "config", "roofline")
 NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
 
@@ -97,6 +98,8 @@ def _work(
     """Everything checked: the model, the prompts, and that they fit."""
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.bench.generators import Contest
+    from gpuinfer.generation import Sampling
+    from gpuinfer.openai.options import try_out
     from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
@@ -105,8 +108,14 @@ def _work(
     if chosen is None:
         raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
     weights = None if given.get("model") else str(chosen)
-    arguments = {"meta": str(meta)} if meta else {}
-    checkpoint = open_checkpoint(ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text"))
+    arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
+    if given.get("mask_token_id") is not None:
+        arguments["mask_token"] = given["mask_token_id"]
+    spec = ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text")
+    checkpoint = open_checkpoint(spec)
+    unmasking = unmasking_of(UnmaskingOptions(**{name: given[name] for name in FIELDS if name in given}))
+    if unmasking is not None:
+        try_out(spec, Sampling(unmasking=unmasking))
     common = merged.common
     work = Contest(
         model=str(chosen),
@@ -118,6 +127,7 @@ def _work(
         folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
         weights=weights,
         arguments=arguments,
+        unmasking=unmasking,
         pythons=pythons(own["python"] or []),
         command=_spelled(values),
     )
@@ -131,8 +141,13 @@ def _work(
 
 def _spelled(values: Values) -> str:
     """The flags that say what is run, as they were given."""
-    kept = ("model", "checkpoint", "meta", "device", "dtype")
-    return "".join(f" {flags.flag(key)} {shlex.quote(str(values[key]))}" for key in kept if values.get(key))
+    kept = ("model", "checkpoint", "meta", "device", "dtype", "mask_token_id", *FIELDS)
+    given = ((key, one) for key in kept if values.get(key) for one in _several(values[key]))
+    return "".join(f" {flags.SHORTS.get(key) or flags.flag(key)} {shlex.quote(str(one))}" for key, one in given)
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _sizes(text: str | None) -> list[int]:

@@ -15,12 +15,16 @@ def load(order: Order) -> tuple[str, Run]:
     from concurrent.futures import Future
     from itertools import islice
 
+    import msgspec
+
     from gpuinfer import __version__
     from gpuinfer.api import ModelSpec, Setup
-    from gpuinfer.generation import Generation, Prompt, Sampling
+    from gpuinfer.generation import Generation, Prompt, Sampling, Unmasking
     from gpuinfer.text.generator import Driver, Prepared, Tuning, open_generator
 
-    arguments = {**order["arguments"], "slots": order["rows"], "context": order["length"]}
+    unmasking = msgspec.convert(order.get("unmasking"), Unmasking | None)
+    slots = order["rows"] * (2 if unmasking is not None and unmasking.cfg_scale else 1)  # of what guides a row, too
+    arguments = {**order["arguments"], "slots": slots, "context": order["length"]}
     spec = ModelSpec(order["model"], weights=order["weights"], arguments=arguments, kind="text")
     setup = Setup(model=spec, devices=(order["device"],), dtype=order["dtype"], seed=order["seed"])
     generator = open_generator(spec, setup, Tuning())
@@ -28,7 +32,7 @@ def load(order: Order) -> tuple[str, Run]:
 
     def run(order: Order) -> int:
         """Never more than `at_once` prompts are under way."""
-        sampling = Sampling(max_tokens=order["new_tokens"], temperature=0, ignore_eos=True)
+        sampling = Sampling(max_tokens=order["new_tokens"], temperature=0, ignore_eos=True, unmasking=unmasking)
         wanted = [
             Prompt(tokens=tuple(tokens), sampling=sampling, key=str(number))
             for number, tokens in enumerate(order["prompts"])
