@@ -277,17 +277,18 @@ class Vllm(Remote):
 
     async def close(self) -> None:
         await super().close()
-        served, self._served = self._served, None
-        if served is not None:
-            await served.close()
+        endpoint, self._served = self._served, None
+        if endpoint is not None:
+            await endpoint.close()
         if self._server is not None:
             await asyncio.to_thread(self._server.close, quiet=True)
         if self._room is not None:
-            await asyncio.to_thread(_clear, self._room, self._started)
+            served = self._started and self._server is not None and not self._server.lost
+            await asyncio.to_thread(_clear, self._room, served)
 
 
 def _clear(room: Path, all_of_it: bool) -> None:
-    """What an engine printed that did not start is left for whoever was told of it."""
+    """What an engine printed that did not start, or died for good, is left for whoever was told of it."""
     shutil.rmtree(room if all_of_it else room / "model", ignore_errors=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,9 +52,34 @@ def _outcome(future: Future[Sequence[str]]) -> dict[str, Any]:
         return {"refused": error_to_wire(BackendError(f"the weights could not be changed: {error!r}. Report this."))}
 
 
-def standing(changes: Sequence[Change], change: Change) -> list[Change]:
-    """What a server that is started again has to be told, after one more change."""
+def standing(changes: Sequence[Change], change: Change, at_start: Collection[str]) -> list[Change]:
+    """What a server that is started again has to be told, after one more change. `at_start`: the adapters that each
+    start brings back, their names and their names with versions.
+    """
     if change.weights is not None:  # an older version of the same is asked for by nobody who comes later
-        return [*(one for one in changes if one.adapter != change.adapter), change]
-    name = change.adapter or ""
-    return [one for one in changes if name not in (one.adapter, f"{one.adapter}@{one.version}")]
+        return [*(one for one in changes if not _is_replaced(one, change.adapter, at_start)), change]
+    asked = change.adapter or ""
+    name = _name_of(asked)
+    if asked == name:
+        return [*(one for one in changes if _name_of(one.adapter) != name), *([change] if name in at_start else [])]
+    if name not in at_start:
+        return [one for one in changes if _label(one) != asked]
+    there = asked in at_start or any(_label(one) == asked for one in changes)
+    return [*(one for one in changes if one != change), *([change] if there else [])]
+
+
+def _is_replaced(one: Change, adapter: str | None, at_start: Collection[str]) -> bool:
+    """By another version of this adapter; None: of the model itself."""
+    if one.weights is not None:
+        return one.adapter == adapter
+    return _name_of(one.adapter) == adapter and one.adapter not in at_start
+
+
+def _name_of(asked: str | None) -> str | None:
+    """`policy` of `policy@v7`."""
+    return asked if asked is None else asked.partition("@")[0]
+
+
+def _label(one: Change) -> str | None:
+    """`policy@v7`, of a change that loads it."""
+    return None if one.adapter is None or one.weights is None else f"{one.adapter}@{one.version}"

@@ -30,6 +30,7 @@ from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
 from gpuinfer.host import children, machine, pauses
 from gpuinfer.host.error_wire import error_to_wire
+from gpuinfer.host.logs import quoted_words
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
 from gpuinfer.trace.recorder import Recorder
 
@@ -114,7 +115,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
-            _obey(line, desk, opened, order.batch_timeout_s, order.owner, order.setup)
+            _obey(line, desk, opened, order)
     return _leave(0, order)
 
 
@@ -205,23 +206,24 @@ def _told(error: Exception) -> dict[str, str]:
     )
 
 
-def _obey(
-    line: Connection, desk: Desk | TextDesk, opened: Any, batch_timeout_s: float, owner: int, setup: Setup
-) -> None:
+def _obey(line: Connection, desk: Desk | TextDesk, opened: Any, order: ServerOrder) -> None:
     """Do what the owner says, until it says close or is gone."""
 
     def give_up(error: WorkError) -> None:
         desk.fault = error
 
-    watchdog = Watchdog(Patience.of(setup), give_up, name="the central server")
+    watchdog = Watchdog(Patience.of(order.setup), give_up, name="the central server")
     watchdog.watch(partial(desk.held, watchdog.patience))
     pending = Pending()
-    while os.getppid() == owner:  # processes that the owner forked may hold its end of the line open after its death
+    while (
+        os.getppid() == order.owner
+    ):  # processes that the owner forked may hold its end of the line open after its death
         asked = line.poll(CHANGING_S if pending else LOOK_S)
         for told in pending.done():
             line.send_bytes(msgpack.packb(told))
         watchdog.look_again()
-        if (fault := desk.fault or _overdue(desk, batch_timeout_s)) is not None:  # also while it is asked
+        if (fault := desk.fault or _overdue(desk, order.batch_timeout_s)) is not None:  # also while it is asked
+            fault = _with_last_words(fault, order.texts)
             desk.dismiss_all(fault)
             line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
             return
@@ -236,6 +238,13 @@ def _obey(
         line.send_bytes(msgpack.packb({"stats": _stats(desk, opened), "number": wanted["number"]}))
         if closing:
             return
+
+
+def _with_last_words(fault: WorkError, texts: Texts | None) -> WorkError:
+    """What its processes have printed of it, where that goes to a file."""
+    if texts is None or texts.log is None or not isinstance(fault, BackendDied):
+        return fault
+    return BackendDied(f"{fault}{quoted_words(texts.log)}")
 
 
 def _changing(desk: Desk | TextDesk, change: Change) -> Future[Sequence[str]]:

@@ -74,6 +74,7 @@ class Connection:
         self.abandoned = 0  # questions that nobody waits for, and the server has not let go of
         self._numbers = 0
         self._ended: GpuinferError | None = None  # why nothing more will come on this line
+        self._said: GpuinferError | None = None  # by a server as it died, since the last answer
         self._knocking: socket.socket | None = None  # the line on which a greeting is awaited
         self._presenting = threading.Lock()  # one thread may take a block, or give up, while another comes back
         self._closed = False
@@ -134,12 +135,17 @@ class Connection:
     def come_back(self, cause: BackendDied) -> None:
         """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.
 
-        Raises `cause` at once when it will not come back, `BackendDied` when it does not within its time.
+        Raises `cause` at once when it will not come back, and once nobody listens any more; `BackendDied` when it does
+        not within its time.
         """
         self._hang_up()
         if not self.comes_back:
             raise cause
-        line = self._greet(self._patience_s)
+        try:
+            line = self._greet(self._patience_s)
+        except BackendDied as error:
+            nobody = isinstance(error.__cause__, ConnectionError | FileNotFoundError)
+            raise (self._said or cause) if nobody else error from None
         with self._presenting:
             if self._closed:
                 line.close()
@@ -320,7 +326,9 @@ class Connection:
         except Garbled as error:
             self._ended = BackendDied(f"the central server sent {error}. Let both ends run the same version.")
         except GpuinferError as error:
-            self._ended = error
+            self._ended = self._said = error
+        else:
+            self._said = None if settled else self._said
         return settled
 
     def _settle(self, record: Record) -> tuple[int, Any] | None:

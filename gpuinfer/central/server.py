@@ -32,7 +32,7 @@ from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.host import children, machine
 from gpuinfer.host.error_wire import error_from_wire
-from gpuinfer.host.logs import last_words
+from gpuinfer.host.logs import quoted_words
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class CentralServer:
     ) -> None:
         self.limits: Limits  # once it has started
         self.adapters: tuple[str, ...] = ()  # that prompts may ask for
+        self._at_start: frozenset[str] | None = None  # the adapters that each start brings back
         self._changes: list[Change] = []  # of the weights since the start, that one started again is told
         self._changed: dict[int, Any] = {}  # what has come of questions for such
         self._setup, self._tuning, self._strategy = setup, tuning, strategy
@@ -199,6 +200,8 @@ class CentralServer:
         self._line = line  # not before: others ask on it, and would take its first words
         self.limits = Limits(ready["max_rows"], ready["in_flight"], ready["slots"])
         self.adapters = tuple(ready["adapters"])
+        if self._at_start is None:
+            self._at_start = frozenset(self.adapters)
         self._pulse.late_s()  # from here on it counts
 
     def _first_words(self, line: Connection) -> dict[str, Any]:
@@ -273,6 +276,11 @@ class CentralServer:
         return self._address
 
     @property
+    def lost(self) -> bool:
+        """Whether its process died, and is not started again."""
+        return self._gone
+
+    @property
     def restarts_within_s(self) -> float:
         if not self._restart:
             return 0.0
@@ -341,7 +349,7 @@ class CentralServer:
         if "refused" in told:
             raise error_from_wire(told["refused"])
         self.adapters = tuple(told["adapters"])
-        self._changes = standing(self._changes, change)
+        self._changes = standing(self._changes, change, self._at_start or ())
 
     def _take_in(self) -> int:
         """One message of the process: the number of the question that it answers, 0 for last words."""
@@ -410,7 +418,7 @@ class CentralServer:
     def _words(self) -> str:
         """What it printed last, where that goes to a file."""
         path = None if self._texts is None else self._texts.log
-        return "" if path is None else f' Its last words, in {path}: "{last_words(path)}".'
+        return "" if path is None else quoted_words(path)
 
     def _obituary(self) -> str:
         process = self._process

@@ -15,6 +15,7 @@ import msgspec
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import Client
+from gpuinfer.text.adapter_options import FIRST
 
 ANSWER_S = 3600.0  # weights are read from disks that may be slow, and answers under way may have to end
 UPDATE, UNLOAD = "/v1/update_weights", "/v1/unload_lora_adapter"
@@ -23,9 +24,10 @@ Life = tuple[int, int]  # id and number of start
 
 @dataclass(frozen=True)
 class Change:
-    """One that stands: `body` goes to UPDATE. Later ones have higher numbers."""
+    """One that stands: `body` goes to `path`. Later ones have higher numbers."""
 
     number: int
+    path: str
     body: Mapping[str, Any]
 
 
@@ -43,6 +45,7 @@ class Changes:
     def __init__(self, admin_key: str) -> None:
         self._headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
         self._standing: dict[str | None, Change] = {}  # by adapter; None: the model itself
+        self._unloaded: dict[str, Change] = {}  # that each start may bring back
         self._had: dict[Life, int] = {}  # the number of the latest change that it has
         self._number = 0
         self._one_at_a_time = asyncio.Lock()
@@ -61,7 +64,7 @@ class Changes:
             first, *others = self._there(workers)
             await self._ask(first, UPDATE, body)
             self._number += 1
-            self._standing[body.get("adapter")] = Change(self._number, body)
+            self._standing[body.get("adapter")] = Change(self._number, UPDATE, body)
             await self._all((first, *others), others, UPDATE, body)
 
     async def unload(self, workers: Iterable[Worker], adapter: str) -> None:
@@ -73,16 +76,26 @@ class Changes:
             if (one := self._standing.get(name)) is not None and version in ("", one.body["version"]):
                 del self._standing[name]
             self._number += 1
+            if version in ("", FIRST):
+                self._unloaded[adapter] = Change(self._number, UNLOAD, {"lora_name": adapter})
             await self._all((first, *others), others, UNLOAD, {"lora_name": adapter})
 
     async def catch_up(self, worker: Worker) -> None:
         """Tell it all that stands and that it has not had. One that has just started has had nothing."""
         async with self._one_at_a_time:
             had = self._had.get(_life(worker), 0)
-            for change in sorted(self._standing.values(), key=lambda one: one.number):
+            for change in sorted((*self._standing.values(), *self._unloaded.values()), key=lambda one: one.number):
                 if change.number > had:
-                    await self._ask(worker, UPDATE, change.body)
+                    await self._tell(worker, change)
             self._had[_life(worker)] = self._number
+
+    async def _tell(self, worker: Worker, change: Change) -> None:
+        try:
+            await self._ask(worker, change.path, change.body)
+        except UsageError:
+            if change.path == UPDATE:
+                raise
+            self._unloaded.pop(change.body["lora_name"], None)  # no start brings it back
 
     def next_version(self) -> str:
         """Of an adapter that is loaded without one: it is the same at all replicas."""

@@ -24,3 +24,8 @@ def last_words(path: Path | str) -> str:
     lines = [line.strip()[:LINE] for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if _ERROR.search(line)]
     return telling[0] if telling else (lines or [""])[-1]
+
+
+def quoted_words(path: Path | str) -> str:
+    """A sentence with these and where they stand, after a space."""
+    return f' Its last words, in {path}: "{last_words(path)}".'

@@ -5,12 +5,10 @@ cached of keys and values it finds by that name (vllm #42125). So each version h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.text.adapter_options import FIRST
-from gpuinfer.vllm.state import AdapterState
 
 SEPARATOR = "@"
 
@@ -45,10 +43,6 @@ class Adapters:
         self._known: dict[str, Loaded] = {}  # by what they are called; the one that was asked for last comes last
         self._left: set[int] = set()  # that no name leads to any more, and that compute answers still
         self._numbers = itertools.count(1)
-
-    @property
-    def newest(self) -> tuple[AdapterState, ...]:
-        return tuple(AdapterState(one.name, one.version, one.folder) for one in self._newest.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +123,3 @@ def refuse_odd(name: str) -> None:
     """Raises `UsageError` for a name that prompts cannot ask for."""
     if not name or SEPARATOR in name or name != name.strip():
         raise UsageError(f"an adapter cannot be called '{name}'. Use a name without spaces around it and without @.")
-
-
-def parsed(given: Mapping[str, str]) -> tuple[AdapterState, ...]:
-    return tuple(AdapterState(name, FIRST, folder) for name, folder in given.items())

@@ -56,6 +56,12 @@ OURS = {
 }
 
 
+_IN_PIECES = (
+    "vLLM on a CPU ends when a prompt goes through in pieces and its answer is drawn with a seed, as all answers here "
+    "are. Leave -B enable_chunked_prefill out."
+)
+
+
 class EngineOptions(api.Options):
     """Those of `AsyncEngineArgs` that are asked for most, by its own names, and a way to give the others."""
 
@@ -69,7 +75,9 @@ class EngineOptions(api.Options):
     kv_cache_dtype: str | None = Field(None, description="number format of keys and values: auto, fp8, …")
     block_size: int | None = Field(None, ge=1, description="tokens in one block of keys and values")
     enable_prefix_caching: bool | None = Field(None, description="take over what an earlier prompt began with alike")
-    enable_chunked_prefill: bool | None = Field(None, description="let prompts go through in pieces")
+    enable_chunked_prefill: bool | None = Field(
+        None, description="let prompts go through in pieces; never on a CPU, where seeded draws kill vLLM then"
+    )
     enforce_eager: bool | None = Field(None, description="compile nothing, capture no graphs; default true on a CPU")
     tensor_parallel_size: int | None = Field(None, ge=1, description="GPUs that share each layer")
     pipeline_parallel_size: int | None = Field(None, ge=1, description="groups of GPUs that share the layers")
@@ -98,6 +106,8 @@ def engine_arguments(
     given: Mapping[str, Any] = {} if setup.model is None else setup.model.arguments
     for name in own.engine_args:
         refuse_ours(name)
+    if on_cpu and own.enable_chunked_prefill:
+        raise UsageError(_IN_PIECES)
     arguments: dict[str, Any] = {
         "model": folder,
         "seed": setup.seed,
@@ -109,7 +119,8 @@ def engine_arguments(
         "worker_extension_cls": "gpuinfer.vllm.extension.Extension",
         "max_num_seqs": given.get("slots") or (64 if on_cpu else None),
         "max_model_len": min(positions, (given.get("context") or CONTEXT) + 1),
-        "max_num_batched_tokens": given.get("step_tokens"),
+        "max_num_batched_tokens": None if on_cpu else given.get("step_tokens"),  # there whole prompts must fit
+        "enable_chunked_prefill": False if on_cpu else None,
         "enforce_eager": True if on_cpu else None,
         "enable_prefix_caching": True,
         "enable_lora": True if adapters else None,

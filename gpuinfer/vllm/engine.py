@@ -90,7 +90,7 @@ class Engine:
     @property
     def dead(self) -> BackendDied | None:
         if self._dead is None and self._llm.errored:
-            self._dead = BackendDied("the vLLM engine died. Its requests are asked again of another one.")
+            self._dead = BackendDied("the vLLM engine died. Start it again, unless it is already.")
         return self._dead
 
     async def generate(

@@ -14,19 +14,18 @@ from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
 from gpuinfer.errors import UsageError
 from gpuinfer.text.adapter_options import (
     ADAPTERS,
+    FIRST,
     MAX_ADAPTERS,
     MAX_ADAPTERS_SAID,
     MOST_ADAPTERS,
     AdapterFolders,
     folders_given,
 )
-from gpuinfer.vllm import state
-from gpuinfer.vllm.adapters import Adapters, Loaded, parsed
+from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.arguments import EngineOptions, engine_arguments
 from gpuinfer.vllm.counting import Counting
 from gpuinfer.vllm.engine import Engine
 from gpuinfer.vllm.folder import folder_of, has_tokenizer
-from gpuinfer.vllm.state import State
 
 AHEAD = 0.25  # rows with vLLM beyond those that it computes, as a share of them: its queue is never empty
 
@@ -44,7 +43,7 @@ class Texts(Backend):
     serves = ("text",)
 
     async def start(self, context: BackendContext) -> None:
-        """Open the model's language, start vLLM, load the adapters; those of the engine before, if there was one."""
+        """Open the model's language, start vLLM, load the adapters."""
         from gpuinfer.text.checkpoint import open_checkpoint
         from gpuinfer.text.language import open_language
         from gpuinfer.text.model import TextModel
@@ -55,8 +54,7 @@ class Texts(Backend):
         if spec is None:
             raise UsageError("vLLM serves a model, and none was named. Name one.")
         room = Path(own.room)
-        self._room, found = room, state.read(room)
-        self._state = found or State(adapters=parsed(folders_given(own.adapters, spec.arguments)))
+        adapters = folders_given(own.adapters, spec.arguments)
         self._checkpoint = checkpoint = open_checkpoint(spec)
         folder = folder_of(spec, room)
         tokenizer = has_tokenizer(folder)
@@ -66,7 +64,7 @@ class Texts(Backend):
             str(folder),
             tokenizer=tokenizer,
             on_cpu=own.on_cpu,
-            adapters=own.max_adapters if self._state.adapters or own.enable_lora else 0,
+            adapters=own.max_adapters if adapters or own.enable_lora else 0,
             positions=checkpoint.shape.positions,
         )
         counting = Counting()
@@ -83,16 +81,11 @@ class Texts(Backend):
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
         self._updating = asyncio.Lock()
         await self._engine.try_out()
-        await self._restore()
+        for name, where in adapters.items():
+            await self._adapters.add(name, FIRST, where)
         rows = self._engine.rows
         ahead = rows + max(1, int(AHEAD * rows))
         self.limits = Limits(rows, in_flight=ahead, slots=ahead)
-
-    async def _restore(self) -> None:
-        if self._state.weights is not None:
-            await self._reload(self._state.version, self._state.weights, True)
-        for one in self._state.adapters:
-            await self._adapters.add(one.name, one.version, one.folder)
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
         answers = {event.request: event.error or event.value async for event in self.stream(batch)}
@@ -106,21 +99,16 @@ class Texts(Backend):
         self._text.cancel(request)
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        """An adapter's new version, or other weights for all of the model. It is written down before it counts."""
+        """An adapter's new version, or other weights for all of the model."""
         async with self._updating:
             if adapter is not None:
                 await self._adapters.add(adapter, version, weights)
-                self._state = State(self._adapters.newest, self._state.version, self._state.weights)
             else:
                 await self._reload(version, weights, drain)
-                self._state = State(self._adapters.newest, version, weights)
-            await asyncio.to_thread(state.write, self._room, self._state)
 
     async def unload(self, adapter: str) -> None:
         async with self._updating:
             await self._adapters.remove(adapter)
-            self._state = State(self._adapters.newest, self._state.version, self._state.weights)
-            await asyncio.to_thread(state.write, self._room, self._state)
 
     @property
     def adapters(self) -> Sequence[str]:

@@ -7,7 +7,10 @@ import os
 import signal
 
 import pytest
+from counts import examples
 from helpers import AtOnce
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_adapters import peft_folder
 from test_adapter_backend import WAIT_S, asked
 from text.decoders import opened
@@ -18,6 +21,8 @@ from gpuinfer.backends.central import Central
 from gpuinfer.central.changes import Change, standing
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.runtime.session import Session
+from gpuinfer.text.adapter_options import FIRST
+from gpuinfer.text.generator.adapters import Adapters
 
 
 async def answered(infer, prompt):
@@ -49,14 +54,76 @@ async def test_the_server_changes_its_weights_and_one_that_comes_back_has_them_a
         after = [await answered(infer, asked(adapter=name)) for name in (None, "policy")]
         assert [one.completions for one in after] == [one.completions for one in before]
         assert [one.version for one in after] == [one.version for one in before]
-        with pytest.raises(BadPrompt, match="policy, policy@v2"):
-            await answered(infer, asked(adapter="nobody"))
+        assert infer.adapters == ("policy", "policy@v2")
+        with pytest.raises(BadPrompt, match="loaded: policy, policy@v2"):
+            await answered(infer, asked(adapter="start"))
+
+
+class NoDecoder:
+    """It computes nothing, and takes any adapter."""
+
+    def load(self, number, packed):
+        pass
+
+    def unload(self, number):
+        pass
+
+
+def meant(adapters):
+    """Which version each bare name means, and which of the start are there."""
+    return {asked: one.label for asked, one in adapters._meant.items() if asked == one.name or one.version == FIRST}
+
+
+def do(adapters, change):
+    if change.weights is None:
+        adapters.unload(change.adapter)
+    else:
+        adapters.load(change.adapter, change.version, None)
+
+
+def begun():
+    adapters = Adapters(NoDecoder(), 64)
+    for name in AT_START:
+        adapters.load(name, FIRST, None)
+    return adapters
+
+
+AT_START = ("start", "begun")
+NAMES = (*AT_START, "later")
+LOADS = st.builds(
+    lambda name, version: Change(version=version, weights="x", adapter=name),
+    st.sampled_from(NAMES),
+    st.sampled_from(["1", "2", "3"]),
+)
+UNLOADS = st.builds(
+    lambda name, version: Change(adapter=f"{name}{version}"),
+    st.sampled_from(NAMES),
+    st.sampled_from(["", "@0", "@1", "@2"]),
+)
+
+
+@pytest.mark.property
+@given(st.lists(LOADS | UNLOADS, max_size=8))
+@settings(max_examples=examples(2000), deadline=None)
+def test_after_a_restart_names_mean_what_they_meant(changes):
+    adapters = begun()
+    at_start, told = frozenset(adapters.known), list[Change]()
+    for change in changes:
+        try:
+            do(adapters, change)
+        except UsageError:
+            continue
+        told = standing(told, change, at_start)
+    again = begun()
+    for change in told:
+        do(again, change)
+    assert meant(again) == meant(adapters)
 
 
 def test_a_server_that_comes_back_is_told_the_newest_of_each():
     changes: list[Change] = []
     for adapter, version in (("a", "1"), (None, "w1"), ("b", "1"), ("a", "2"), (None, "w2")):
-        changes = standing(changes, Change(version=version, weights="x", adapter=adapter))
+        changes = standing(changes, Change(version=version, weights="x", adapter=adapter), ())
     assert [(one.adapter, one.version) for one in changes] == [("b", "1"), ("a", "2"), (None, "w2")]
-    assert [one.adapter for one in standing(changes, Change(adapter="a"))] == ["b", None]
-    assert standing(changes, Change(adapter="a@1")) == changes
+    assert [one.adapter for one in standing(changes, Change(adapter="a"), ())] == ["b", None]
+    assert standing(changes, Change(adapter="a@1"), ()) == changes

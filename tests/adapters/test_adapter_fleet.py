@@ -15,7 +15,7 @@ from text.tiny import tiny_checkpoint
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.fleet.changes import Changes
+from gpuinfer.fleet.changes import UNLOAD, Changes
 from gpuinfer.fleet.router.request_head import CHANGES as KNOWN_BY_THE_ROUTER
 from gpuinfer.openai.changing import CHANGES
 from gpuinfer.runtime.session import Session
@@ -26,6 +26,7 @@ class Worker:
     """Stands in for a replica: it takes what it is told, or refuses it, or is gone."""
 
     ours, leaving, url = True, False, ""
+    knows = None  # the adapters that it can unload; None: any
 
     def __init__(self, id, state="up", refuses=None):
         self.id, self.attempts, self.state, self.refuses, self.told = id, 1, state, refuses, []
@@ -36,6 +37,8 @@ class Told(Changes):
         await asyncio.sleep(0)
         if worker.refuses is not None:
             raise worker.refuses
+        if path == UNLOAD and worker.knows is not None and body["lora_name"] not in worker.knows:
+            raise UsageError("no such adapter")
         worker.told.append(body.get("version") or body["lora_name"])
 
 
@@ -59,8 +62,22 @@ async def test_one_that_starts_later_has_the_newest_of_each_before_it_serves():
     await changes.unload([first, late], "b")
     late.attempts, late.told = 2, []
     await changes.catch_up(late)
-    assert late.told == ["w1", "3"]
+    assert late.told == ["w1", "3", "b"]
     assert changes.adapters == ("a", "a@3")
+
+
+async def test_what_was_there_from_the_start_and_was_unloaded_stays_away():
+    changes, first, late = Told("key"), Worker(1), Worker(2, "starting")
+    await changes.unload([first, late], "start")
+    await changes.update([first, late], adapter("start", "2"))
+    await changes.catch_up(late)
+    assert late.told == ["start", "2"]
+    late.attempts, late.told, late.knows = 2, [], ()
+    await changes.catch_up(late)
+    assert late.told == ["2"], "it was not there at that start"
+    late.attempts, late.told, late.knows = 3, [], None
+    await changes.catch_up(late)
+    assert late.told == ["2"], "nor is it asked for again"
 
 
 async def test_what_the_first_refuses_is_told_to_no_other():

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 from counts import examples
+from dying import Dying
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import is_alive
@@ -17,6 +18,7 @@ from strangers import Stranger
 from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
+from gpuinfer.central.child import Texts
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, VERSION, Kind, Record, Unpacker, pack
 from gpuinfer.errors import (
@@ -226,3 +228,15 @@ def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
         arrived += unpacker.feed(stream[:size])
         stream = stream[size:]
     assert arrived == sent
+
+
+async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path):
+    """Also once nobody listens any more."""
+    texts = Texts(Dying, called="the toy", log=str(tmp_path / "toy.log"))
+    with serving_text(restart=True, texts=texts) as server:
+        async with asking(server) as engine:
+            (answer,) = await all_of(engine, [short("any")])
+            assert type(answer) is BackendDied
+            assert str(answer).startswith("the toy died. ")
+            assert str(answer).endswith(f'in {tmp_path / "toy.log"}: "OddError: the moon is in the way".')
+        await asyncio.to_thread(until, lambda: server.lost, "its end")

@@ -62,6 +62,11 @@ def test_greedy_answers_are_those_of_our_own_engine_up_to_ties(held):
         assert first.logprob - second.logprob < CLOSE
 
 
+def test_drawn_answers_to_more_long_prompts_than_a_step_takes_all_come(held):
+    prompts = [Prompt(text=f"{number} " * 600, key=f"{number}", sampling=DRAWN) for number in range(6)]
+    assert [len(one.completions[0].tokens) for one in held.asked(*prompts)] == [DRAWN.max_tokens] * 6
+
+
 def test_raw_and_processed_logprobs_are_those_of_a_separate_forward(held):
     prompt = Prompt(text="The capital", sampling=structs.replace(DRAWN, logprobs=1, processed_logprobs=True))
     plain = Prompt(text="The capital", sampling=Sampling(max_tokens=12, logprobs=0, processed_logprobs=True))

@@ -1,4 +1,4 @@
-"""What is decided about vLLM without it: versions, engine arguments, sampling, names of adapters, what is kept."""
+"""What is decided about vLLM without it: versions, engine arguments, sampling, names of adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UnknownName, UsageError
 from gpuinfer.generation import Constraint, Sampling, Unmasking
-from gpuinfer.vllm import installed, state
+from gpuinfer.vllm import installed
 from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.arguments import EngineOptions, engine_arguments, refuse_unknown
 from gpuinfer.vllm.folder import folder_of, has_tokenizer
@@ -73,6 +73,13 @@ def test_what_the_model_was_asked_for_with_counts_where_no_option_says_otherwise
 def test_several_devices_share_the_layers():
     setup = Setup(ModelSpec("tiny", kind="text"), devices=("cuda:0", "cuda:1"))
     assert arguments_of(EngineOptions(), setup, on_cpu=False)["tensor_parallel_size"] == 2
+
+
+def test_on_a_cpu_no_prompt_goes_through_in_pieces():
+    assert arguments_of(EngineOptions())["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in arguments_of(EngineOptions(), on_cpu=False)
+    with pytest.raises(UsageError, match="Leave -B enable_chunked_prefill out"):
+        arguments_of(EngineOptions(enable_chunked_prefill=True))
 
 
 def test_other_arguments_go_by_vllms_own_names():
@@ -202,7 +209,7 @@ def test_seeds_differ_by_run_key_sample_and_place_and_by_nothing_else():
     assert seed_of(1, Sampling(seed=9), "a", 0) == seed_of(2, Sampling(seed=9), "b", 0)
 
 
-# Adapters and what is written down
+# Adapters, and the model as a folder
 
 
 class Told:
@@ -250,13 +257,6 @@ def test_a_name_that_no_prompt_could_ask_for_is_refused(name):
     told = Told()
     with pytest.raises(UsageError, match="called"):
         asyncio.run(Adapters(told.load, told.unload, 2).add(name, "v1", "a"))
-
-
-def test_what_an_engine_must_know_again_is_read_as_it_was_written(tmp_path):
-    assert state.read(tmp_path) is None
-    known = state.State((state.AdapterState("policy", "v3", "/a"),), "w2", "/w")
-    state.write(tmp_path, known)
-    assert state.read(tmp_path) == known
 
 
 def test_tiny_is_written_as_a_folder_with_a_tokenizer_of_bytes(tmp_path):
