@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -16,9 +16,9 @@ from gpuinfer.central.changes import Change
 from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.connection import Connection
 from gpuinfer.central.link import Link
+from gpuinfer.central.remote import TextRemote, Way
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.text_client import TextConnection, TextLink
-from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.models import processor
 from gpuinfer.text import arithmetic
 from gpuinfer.text.adapter_options import (
@@ -32,11 +32,10 @@ from gpuinfer.text.adapter_options import (
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
 
-class Remote(Backend):
-    """A way to a server that somebody else started."""
+class Remote(TextRemote):
+    """A way to a server that somebody else started, of rows or of text."""
 
     serves = ("rows", "text")
-    remote = True
 
     def __init__(
         self,
@@ -46,38 +45,31 @@ class Remote(Backend):
         restarts_within_s: float = 0.0,
         **options: Any,
     ) -> None:
-        super().__init__(setup, **options)
+        super().__init__(setup, address, restarts_within_s, **options)
         self.limits = Limits(1, PASSING)
-        self._address, self._restarts_within_s = address, restarts_within_s
-        self._link: Link | TextLink | None = None
+        self._rows: Link | None = None
 
     async def start(self, context: BackendContext) -> None:
-        if self._address is None:
-            raise UsageError("there is no server to connect to. Start one with the backend 'central'.")
         spec = self.setup.model
         if spec is not None and spec.kind == "text":
-            soon = asyncio.get_running_loop().call_soon
-            self._link = TextLink(TextConnection(self._address, self._restarts_within_s, soon))
-            await self._link.open()
-            self.limits = self._link.limits
+            await super().start(context)
             return
-        self._link = Link(Connection(self._address, self._restarts_within_s))
-        await self._link.open()
-        self.limits = replace(self._link.limits, in_flight=PASSING)
+        self._rows = Link(Connection(self._there(), self._restarts_within_s))
+        await self._rows.open()
+        self.limits = replace(self._rows.limits, in_flight=PASSING)
 
     def block(self, rows: int) -> Any:
-        return self._link.block(rows) if type(self._link) is Link else None
+        return None if self._rows is None else self._rows.block(rows)
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
-        if isinstance(self._link, TextLink):
-            answers = {event.request: event.error or event.value async for event in self._link.stream(batch)}
-            return [answers[request] for request in batch]
+        if self._link is not None:
+            return await super().infer(batch)
         return await asyncio.gather(*map(self._ask, batch), return_exceptions=True)
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes: requests that passed through together need not share a batch over there."""
-        if isinstance(self._link, TextLink):
-            async for event in self._link.stream(batch):
+        if self._link is not None:
+            async for event in super().stream(batch):
                 yield event
             return
         if len(batch) == 1:
@@ -93,9 +85,9 @@ class Remote(Backend):
             return Event(request, error=error)
 
     async def _ask(self, request: Request) -> Result:
-        if self._link is None:
-            raise BackendDied("the backend 'central' is not running. Await start() first, and not after close().")
-        return await self._link.ask(
+        if self._rows is None:
+            raise self._closed()
+        return await self._rows.ask(
             request.payload,
             request.rows,
             priority=request.priority,
@@ -106,25 +98,15 @@ class Remote(Backend):
         )
 
     def cancel(self, request: Request) -> None:
-        if self._link is not None:
-            self._link.cancel(request)
+        super().cancel(request)
+        if self._rows is not None:
+            self._rows.cancel(request)
 
     async def close(self) -> None:
-        if self._link is not None:
-            await self._link.close()
-            self._link = None
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a worker process gets to the server."""
-
-    setup: Setup
-    address: Address
-    restarts_within_s: float
-
-    def open(self) -> Backend:
-        return Remote(self.setup, address=self.address, restarts_within_s=self.restarts_within_s)
+        await super().close()
+        if self._rows is not None:
+            await self._rows.close()
+            self._rows = None
 
 
 class Central(Remote):
@@ -199,7 +181,7 @@ class Central(Remote):
     def connect(self) -> Connector:
         if self._server is None:
             raise UsageError("the backend 'central' has not been started. Await start() before connect().")
-        return Way(self.setup, self._server.address, self._server.restarts_within_s)
+        return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
 
     def beside(self, spec: ModelSpec) -> Backend:
         """A server of its own."""
@@ -208,7 +190,7 @@ class Central(Remote):
 
     @property
     def updates(self) -> bool:
-        return isinstance(self._link, TextLink)
+        return self._link is not None
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         """Of a text model, in the server process. One that is brought back is told it again."""

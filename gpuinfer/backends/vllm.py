@@ -6,18 +6,17 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
-from gpuinfer.central.address import Address
+from gpuinfer.api import Backend, BackendContext, Connector, Event, ModelSpec, Request, Setup
 from gpuinfer.central.child import ServerTuning, Texts
+from gpuinfer.central.remote import TextRemote, Way
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.text_client import TextConnection, TextLink
-from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.http.access import read_keys
 from gpuinfer.text.adapter_options import (
@@ -42,64 +41,10 @@ THEIRS = {*PASSED_ON, "engine_args", "start_timeout", "batch_timeout", "restart"
 CALLED = "the vLLM engine's process"
 
 
-class Remote(Backend):
+class Remote(TextRemote):
     """A way to an engine's process that somebody else has started."""
 
-    serves = ("text",)
-    remote = True
-
-    def __init__(
-        self,
-        setup: Setup | None = None,
-        /,
-        address: Address | None = None,
-        restarts_within_s: float = 0.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(setup, **options)
-        self.limits = Limits(1)
-        self._address, self._restarts_within_s = address, restarts_within_s
-        self._link: TextLink | None = None
-
-    async def start(self, context: BackendContext) -> None:
-        if self._address is None:
-            raise UsageError("there is no engine to connect to. Start one with the backend 'vllm'.")
-        soon = asyncio.get_running_loop().call_soon
-        self._link = TextLink(TextConnection(self._address, self._restarts_within_s, soon))
-        await self._link.open()
-        self.limits = self._link.limits
-
-    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
-        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
-        return [answers[request] for request in batch]
-
-    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
-        if self._link is None:
-            raise BackendDied("the backend 'vllm' is not running. Await start() first, and not after close().")
-        async for event in self._link.stream(batch):
-            yield event
-
-    def cancel(self, request: Request) -> None:
-        if self._link is not None:
-            self._link.cancel(request)
-
-    async def close(self) -> None:
-        if self._link is not None:
-            await self._link.close()
-            self._link = None
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a worker process gets to the engine."""
-
-    setup: Setup
-    address: Address
-    restarts_within_s: float
-
-    def open(self) -> Backend:
-        return Remote(self.setup, address=self.address, restarts_within_s=self.restarts_within_s)
+    called = "vllm"
 
 
 class Vllm(Remote):
@@ -246,10 +191,10 @@ class Vllm(Remote):
 
     def connect(self) -> Connector:
         if self._served is not None:
-            return super(Remote, self).connect()  # each process asks the server itself
+            return super(TextRemote, self).connect()  # each process asks the server itself
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
-        return Way(self.setup, self._server.address, self._server.restarts_within_s)
+        return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
 
     def beside(self, spec: ModelSpec) -> Backend:
         """An engine of its own, without the adapters, which are of this model. What an option says of the device's

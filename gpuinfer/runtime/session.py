@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import logging
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,15 +19,13 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.settling import OnPart
 from gpuinfer.engine.streaming import PartStream
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
-from gpuinfer.errors import GpuinferError, WorkError
-from gpuinfer.host import machine, pauses
+from gpuinfer.errors import WorkError
+from gpuinfer.host import pauses
+from gpuinfer.runtime import counting
+from gpuinfer.runtime.counting import Counting, free_name
 from gpuinfer.runtime.processes import Job, Workers
-from gpuinfer.stats import Snapshot, merge, since
+from gpuinfer.stats import Snapshot
 from gpuinfer.trace.recorder import Recorder
-
-log = logging.getLogger(__name__)
-
-FAR_S = 1.0  # for a remote backend to say what it has measured
 
 
 class Session(Infer):
@@ -67,15 +64,10 @@ class Session(Infer):
         self._on_fault = on_fault
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
         self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
-        self._warned: set[str] = set()  # of the backend's methods
+        self._counting = Counting(backend, self._engine, of_process=within is None)
         self._starting: asyncio.Task[None] | None = None
-        self._started = self._pauses_short = False
-        self._lanes: list[stats.Lane] = []
-        self._workers: list[Workers] = []
+        self._pauses_short = False
         self._clients = itertools.count()
-        self._mark = Snapshot()
-        self._far, self._far_mark = Snapshot(), Snapshot()
-        self._asking: asyncio.Task[None] | None = None  # the far side
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]  # read-only: the backend's own
@@ -85,6 +77,10 @@ class Session(Infer):
     def has_model(self) -> bool:
         """Whether the backend has been given a model to serve, here or where it is connected to."""
         return self._backend.remote or self._backend.setup.model is not None
+
+    @property
+    def _started(self) -> bool:
+        return self._counting.started
 
     async def __aenter__(self) -> Session:
         self.watchdog.start()
@@ -139,7 +135,7 @@ class Session(Infer):
             self._starting = asyncio.create_task(self._engine.start(self.roofline))
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
         if not self._started:
-            self._started = self._pauses_short = True
+            self._counting.started = self._pauses_short = True
             pauses.keep_short()
             if self._recorder is not None:
                 self._recorder.limits = self.limits
@@ -207,16 +203,11 @@ class Session(Infer):
         with blame.calling(self._backend, "beside"):
             backend = self._backend.beside(spec)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
-        one = Session(backend, strategy, name=self._free_name(spec), within=self)
+        name = free_name(os.path.basename(spec.name.rstrip("/")), (one._name for one in self._beside))
+        one = Session(backend, strategy, name=name, within=self)  # what the report calls its model, and its lanes
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
         self._beside.append(one)
         return one
-
-    def _free_name(self, spec: ModelSpec) -> str:
-        """Of a session beside this one: what the report calls its model, and its lanes are named after."""
-        name, taken = os.path.basename(spec.name.rstrip("/")), {one._name for one in self._beside}
-        names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-        return next(free for free in names if free not in taken)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
@@ -228,14 +219,12 @@ class Session(Infer):
             self._engine.leave(me)
 
     def lane(self, name: str) -> stats.Lane:
-        taken = {lane.name for lane in self._lanes}
-        names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-        self._lanes.append(stats.Lane(next(free for free in names if free not in taken)))
-        return self._lanes[-1]
+        return self._counting.lane(name)
 
     def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> Workers:
-        self._workers.append(Workers(functools.partial(self._jobs, target, arguments)))
-        return self._workers[-1]
+        made = Workers(functools.partial(self._jobs, target, arguments))
+        self._counting.workers.append(made)
+        return made
 
     async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[Job]:
         if self._backend.remote:
@@ -259,61 +248,31 @@ class Session(Infer):
     async def stop(self) -> None:
         """Ask the workload and all its workers to keep what is finished and return."""
         self.stopping.set()
-        for workers in [workers for one in self._all() for workers in one._workers]:
+        for workers in [workers for one in self._all() for workers in one._counting.workers]:
             await workers.stop()
 
     def hurry(self) -> None:
         """Wait for nobody any more: worker processes are killed, and the backend has only a moment to close."""
         for one in self._all():
             one._engine.hurry()
-            for workers in one._workers:
+            for workers in one._counting.workers:
                 workers.hurry()
 
     async def mark(self) -> None:
         """Count from here on, in every process and on the far side: what came before was preparation."""
         await self.refresh()
         for one in self._all():
-            one._far_mark = one._far
+            one._counting.mark_far()
         await self.count_anew()
 
     async def count_anew(self) -> None:
         """`mark` without a question to the far side, which several processes share: only one of them asks it."""
         for one in self._all():
-            one._mark = one._counted()
-            for workers in one._workers:
-                await workers.mark()
+            await one._counting.mark()
 
     async def refresh(self) -> None:
         """Ask a remote backend what its far side has measured. What was known stays when it takes over a second."""
-        far = [one for one in self._all() if one._backend.remote and one._started]
-        for one in far:
-            if one._asking is None or one._asking.done():
-                one._asking = asyncio.create_task(one._ask_far())
-        if asking := {one._asking for one in far if one._asking is not None}:
-            await asyncio.wait(asking, timeout=FAR_S)
-
-    async def _ask_far(self) -> None:
-        try:
-            wire = await self._backend.stats()
-            self._far = self._far if wire is None else Snapshot.from_wire(wire)
-        except GpuinferError as error:  # a server that is gone: its requests say so
-            log.info("the far side's counters are those of before: %s", error)
-        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            self._warn("stats", error)
-
-    def _device(self) -> Mapping[str, Any]:
-        """What the backend says of the device; nothing where it cannot say."""
-        try:
-            return dict(self._backend.device())
-        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            self._warn("device", error)
-            return {}
-
-    def _warn(self, method: str, error: Exception) -> None:
-        """Once: it would be the same at every look."""
-        if method not in self._warned:
-            self._warned.add(method)
-            blame.warn(self._backend, method, error)
+        await counting.refresh(one._counting for one in self._all())
 
     def watch(self, kind: type) -> None:
         self.watchdog.watch(tuple, kind)
@@ -323,29 +282,8 @@ class Session(Infer):
         return self.snapshot().to_wire()
 
     def snapshot(self) -> Snapshot:
-        """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
-
-        With a remote backend: requests, rows, latency and errors as those who asked saw them, the rest of the far side.
-        """
-        parts = [since(self._counted(), self._mark)]
-        for workers in self._workers:
-            found = sorted(workers.snapshots.items())
-            parts += [_named(f"worker {worker}", part) for worker, part in found]
-        parts.append(_served(since(self._far, self._far_mark)))
-        parts += [_beside(one._name, one.snapshot()) for one in self._beside]
-        return merge(parts)
-
-    def _counted(self) -> Snapshot:
-        """This process alone, since its start."""
-        own = Snapshot(lanes=tuple(lane.to_wire() for lane in self._lanes))
-        if self._within is None:  # of a process one session counts what all of it took
-            ran, waited = machine.cpu_times()
-            own = replace(own, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
-        if not self._started:
-            return own
-        engine = self._engine.snapshot()
-        served = _asked(engine) if self._backend.remote else replace(engine, device=self._device())
-        return merge([served, own])
+        """The counters since the mark: see `Counting.snapshot`."""
+        return self._counting.snapshot((one._name, one.snapshot()) for one in self._beside)
 
     async def close(self) -> None:
         """Settle every request and let go of the backend, and of those beside it before."""
@@ -356,8 +294,7 @@ class Session(Infer):
             await self._close()
 
     async def _close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
+        self._counting.close()
         if self._starting is None:
             return
         self._starting.cancel()  # no effect once it has started
@@ -377,44 +314,6 @@ class Session(Infer):
 def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
     """None also where batches are formed on the far side, which records them."""
     return None if backend.remote else Recorder.of(backend.setup, None, type(strategy).__name__.lower())
-
-
-def _named(whose: str, part: Snapshot) -> Snapshot:
-    lanes = ({**lane, "name": f"{whose}: {lane['name']}"} for lane in part.lanes)
-    return replace(part, lanes=tuple(lanes))
-
-
-def _beside(name: str, part: Snapshot) -> Snapshot:
-    """Of a model beside the run's own: it is named as such, and what it has taken of the device is counted already."""
-    device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
-    if part.device:
-        device["beside"] = {name: part.device.get("model", {})}
-    return replace(_named(f"beside {name}", part), device=device)
-
-
-def _asked(engine: Snapshot) -> Snapshot:
-    """What those who ask see of it: an engine that only passes on forms no batches of its own."""
-    return Snapshot(
-        requests=engine.requests,
-        rows=engine.rows,
-        latency=engine.latency,
-        first_token=engine.first_token,
-        between_tokens=engine.between_tokens,
-        errors=engine.errors,
-        failure=engine.failure,
-        classes={name: {**count, "queue_wait": Snapshot().queue_wait} for name, count in engine.classes.items()},
-        waiting=engine.waiting,
-    )
-
-
-def _served(far: Snapshot) -> Snapshot:
-    """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
-    retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
-    none = Snapshot()
-    seen: dict[str, Any] = {name: getattr(none, name) for name in ("requests", "rows", "latency")}  # by those who asked
-    classes = {name: {**count, **seen, "errors": {}} for name, count in far.classes.items()}
-    tokens: dict[str, Any] = {name: getattr(none, name) for name in ("first_token", "between_tokens")}
-    return replace(far, **seen, **tokens, errors=retried, failure="", classes=classes)
 
 
 def _bound(backend: Backend) -> int | None:

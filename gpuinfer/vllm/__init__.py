@@ -12,7 +12,6 @@ driver.py         prompts under way in AsyncLLM; what takes the place of our own
 engine.py         AsyncLLM: started, asked, closed
 counting.py       its counters and forward steps
 adapters.py       LoRA adapters by name and version
-state.py          what an engine that takes a dead one's place must know
 texts.py          the backend in the engine's process
 extension.py      what vLLM's own worker processes load of ours
 ```

@@ -48,7 +48,7 @@ def test_clients_that_wait_for_a_killed_server_know_within_a_second(slow):
         slow.client() as client,
         programs(
             Program(ask_forever, slow.client(), 1, 1, 16),
-            Program(ask_in_loop, Way(slow._setup, slow.address, 0.0), 2, 2, 16),
+            Program(ask_in_loop, Way(Remote, slow._setup, slow.address, 0.0), 2, 2, 16),
         ) as others,
     ):
         assert [other.hear() for other in others] == ["here", "here"]
@@ -111,7 +111,7 @@ async def test_a_backend_that_is_closed_fails_whoever_still_waits(slow):
 @pytest.mark.thorough
 def test_a_server_that_restarts_answers_what_was_outstanding_once():
     with serving(arguments={"seconds": 0.05}, restart=True) as server:
-        way = Way(server._setup, server.address, server.restarts_within_s)
+        way = Way(Remote, server._setup, server.address, server.restarts_within_s)
         with (
             server.client() as client,
             programs(Program(ask_forever, server.client(), 1, 1, 64), Program(ask_in_loop, way, 2, 2, 64)) as others,

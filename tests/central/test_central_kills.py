@@ -13,7 +13,7 @@ import pytest
 from programs import ask_forever, ask_in_loop, is_alive, own, wait_until_gone
 from servers import Program, pid_of, programs, served
 
-from gpuinfer.backends.central import Way
+from gpuinfer.backends.central import Remote, Way
 
 EACH = 64  # rows at most in a request
 FEW = [pytest.param(seed, id=f"seed {seed}") for seed in range(2)]
@@ -38,7 +38,7 @@ def strike(chance, victim, number):
     server, struck = served(restart=True), 0
     server.start()
     try:
-        way = Way(server._setup, server.address, server.restarts_within_s)
+        way = Way(Remote, server._setup, server.address, server.restarts_within_s)
         with programs(
             Program(ask_forever, server.client(), 1, chance.random(), EACH),
             Program(ask_in_loop, way, 2, chance.random(), EACH),

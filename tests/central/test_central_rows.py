@@ -16,7 +16,7 @@ from programs import ask_ahead, ask_forever, ask_in_loop, named, stop, wrong
 from servers import Program, mapped, pid_of, programs, serving, until
 
 from gpuinfer.api import Priority
-from gpuinfer.backends.central import Way
+from gpuinfer.backends.central import Remote, Way
 from gpuinfer.errors import Expired
 
 WIDEST = 128
@@ -125,7 +125,7 @@ def test_clients_with_many_requests_outstanding_are_never_mixed_up(server, reque
 @pytest.mark.parametrize("kills", counts(4, 200))
 def test_clients_killed_beside_them_change_no_answer_and_leave_no_memory(server, kills):
     before, chance = mapped(pid_of(server)), random.Random(kills)
-    way = Way(server._setup, server.address, 0.0)
+    way = Way(Remote, server._setup, server.address, 0.0)
     with programs(
         Program(ask_forever, server.client(), 1, 1, WIDEST), Program(ask_in_loop, way, 2, 2, WIDEST)
     ) as steady:

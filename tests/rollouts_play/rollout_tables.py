@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 from gpuinfer import api
@@ -36,6 +37,13 @@ class Chatting(Environment):
         return Outcome(
             rewards=rewards, done=self.step_number >= self.options.steps, metrics={"steps": self.step_number}
         )
+
+
+class Unhappy(Chatting):
+    """Finds fault with all that is said."""
+
+    async def step(self, answers):
+        return dataclasses.replace(await super().step(answers), remark="nobody bids. Try --env-option loud=true.")
 
 
 class Endless(Chatting):

@@ -94,8 +94,15 @@ class GamePlay:
         for agent, reward in outcome.rewards.items():
             self._seats[agent].reward(self._steps, float(reward))
         self._metrics = outcome.metrics or self._metrics
+        self._say(outcome.remark)
         self._steps += 1
         return outcome.done
+
+    def _say(self, remark: str) -> None:
+        """Once: all games would say the same."""
+        if remark and not self._counts.remarked:
+            self._counts.remarked = True
+            log.warning("%s: %s", self._rules.make.who, remark)
 
     async def _answers(self, asked: Mapping[str, Observation], place: Place) -> dict[str, str]:
         """Of all who are to speak, at once."""

@@ -59,6 +59,7 @@ class Counts:
     blocked_said: bool = False
     raw: bool = False  # the backend knows no log-probabilities but the model's own
     complained: bool = False  # of an environment that cannot be closed
+    remarked: bool = False  # what an environment finds amiss
     changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
 
     def ask(self, answers: int) -> None:

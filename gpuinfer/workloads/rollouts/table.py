@@ -72,6 +72,8 @@ class Table:
         for name, kind in (("rewards", found.rewards), ("metrics", found.metrics)):
             if not isinstance(kind, Mapping):
                 raise self._nonsense("step", f"{name} that are a {type(kind).__name__} and no mapping")
+        if not isinstance(found.remark, str):
+            raise self._nonsense("step", f"a remark that is {found.remark!r:.60} and no text")
         for agent, reward in found.rewards.items():
             self._check_agent("step", agent)
             self._check_number(f"a reward of agent '{agent}'", reward)

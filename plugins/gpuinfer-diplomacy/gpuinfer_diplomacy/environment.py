@@ -64,11 +64,23 @@ class Diplomacy(Environment):
         self._last, self._position, won = await on_thread(_played, self._board, orders)
         done = won or self._position.year >= FIRST_YEAR + self.options.horizon
         self._counts["phases"] += 1
-        return Outcome(self._rewards(done, done or self._position.year > year), done, self._metrics())
+        rewards = self._rewards(done, done or self._position.year > year)
+        return Outcome(rewards, done, self._metrics(), remark=self._remark())
+
+    def _remark(self) -> str:
+        """Of games in which nobody has begun to order yet: all their units hold, which looks like play."""
+        if self._counts["answers_without_orders"] < self._counts["answers"]:
+            return ""
+        return (
+            f"no answer of a whole phase said {self.options.begin}, so that all units held. Give answers more room "
+            "(--max-new-tokens); of a model that has not learnt to say it, as one with random weights, let them be "
+            "orders from the first token on: --env-option begin="
+        )
 
     def _heard(self, power: str, text: str) -> Said:
         what = said(text, self._position, power, self.options.begin)
         self._counts.update(
+            answers=1,
             orders=len(what.orders),
             illegal_orders=what.illegal,
             repeated_orders=what.repeated,

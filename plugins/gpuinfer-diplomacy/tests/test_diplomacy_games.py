@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 
@@ -109,6 +110,23 @@ def test_answers_that_make_no_sense_are_counted_and_the_units_hold():
     }
     assert counted == {"orders": 1, "illegal_orders": 1, "repeated_orders": 1, "answers_without_orders": 6}
     assert "FRANCE owns BRE MAR PAR; has A MAR, A PAR, F BRE" in then["FRANCE"].messages[-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer", "remark"),
+    [
+        pytest.param("<orders>", "well, well", "Give answers more room .*--env-option begin=$", id="nobody orders"),
+        pytest.param("<orders>", "<orders>\nA PAR H", "^$", id="somebody begins to"),
+        pytest.param("", "well, well", "^$", id="there is nothing to say before"),
+    ],
+)
+def test_when_nobody_says_where_orders_begin_the_run_is_told_what_to_do(begin, answer, remark):
+    async def one_phase():
+        environment = Diplomacy(horizon=1, begin=begin)
+        await environment.reset(0)
+        return await environment.step({"FRANCE": answer})
+
+    assert re.search(remark, asyncio.run(one_phase()).remark)
 
 
 def test_what_happened_is_shown():
