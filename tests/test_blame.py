@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import metadata
 
 import jsonschema
 import pytest
@@ -139,3 +140,12 @@ def test_the_exit_code_says_whether_too_many_failed(allowed, code, status, insta
 def test_a_share_that_is_none_is_refused(installed, gpuinfer):
     code, _, said = gpuinfer("few", "--backend", "evil", "--max-failures", "7")
     assert (code, "--max-failures" in said) == (2, True)
+
+
+def test_a_module_is_of_the_package_that_installed_it():
+    """As the standard library says it, which takes many times as long."""
+    of_one = {top: names[0] for top, names in metadata.packages_distributions().items() if len(set(names)) == 1}
+    told = {top: blame.owner_of(top) for top in ("pydantic", "typing_extensions", "msgspec", "gpuinfer", "torch")}
+    assert told == {top: f"package {of_one[top]} {metadata.version(of_one[top])}" for top in told}
+    assert blame.owner_of("test_blame") == __file__
+    assert blame.owner_of("nowhere_at_all") == ""

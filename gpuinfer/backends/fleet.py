@@ -26,6 +26,7 @@ from gpuinfer.text.adapter_options import (
     MAX_ADAPTERS_SAID,
     MOST_ADAPTERS,
     AdapterFolders,
+    folders_given,
 )
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ class FleetBackend(Remote):
         given, own = self.options.model_fields_set, self.options
         self._name = own.model
         self._owned: Owned | None = None
-        names = own.adapters or {}
+        with_model = {} if self.setup.model is None else self.setup.model.arguments
+        names = folders_given(own.adapters, with_model)
         self._loaded = {text for name in names for text in (name, f"{name}@{FIRST}")}
         if own.endpoint is None and (odd := {"key_file", "model"} & given):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
@@ -233,6 +235,11 @@ class FleetBackend(Remote):
         if own.endpoint is not None and (odd := (theirs | set(PASSED_ON)) & given):
             raise UsageError(
                 f"-B {min(odd)} is said of replicas that are started, and {own.endpoint} runs already. Leave one out."
+            )
+        if own.endpoint is not None and names:
+            raise UsageError(
+                f"--adapter is said of replicas that are started, and {own.endpoint} runs already. Leave it out: rows "
+                "name the adapters that the server has."
             )
         self.notices = () if own.endpoint else arithmetic.notices(self.setup, own.compute)
 

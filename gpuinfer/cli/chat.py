@@ -19,6 +19,7 @@ from gpuinfer.cli.problems import FAILED, MARGIN
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.host.terminal import dim, printable, show_status, write
+from gpuinfer.openai.adapters import AdapterOptions, adapters_of
 from gpuinfer.openai.options import DrawingOptions, ModelOptions, check_model, model_of, rendering_of, sampling_of
 from gpuinfer.openai.options import try_out as try_sampling
 from gpuinfer.openai.schema import MOST_TOKENS
@@ -42,7 +43,7 @@ Where standard input is no terminal, each of its lines is a message.
 PROMPT, GOES_ON = "> ", "… "
 
 
-class ChatOptions(UnmaskingOptions, DrawingOptions, ModelOptions):
+class ChatOptions(UnmaskingOptions, DrawingOptions, AdapterOptions, ModelOptions):
     """The flags of `gpuinfer chat`."""
 
     system: str | None = Field(None, description="tells the model how to answer")
@@ -74,8 +75,13 @@ def execute(values: Mapping[str, Any]) -> int:
     common = merged.common
     own = ChatOptions(**check(ChatOptions, merged.table(NAME), NAME))
     check_model(own, NAME)
-    plain = Prompt(sampling=sampling_of(own, unmasking=unmasking_of(own)), rendering=rendering_of(own))
-    spec = model_of(own)
+    adapters = adapters_of(own.adapter)
+    plain = Prompt(
+        sampling=sampling_of(own, unmasking=unmasking_of(own)),
+        rendering=rendering_of(own),
+        adapter=next(iter(adapters), None),
+    )
+    spec = model_of(own, adapters=adapters)
     setup = replace(setup_of(common), model=spec, deterministic=own.deterministic)
     backend, strategy = served(NAME, setup, merged)
     log_to_people(common.verbose)

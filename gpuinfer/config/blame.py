@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -48,13 +49,25 @@ def owner_of(module: str) -> str:
     Imports nothing. Empty when it is not known.
     """
     top = module.partition(".")[0]
-    if names := metadata.packages_distributions().get(top):
-        return f"package {names[0]} {metadata.version(names[0])}"
+    if (package := _package_of(top)) is not None:
+        return f"package {package.name} {package.version}"
     try:
         found = sys.modules[module].__spec__ if module in sys.modules else find_spec(top)
     except (ImportError, ValueError):
         return ""
     return found.origin or "" if found is not None else ""
+
+
+def _package_of(top: str) -> metadata.Distribution | None:
+    """Which one installed this module. `metadata.packages_distributions` says the same of all modules there are, by a
+    path of its own for each file of each package.
+    """
+    in_record = re.compile(rf"^{re.escape(top)}(?:/|\.py,|\.[\w.-]*so,)", re.MULTILINE)
+    for one in metadata.distributions():
+        declared = (one.read_text("top_level.txt") or "").split()
+        if top in declared or (not declared and in_record.search(one.read_text("RECORD") or "")):
+            return one
+    return None
 
 
 @functools.lru_cache(maxsize=64)

@@ -129,13 +129,14 @@ def spec_of(model: str | None, own: Parts, arguments: Mapping[str, Any]) -> Mode
     )
 
 
-def model_of(own: ModelOptions, slots: int | None = None) -> ModelSpec:
-    """The model that they name."""
+def model_of(own: ModelOptions, slots: int | None = None, adapters: Mapping[str, Path] | None = None) -> ModelSpec:
+    """The model that they name, and folders of `adapters` over it, by name."""
     wanted = {
         "slots": slots,
         "context": own.context,
         "mask_token": own.mask_token_id,
         "trust_remote_code": own.trust_remote_code or None,
+        "adapters": {name: str(folder) for name, folder in adapters.items()} if adapters else None,
     }
     return spec_of(own.model, own, wanted)
 

@@ -46,6 +46,7 @@ class PromptDefaults:
     samples: int = 1
     truncate: Any = None
     strict: bool = True  # a field that is not known is an error
+    adapter: str | None = None  # of rows that name none
 
 
 class AskedRequest(Struct, kw_only=True, gc=False):

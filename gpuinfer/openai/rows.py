@@ -83,8 +83,9 @@ class RowReader:
                 asked.prompt, said = understood(row, row.prompt_token_ids, self._defaults)
                 asked.content = self._content((*said, None, row.metadata))
                 if row.adapter is not None:
-                    asked.prompt = msgspec.structs.replace(asked.prompt, adapter=row.adapter)
                     asked.content += b"adapter" + row.adapter.encode()
+            if (adapter := self._defaults.adapter if row.adapter is None else row.adapter) and asked.prompt:
+                asked.prompt = msgspec.structs.replace(asked.prompt, adapter=adapter)
         except BadPrompt as error:
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked

@@ -151,7 +151,7 @@ class InputRow(Wishes, kw_only=True, forbid_unknown_fields=True):
     prompt_token_ids: list[TokenId] | None = None
     messages: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None  # goes into the answer as it is
-    adapter: str | None = None  # `generation.Prompt.adapter`; a request names what it wants as `model`
+    adapter: str | None = None  # `generation.Prompt.adapter`; "": none; a request names what it wants as `model`
     custom_id: str | None = None
     method: str | None = None
     url: str | None = None

@@ -11,6 +11,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.layouts import INPUT_DTYPES
+from gpuinfer.openai.adapters import AdapterOptions, adapters_of
 from gpuinfer.openai.options import ModelOptions, check_model, model_of, try_out
 from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
 
@@ -23,7 +24,7 @@ WANTED = (
 HERE = ("127.0.0.1", "::1", "localhost")
 
 
-class ServeOptions(UnmaskingOptions, ModelOptions):
+class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     """One server's flags."""
 
     model: str | None = Field(
@@ -62,7 +63,7 @@ def spec_of(own: ServeOptions) -> ModelSpec:
     check_model(own, "serve")
     if own.model is None or not is_of_rows(own.model):
         _refuse_rows_flags(own)
-        return model_of(own)
+        return model_of(own, adapters=adapters_of(own.adapter))
     _refuse_text_flags(own)
     if own.input_dtype not in INPUT_DTYPES:
         raise UsageError(f"--input-dtype {own.input_dtype} is none of {', '.join(INPUT_DTYPES)}.")
@@ -98,6 +99,8 @@ def _refuse_rows_flags(own: ServeOptions) -> None:
 
 
 def _refuse_text_flags(own: ServeOptions) -> None:
+    if own.adapter:
+        raise UsageError(f"--adapter is said of a model of text, and {own.model} takes rows. Leave it out.")
     for name in (*FIELDS, "mask_token_id"):
         if getattr(own, name) not in (None, {}):
             flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"

@@ -95,8 +95,6 @@ class Engine(FakeInfer):
 
     async def _answer_to(self, prompt: Prompt, began: float) -> Generation:
         version = self._version
-        if prompt.key == "probe":  # before the run's clock starts
-            return drawn(prompt, 0.0, 0.0, version)
         if self._warm_at is None:
             self._warm_at = began + self.world.cold
         await asyncio.sleep(max(0.0, self._warm_at - began))

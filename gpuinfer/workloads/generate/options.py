@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.generation import MOST_LOGPROBS
+from gpuinfer.openai.adapters import AdapterOptions
 from gpuinfer.openai.options import REPEATABLE, DrawingOptions, ModelOptions
 from gpuinfer.openai.schema import MOST_SAMPLES
 from gpuinfer.openai.unmasking import UnmaskingOptions
@@ -21,7 +22,7 @@ class PlaceOptions(api.Options):
     output: str = Field("-", description="answers, as JSONL; - is standard output")
 
 
-class GenerateOptions(UnmaskingOptions, DrawingOptions, PlaceOptions, ModelOptions):
+class GenerateOptions(UnmaskingOptions, DrawingOptions, PlaceOptions, AdapterOptions, ModelOptions):
     """What `gpuinfer generate` takes; `[generate]` of gpuinfer.toml too."""
 
     num_samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to each prompt")

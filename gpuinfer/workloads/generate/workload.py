@@ -17,6 +17,7 @@ from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.following import followed
 from gpuinfer.host.terminal import show_status
+from gpuinfer.openai.adapters import adapters_of, digests_of
 from gpuinfer.openai.identity import arithmetic, fingerprint
 from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
@@ -53,6 +54,7 @@ class Generate(Workload):
         self.target = "-" if own.test else own.output
         check_model(own, "generate")
         self._check_files()
+        self.adapters = adapters_of(own.adapter)
         most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
         self.sampling = sampling_of(
             own,
@@ -108,7 +110,7 @@ class Generate(Workload):
         return self.options.deterministic
 
     def model(self) -> ModelSpec:
-        return model_of(self.options, self.options.batch_size)
+        return model_of(self.options, self.options.batch_size, self.adapters)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
@@ -248,7 +250,8 @@ class Generate(Workload):
 
     def defaults(self) -> PromptDefaults:
         own = self.options
-        return PromptDefaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict)
+        adapter = next(iter(self.adapters), None)
+        return PromptDefaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict, adapter)
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what an answer is: what a row's digest covers beside the row."""
@@ -261,6 +264,7 @@ class Generate(Workload):
             "dtype": self.setup.dtype,
             "computes_in": arithmetic(self.setup),
             "model": fingerprint(self.model()),
+            **({"adapters": [list(one) for one in digests_of(self.adapters).items()]} if self.adapters else {}),
         }
 
     def form(self) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""`--adapter NAME=DIR`: who answers, what is refused, and going on with an output under the same weights alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from random_adapters import peft_folder
+from text.decoders import opened
+from text.tiny import tiny_checkpoint
+
+from gpuinfer.errors import UsageError
+from gpuinfer.openai.adapters import adapters_of
+from gpuinfer.serving.options import ServeOptions, spec_of
+from gpuinfer.workloads.generate.workload import Generate
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    shape, here = opened(tiny_checkpoint("qwen2")).shape, tmp_path_factory.mktemp("flags")
+    return [peft_folder(here / str(seed), shape, 4, seed) for seed in range(2)]
+
+
+def test_rows_are_answered_by_the_adapter_that_they_name_or_else_by_the_first(adapters, tmp_path):
+    rows = [{"id": str(one), "prompt": "The tide"} | ({} if one is None else {"adapter": one}) for one in (None, *"ab")]
+    rows += [{"id": "base", "prompt": "The tide", "adapter": ""}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [word for name, folder in zip("ab", adapters, strict=True) for word in ("--adapter", f"{name}={folder}")]
+    common = ("--model", str(tiny_checkpoint("qwen2")), "--max-new-tokens", "8", "--temperature", "0", "--logprobs", "0")
+    command = [sys.executable, "-m", "gpuinfer", "generate", *common, *flags, "--input", "prompts.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = {row["id"]: str(row["logprobs"]) for row in map(json.loads, done.stdout.splitlines())}
+    assert said["None"] == said["a"]
+    assert len({said["a"], said["b"], said["base"]}) == 3
+
+
+def test_an_output_is_gone_on_with_under_the_same_weights_alone(adapters, tmp_path):
+    def settings(*given):
+        return Generate(model="tiny", prompt=["a"], adapter=[f"a={one}" for one in given]).deciding_settings()
+
+    shutil.copytree(adapters[0], tmp_path / "a")
+    began = settings(tmp_path / "a")
+    assert began == settings(adapters[0]), "they lie elsewhere now"
+    shutil.copytree(adapters[1], tmp_path / "a", dirs_exist_ok=True)
+    assert began != settings(tmp_path / "a")
+    assert "adapters" not in settings()
+
+
+def test_what_is_no_adapter_is_refused_with_the_form(tmp_path):
+    with pytest.raises(UsageError, match="--adapter policy: not of the form NAME=DIR"):
+        adapters_of(["policy"])
+    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+        adapters_of([f"policy={tmp_path}"])
+
+
+def test_a_server_has_them_from_its_start(adapters):
+    spec = spec_of(ServeOptions(model=str(tiny_checkpoint("qwen2")), adapter=[f"policy={adapters[0]}"]))
+    assert spec.arguments["adapters"] == {"policy": str(adapters[0].resolve())}
+    with pytest.raises(UsageError, match="--adapter is said of a model of text"):
+        spec_of(ServeOptions(model="blobnet", adapter=["policy=x"]))
