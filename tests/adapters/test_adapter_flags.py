@@ -29,9 +29,11 @@ def test_rows_are_answered_by_the_adapter_that_they_name_or_else_by_the_first(ad
     rows += [{"id": "base", "prompt": "The tide", "adapter": ""}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [word for name, folder in zip("ab", adapters, strict=True) for word in ("--adapter", f"{name}={folder}")]
-    common = ("--model", str(tiny_checkpoint("qwen2")), "--max-new-tokens", "8", "--temperature", "0", "--logprobs", "0")
-    command = [sys.executable, "-m", "gpuinfer", "generate", *common, *flags, "--input", "prompts.jsonl"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    drawing = ("--max-new-tokens", "8", "--temperature", "0", "--logprobs", "0")
+    command = [sys.executable, "-m", "gpuinfer", "generate", "--model", str(tiny_checkpoint("qwen2")), *drawing, *flags]
+    done = subprocess.run(
+        [*command, "--input", "prompts.jsonl"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     said = {row["id"]: str(row["logprobs"]) for row in map(json.loads, done.stdout.splitlines())}
     assert said["None"] == said["a"]
