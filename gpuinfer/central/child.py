@@ -115,7 +115,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
-            _obey(line, desk, opened, order)
+            return _leave(_obeyed(line, desk, opened, order), order)
     return _leave(0, order)
 
 
@@ -204,6 +204,20 @@ def _told(error: Exception) -> dict[str, str]:
     return error_to_wire(
         BackendError(f"the central server could not start: {type(error).__name__}: {error}. See its last words above.")
     )
+
+
+def _obeyed(line: Connection, desk: Desk | TextDesk, opened: Any, order: ServerOrder) -> int:
+    """The process's exit code. What nobody foresaw ends it: other threads would keep it there, and nobody answers."""
+    try:
+        _obey(line, desk, opened, order)
+    except (OSError, EOFError):
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever it is, the owner and all who wait must hear of it)
+        fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
+        desk.dismiss_all(fault)
+        line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
+        return 1
+    return 0
 
 
 def _obey(line: Connection, desk: Desk | TextDesk, opened: Any, order: ServerOrder) -> None:

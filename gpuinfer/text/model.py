@@ -80,7 +80,7 @@ class TextModel:
         """What `Backend.device` tells."""
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
-        steps = {name: counted[name] for name in (*TOLD, *unmasked.COUNTS)}
+        steps = {name: counted[name] for name in (*TOLD, *unmasked.COUNTS) if name in counted}
         told = {
             "model": dict(self.facts),
             "computes_in": self.facts.get("computes_in"),

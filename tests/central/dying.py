@@ -17,3 +17,10 @@ class Dying(Backend):
     async def infer(self, batch: Any) -> Any:
         print("INFO all is well\nOddError: the moon is in the way\nand so on", flush=True)
         raise BackendDied("the toy died. Start it again, unless it is already.")
+
+
+class Odd(Dying):
+    """What it says of its device is nonsense."""
+
+    def device(self) -> Any:
+        raise KeyError("positions")

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from counts import examples
-from dying import Dying
+from dying import Dying, Odd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import is_alive
@@ -240,3 +240,11 @@ async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_pr
             assert str(answer).startswith("the toy died. ")
             assert str(answer).endswith(f'in {tmp_path / "toy.log"}: "OddError: the moon is in the way".')
         await asyncio.to_thread(until, lambda: server.lost, "its end")
+
+
+async def test_a_server_that_fails_at_a_question_is_gone_and_says_why():
+    with serving_text(texts=Texts(Odd)) as server:
+        await asyncio.to_thread(server.stats)
+        await asyncio.to_thread(until, lambda: server.lost, "its end")
+        with pytest.raises(BackendDied, match=r"failed: KeyError\('positions'\)"):
+            server.client()
