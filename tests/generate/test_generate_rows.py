@@ -151,7 +151,6 @@ def test_a_row_may_say_how_its_answer_is_drawn(row, changed, form):
         pytest.param({**BATCH, "method": "GET", "body": {}}, "Write POST", id="GET"),
         pytest.param(BATCH, "no body", id="no body"),
         pytest.param({**BATCH, "body": {"prompt": "a"}, "adapter": "b"}, "names no adapter", id="an adapter beside it"),
-        pytest.param({**BATCH, "body": {"prompt": "a"}, "adapter": "b"}, "names no adapter", id="an adapter beside it"),
         pytest.param({**BATCH, "body": {"promt": "a"}}, "Did you mean `prompt`?", id="a body that is not known"),
     ],
 )
@@ -183,12 +182,6 @@ def test_a_chat_may_say_how_it_is_written_out(row, changed, form):
     assert found.prompt.rendering == msgspec.structs.replace(defaults, **changed)
     plain = asked({"messages": CHAT} if form == "row" else {**batch, "body": {"messages": CHAT}}, rendering=defaults)
     assert (found.content == plain.content) == (not changed)
-
-
-def test_an_adapter_is_part_of_the_prompt_and_of_what_tells_rows_apart():
-    plain, one, other = (asked({"prompt": "a", **more}) for more in ({}, {"adapter": "one"}, {"adapter": "other"}))
-    assert [found.prompt.adapter for found in (plain, one, other)] == [None, "one", "other"]
-    assert len({found.content for found in (plain, one, other)}) == 3
 
 
 def test_an_adapter_is_part_of_the_prompt_and_of_what_tells_rows_apart():
