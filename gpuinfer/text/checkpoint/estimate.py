@@ -109,17 +109,6 @@ def _inner(shape: Shape) -> int:
     return max(dense, experts.chosen * (2 * shape.hidden + each * experts.intermediate) + each * experts.shared)
 
 
-def _inner(shape: Shape) -> int:
-    """Values of one token between the products of an MLP: all those of its experts, beside what goes in and comes out
-    of each.
-    """
-    each = 3 if shape.gated else 2
-    dense, experts = each * shape.intermediate, shape.experts
-    if experts is None:
-        return dense
-    return max(dense, experts.chosen * (2 * shape.hidden + each * experts.intermediate) + each * experts.shared)
-
-
 def refuse_unfit(
     name: str, estimated: Estimate, free_bytes: int, *, slots: int, length: int, dtype: torch.dtype
 ) -> None:
