@@ -216,6 +216,13 @@ CASES = [
         id="very long prompts with log-probabilities",
     ),
     pytest.param(
+        a_run(batch_s=steps((12, 90, 0.1)), steps={"seconds": 9.0, "held_s": 8.1, "prompt_tokens": 700}),
+        "device-saturated",
+        "Steps were full with the tokens of 12.0 of 64 slots, and the model computed 95% of the time",
+        None,
+        id="whole canvases of few rows fill the steps",
+    ),
+    pytest.param(
         a_run(others_cores=1.1, cpu_s=9.0, cpu_wait_s=9.0),
         "oversubscribed CPUs",
         "Other programs took 1.1 of 2 cores. Ready to run, threads of this run waited 50% of their time.",

@@ -159,7 +159,7 @@ def long_prompts(case: Case) -> Verdict | None:
 def too_few_rows(case: Case) -> Verdict | None:
     """Empty slots: fewer rows than slots, or a few long answers when all the others are done."""
     run, used = case.run, _used(case.run)
-    if used >= FULL:
+    if used >= FULL or (_held(run) >= HELD and not _mostly_prompts(run)):  # those that were there had no room in steps
         return None
     rows = round(run.rows_per_s * run.wall_s) + run.lost
     slots = f"{used * run.slots:,.1f} of {run.slots:,} slots were in use, on average over the time in steps"
@@ -240,6 +240,8 @@ def _mostly_prompts(run: Evidence) -> bool:
 
 
 def _in_use(run: Evidence) -> str:
+    if _used(run) < FULL and _held(run) >= HELD:
+        return f"Steps were full with the tokens of {_used(run) * run.slots:,.1f} of {run.slots:,} slots"
     return "The only slot was in use" if run.slots == 1 else f"{_used(run):.0%} of the {run.slots:,} slots were in use"
 
 

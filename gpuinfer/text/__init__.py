@@ -3,6 +3,7 @@
 ```
 model.py       a model of text beside an event loop: prompts in, answers out
 generator/     continuous batching: who has which slot, what the next step computes
+diffusion/     the same for models that fill masks in, in any order
 decoder/       one forward step over tokens of many rows
 sampling/      from logits to tokens
 language/      tokenizer, chat template, stop strings, constraints

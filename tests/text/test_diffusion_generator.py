@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from adapters.random_adapters import merged, random_adapter
+from text.decoders import DECODERS
 from text.toy import LETTERS, joined
-from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run
+from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run, weights_of
 
 from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt, PromptTooLong, WorkError
@@ -216,7 +219,7 @@ def test_rows_of_all_lengths_share_a_step_and_a_slot_is_taken_again_at_once():
     assert rows == [2] * 6
 
 
-def test_rows_take_turns_when_not_all_fit_into_a_step():
+def test_when_not_all_rows_fit_into_a_step_those_that_came_first_go_first():
     decoder = scripted("a" * 30, slots=4, prompt="")
     generator = generator_over(decoder, step_tokens=20)
     for number, prepared in enumerate(generator.prepare([prompt_of("ab", 6)] * 4)):
@@ -226,8 +229,16 @@ def test_rows_take_turns_when_not_all_fit_into_a_step():
         stepped = generator.step()
         taken.append((stepped.rows, stepped.held))
         finished += [number for number, _ in stepped.finished]
-    assert taken == [(2, True)] * 11 + [(2, False)]
-    assert sorted(finished) == [0, 1, 2, 3]
+    assert taken == [(2, True)] * 6 + [(2, False)] * 6
+    assert finished == [0, 1, 2, 3]
+
+
+def test_room_that_an_older_row_leaves_is_taken_by_younger_ones():
+    generator = generator_over(scripted("a" * 30, slots=4, prompt=""), step_tokens=20)
+    for number, prepared in enumerate(generator.prepare([prompt_of("ab", 9), prompt_of("ab", 9), prompt_of("ab", 6)])):
+        generator.add(number, prepared)
+    stepped = generator.step()
+    assert (stepped.rows, stepped.tokens) == (2, 11 + 8)
 
 
 def test_a_row_that_is_larger_than_a_step_goes_alone():
@@ -486,6 +497,27 @@ def test_other_weights_compute_from_the_next_step_on_and_are_named():
     assert found["under way"].versions == ("", "v2")
     assert found["new"].completions[0].versions == ((0, "v2"),)
     assert found["new"].versions == ("v2",)
+
+
+def test_an_adapter_answers_as_the_merged_model_and_beside_the_model_itself():
+    base = decoder_of("all see all", 4, 72)
+    adapter = random_adapter(base.shape, seed=3)
+    weights = weights_of("all see all")
+    together = generator_over(base, step_tokens=1000)
+    together.load_adapter("other", "v1", base.pack_adapter(adapter))
+    plain = prompt_of("hello", 10, logprobs=0)
+    with_it = Prompt(text="hello", sampling=plain.sampling, adapter="other")
+    own, other = run(together, [plain, with_it])
+    together.unload_adapter("other")
+    merged_one = DECODERS["torch"](base.shape, merged(weights, adapter), torch.float32, slots=2, length=72)
+    expected = answered(generator_over(merged_one), plain)
+    assert own.completions[0] == answered(generator_over(base), plain)
+    assert other.completions[0].tokens == expected.tokens
+    assert other.completions[0].versions == ((0, "other@v1"),)
+    found = [one.chosen.logprob for one in other.completions[0].logprobs]
+    assert found == pytest.approx([one.chosen.logprob for one in expected.logprobs], abs=1e-4)
+    (refusal,) = together.prepare([with_it])
+    assert isinstance(refusal, BadPrompt)
 
 
 def test_a_driver_steps_it():

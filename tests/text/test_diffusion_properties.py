@@ -154,6 +154,7 @@ def test_an_answer_is_its_own_in_any_company(mix):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(14_400)
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mixes())
 def test_an_answer_is_its_own_in_any_company_many_times(mix):

@@ -22,6 +22,7 @@ from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
 from gpuinfer.text.shape import Masking, Shape
 from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.weights import Weights
 
 END, MASK = len(LETTERS), len(LETTERS) + 1
 SHAPE = replace(LLAMA, family="llada", vocabulary=MASK + 1, end_tokens=(END,), masking=Masking(MASK))
@@ -39,13 +40,16 @@ def language() -> Language:
     return Language(Characters(tuple(LETTERS)), SHAPE.vocabulary, (END,), beginning=LETTERS.index(" "))
 
 
+def weights_of(kind: str) -> Weights:
+    weights = random_weights(replace(SHAPE, masking=KINDS[kind]))
+    return replace(weights, head=replace(weights.head, weight=4.0 * weights.head.weight))
+
+
 @functools.cache
 def decoder_of(kind: str, slots: int, length: int, make: str = "") -> Decoder:
     """Of random weights, sure of some tokens. All tests share it: what it has in its slots is whatever was there."""
     shape = replace(SHAPE, masking=KINDS[kind])
-    weights = random_weights(shape)
-    weights = replace(weights, head=replace(weights.head, weight=4.0 * weights.head.weight))
-    return DECODERS[make or USUAL](shape, weights, torch.float32, slots=slots, length=length)
+    return DECODERS[make or USUAL](shape, weights_of(kind), torch.float32, slots=slots, length=length)
 
 
 def generator_over(

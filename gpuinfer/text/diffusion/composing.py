@@ -1,4 +1,4 @@
-"""The tokens of the next step: of each row what its cache says, as far as there is room; the others take turns."""
+"""The tokens of the next step: of each row what its cache says, the oldest first, as far as there is room."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class StepPlan:
 
 
 class Composer:
-    """Composes steps of at most `step_tokens` tokens, or of one row. What a row computes does not depend on it."""
+    """Composes steps of at most `step_tokens` tokens, or of one row. What a row computes does not depend on it.
+
+    Where rows compete for the room, the first come goes first: answers are complete sooner, on average, than if all
+    took turns, and as much is computed in a second.
+    """
 
     def __init__(self, slots: Slots, shape: Shape, step_tokens: int) -> None:
         assert shape.masking is not None
@@ -75,20 +79,18 @@ class Composer:
         turns = self._turns(rows, room)
         if not turns:
             return None
-        held = len(turns) < len(rows)
-        if held and only is None:
-            active[:] = active[len(turns) :] + active[: len(turns)]
-        return self._plan(turns, held)
+        return self._plan(turns, held=len(turns) < len(rows))
 
     def _turns(self, rows: Sequence[Row], room: int) -> list[Turn]:
         turns: list[Turn] = []
         left, outputs = room, self._most_outputs
         for row in rows:
-            turn = self._turn(row, room)
-            left, outputs = left - turn.tokens, outputs - turn.outputs
-            if turns and (left < 0 or outputs < 0):
+            if left <= 0:
                 break
-            turns.append(turn)
+            turn = self._turn(row, room)
+            if not turns or (turn.tokens <= left and turn.outputs <= outputs):
+                left, outputs = left - turn.tokens, outputs - turn.outputs
+                turns.append(turn)
         return turns
 
     def _turn(self, row: Row, room: int) -> Turn:

@@ -11,7 +11,7 @@ from gpuinfer.text.diffusion.rows import Row
 
 
 class Slots:
-    """`tokens` int32 [slots, positions] are all canvases. `active` are the rows that have one, the next to go first."""
+    """`tokens` int32 [slots, positions] are all canvases. `active` are the rows that have one, as they came."""
 
     def __init__(self, slots: int, length: int, mask_token: int) -> None:
         self.tokens: NDArray[np.int32] = np.full((slots, length), mask_token, np.int32)

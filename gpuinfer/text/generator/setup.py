@@ -87,7 +87,7 @@ class Tuning:
 
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
-CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS = 4096, 16384  # of diffusion models: rows bring whole canvases, and take turns
+CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS = 2048, 8192  # of diffusion models, whose rows bring all of their positions
 CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as long as several that are
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
