@@ -70,7 +70,7 @@ def decoder_of(make: Make, folder: Path, **options: Any) -> Decoder:
 
 
 @each_decoder
-@pytest.mark.parametrize("variant", [one for one in VARIANTS if not one.startswith(("llada-moe", "llada2"))])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_canvases_of_all_lengths_in_one_step_have_the_logits_of_the_plain_implementation(
     make: Make, variant: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_canvases_of_all_lengths_in_one_step_have_the_logits_of_the_plain_implem
 
 
 @each_decoder
-@pytest.mark.parametrize("family", ["sdar"])
+@pytest.mark.parametrize("family", ["llada2", "sdar"])
 def test_a_block_causal_canvas_has_the_same_logits_block_by_block(make: Make, family: str) -> None:
     folder, canvas = folder_of(family), CANVASES[1]
     decoder = decoder_of(make, folder, slots=2)
