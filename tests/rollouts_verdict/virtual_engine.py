@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuinfer.api import Limits, ModelSpec, Setup
-from gpuinfer.config import blame
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
 from gpuinfer.rollouts.levels import Level
@@ -176,7 +175,6 @@ def run(world: World, path: Any, patched: Any) -> tuple[list[StepRecord], Mappin
     """All steps of one run, and what it said of itself at its end. `patched` is pytest's monkeypatch."""
     with asyncio.Runner(loop_factory=Loop) as runner, clock(runner.get_loop(), patched):
         patched.setattr(Waits, "seconds", world.environment)
-        patched.setattr(blame, "owner_of", lambda module: "")  # which reads what is installed, each time
         facts = runner.run(_run(world, path))
     return list(read(path)), facts
 
