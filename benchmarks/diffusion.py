@@ -4,11 +4,12 @@ of a step alone: a Markdown table.
     python benchmarks/diffusion.py [--repeats N] [--quick] [--only CASE ...] [--hidden N] [--layers N]
 
 `one` and `batch`: 16 prompts of one length with LLaDA's schedule, a token a step, no cache; beside them its procedure
-(llada_reference.py) with the same threads, prompt after prompt and all in one batch. `ragged`: 200 rows of prompts of 8
-to 256 tokens and answers of 32 to 256, four tokens a step, in 16 slots, against the time that as many positions take
-where all rows are of the mean lengths. `cached`: the decoder threshold with the cache dual against the first case's
-settings, answers of 256 in blocks of 32. `products`: a step's rate against the products alone of what the model is
-asked for: all matrices over whole canvases, queries with keys and weights with values, the head where masks are.
+(llada_reference.py) with the same threads, prompt after prompt and all in one batch. `one-ends` and `batch-ends`: the
+same of a model that ends its answers somewhere; the procedure fills in the whole length all the same. `ragged`: 200
+rows of prompts of 8 to 256 tokens and answers of 32 to 256, four tokens a step, in 16 slots, against the time that as
+many positions take where all rows are of the mean lengths. `cached`: the decoder threshold with the cache dual against
+the first case's settings, answers of 256 in blocks of 32. `products`: a step's rate against the products alone of whole
+canvases: all matrices, queries with keys and weights with values, the head where masks are.
 
 The model is random, written here, its head scaled so that it is sure of some tokens. Tokens are useful ones, by the
 wall clock. Everything runs in turn, repeat by repeat, and ratios are taken within a repeat; the first repeat warms up.
@@ -44,7 +45,16 @@ LONG = 256  # tokens of an answer, where a cache is at work
 ROWS, PROMPTS, ANSWERS, TOGETHER = 200, (8, 256), (32, 256), 4  # ragged: rows, tokens, tokens a step
 THRESHOLD = 0.9
 SCHEDULE = Unmasking(decoder="low-confidence", block_length=BLOCK, cache="none")
-TARGETS = {"one": 4.0, "batch": 1.3, "ragged": 1.35, "cached": 5.0, "products": 0.75}
+ENDS = 1.5  # how likely the end is, where answers have one
+TARGETS = {
+    "one": 4.0,
+    "one-ends": 4.0,
+    "batch": 1.3,
+    "batch-ends": 1.3,
+    "ragged": 1.35,
+    "cached": 5.0,
+    "products": 0.75,
+}
 WAIT_S = 1200.0
 
 
@@ -100,14 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(machine.cores())
     sizes = Sizes(given.hidden, given.layers, given.hidden // 32, 3 * given.hidden)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "llada")
-        write_folder(folder, sizes, HEAD)
-        bench = Bench(given, folder, sizes, Reference(folder))
+        benches = {ends: opened(given, sizes, Path(scratch, f"llada-{ends}"), ends) for ends in (0.0, ENDS)}
         print(f"{machine.cores()} cores, {sizes.layers} layers of {sizes.hidden}, median of {given.repeats}\n")
         print("| case | first | second | ratio | asked for |\n|---|---:|---:|---:|---:|", flush=True)
         for name in given.only or TARGETS:
+            bench = benches[ENDS if name.endswith("ends") else 0.0]
             with bench.driver() as driver:
                 print(row(name, CASES[name](bench, driver)), flush=True)
+
+
+def opened(given: argparse.Namespace, sizes: Sizes, folder: Path, ends: float) -> Bench:
+    write_folder(folder, sizes, HEAD, ends)
+    return Bench(given, folder, sizes, Reference(folder))
 
 
 Case = Callable[[Bench, Driver], "Found"]
@@ -158,13 +172,13 @@ def in_a_batch(bench: Bench, driver: Driver) -> Found:
 
 
 def beside(bench: Bench, driver: Driver, batch: int) -> Found:
-    """The same prompts, both ways; how many of the tokens are the same is told, as sums in another order may differ."""
+    """The same prompts, both ways. How many answers are the same is told: sums in another order may differ."""
     found, same = Found("tokens/s", [], []), []
     for repeat in range(bench.given.repeats + 1):
         length = bench.answer if repeat else BLOCK
         prompts = bench.prompts(repeat, [PROMPT] * SLOTS)
         ours, answers = ask(driver, [(prompt, length, SCHEDULE) for prompt in prompts])
-        theirs, tokens = procedure(bench.reference, prompts, length, batch)
+        theirs, tokens = procedure(bench, prompts, length, batch)
         if repeat:
             found.first.append(ours)
             found.second.append(theirs)
@@ -175,16 +189,21 @@ def beside(bench: Bench, driver: Driver, batch: int) -> Found:
 
 
 def procedure(
-    reference: Reference, prompts: Sequence[tuple[int, ...]], length: int, batch: int
+    bench: Bench, prompts: Sequence[tuple[int, ...]], length: int, batch: int
 ) -> tuple[Measured, list[tuple[int, ...]]]:
+    """The useful tokens of its answers, up to the first end."""
     began = time.perf_counter()
     answers = [
-        reference.answers(torch.tensor(prompts[first : first + batch]), length, BLOCK, steps=length)
+        bench.reference.answers(torch.tensor(prompts[first : first + batch]), length, BLOCK, steps=length)
         for first in range(0, len(prompts), batch)
     ]
     seconds = time.perf_counter() - began
-    found = [tuple(row) for part in answers for row in part.tolist()]
+    found = [useful(tuple(row), bench.sizes.end) for part in answers for row in part.tolist()]
     return Measured(sum(len(row) for row in found), seconds), found
+
+
+def useful(tokens: tuple[int, ...], end: int) -> tuple[int, ...]:
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 # Rows of all lengths
@@ -298,7 +317,7 @@ def ask(driver: Driver, asked: Sequence[Asked]) -> tuple[Measured, list[tuple[in
     prompts = [
         Prompt(
             tokens=tokens,
-            sampling=Sampling(max_tokens=length, temperature=0, ignore_eos=True, unmasking=unmasking),
+            sampling=Sampling(max_tokens=length, temperature=0, unmasking=unmasking),
             key=str(number),
         )
         for number, (tokens, length, unmasking) in enumerate(asked)
@@ -347,7 +366,9 @@ def say(line: str) -> None:
 
 CASES: Mapping[str, Case] = {
     "one": one_by_one,
+    "one-ends": one_by_one,
     "batch": in_a_batch,
+    "batch-ends": in_a_batch,
     "ragged": ragged,
     "cached": cached,
     "products": products,

@@ -38,9 +38,9 @@ class Sizes:
         return self.vocabulary - 1
 
 
-def write_folder(folder: Path, sizes: Sizes, head: float, seed: int = 0) -> None:
-    """A folder as the makers publish it. `head` scales the head, and so how sure the model is of what it says; neither
-    the mask nor the end is ever likely.
+def write_folder(folder: Path, sizes: Sizes, head: float, ends: float = 0.0, seed: int = 0) -> None:
+    """A folder as the makers publish it. `head` scales the head, and so how sure the model is of what it says; the mask
+    is never likely, and the end more so the larger `ends` is: as likely as any token at 1, never at 0.
     """
     config = {
         "architectures": ["LLaDAModelLM"], "model_type": "llada", "block_type": "llama", "activation_type": "silu",
@@ -52,11 +52,11 @@ def write_folder(folder: Path, sizes: Sizes, head: float, seed: int = 0) -> None
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_drawn(sizes, head, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_drawn(sizes, head, ends, seed), folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder, sizes)
 
 
-def _drawn(sizes: Sizes, head: float, seed: int) -> dict[str, Tensor]:
+def _drawn(sizes: Sizes, head: float, ends: float, seed: int) -> dict[str, Tensor]:
     """So large that neighbours and positions matter to what stands at a mask: all masks begin alike."""
     dice, hidden = torch.Generator().manual_seed(seed), sizes.hidden
 
@@ -67,7 +67,8 @@ def _drawn(sizes: Sizes, head: float, seed: int) -> dict[str, Tensor]:
     found = {"model.transformer.wte.weight": normal(sizes.vocabulary, hidden, 0.5)}
     found["model.transformer.ln_f.weight"] = torch.ones(hidden)
     found["model.transformer.ff_out.weight"] = normal(sizes.vocabulary, hidden, head * hidden**-0.5)
-    found["model.transformer.ff_out.weight"][[sizes.mask, sizes.end]] = 0.0
+    found["model.transformer.ff_out.weight"][sizes.mask] = 0.0
+    found["model.transformer.ff_out.weight"][sizes.end] *= ends
     for number in range(sizes.layers):
         block = f"model.transformer.blocks.{number}."
         for name, out, inner in (
