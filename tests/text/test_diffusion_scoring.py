@@ -239,3 +239,19 @@ def test_torch_scores_more_rows_than_it_takes_at_once():
     logits = logits_of(torch_scores.ROWS + 5)
     scored = scorer_of("torch").score(logits, [asked(count=len(logits))])
     assert scored.tokens.tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_says_the_same_alone_and_in_company_and_nearly_what_the_processor_says():
+    sampling = Sampling(temperature=0.8, top_k=20, seed=1, logit_bias={4: 2.0})
+    logits = logits_of(200)
+    company = [asked(sampling, first, 10, at=first) for first in range(0, 200, 10)]
+    scorer = Scorer(VOCABULARY, "cuda", threads=1, seed=3, mask_token=300)
+    together = scorer.score(logits.cuda(), company, NEEDS)
+    for number, row in enumerate(company):
+        place = slice(row.first, row.first + 10)
+        same(together, place, scorer.score(logits[place].cuda(), [asked_at(row, 0)], NEEDS), slice(None), number, 0)
+    here = scorer_of("compiled", mask_token=300).score(logits, company, NEEDS)
+    assert (here.tokens == together.tokens).mean() > 0.99
+    np.testing.assert_allclose(here.entropy, together.entropy, rtol=1e-5)

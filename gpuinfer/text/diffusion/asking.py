@@ -99,11 +99,11 @@ def keys_of(asked: Sequence[Asked], rows: NDArray[Any]) -> NDArray[np.uint64]:
     return keys
 
 
-def units(positions: NDArray[np.int32], use: int, record: Any) -> NDArray[np.float64]:
-    """float64 [k] from 0 to under 1, for positions of a row's answer in its step."""
+def units(positions: NDArray[np.int32], use: int, rows: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [k] from 0 to under 1, for positions int32 [k] in the answers of `rows` [k], or [] of one row."""
     count = len(positions)
-    whole = (np.full(count, value, np.uint64) for value in (use, record["key"], record["seed"]))
-    a, b, _, _ = philox_of(positions.astype(np.uint64), *whole).T
+    keys, seeds = (np.broadcast_to(rows[name], count) for name in ("key", "seed"))
+    a, b, _, _ = philox_of(positions.astype(np.uint64), np.full(count, use, np.uint64), keys, seeds).T
     numbers: NDArray[np.float64] = (((a >> np.uint64(5)) << np.uint64(26)) | (b >> np.uint64(6))) * UNIT
     return numbers
 

@@ -141,6 +141,7 @@ def bad_of(tokens: NDArray[np.int32], flat: Flat) -> dict[int, RequestError]:
     return bad
 
 
+@torch.inference_mode()
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> None:
     """Classifier-free guidance in place: u + (scale + 1) (c - u) becomes the conditional logits [n, vocabulary] (Ho and
     Salimans 2022; as Nie et al. 2025, "LLaDA", scale it).

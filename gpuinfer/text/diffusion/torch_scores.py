@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpuinfer.text.diffusion.asking import NOBODY, TOKENS, Flat, units
 from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY
-from gpuinfer.text.sampling.torch_path import Wanted, drawn, first_of, on
+from gpuinfer.text.sampling.torch_path import Pairs, Wanted, drawn, first_of, on, pairs
 
 ROWS = 64  # at once: a vocabulary of 150,000 in float64 takes 80 MB of them
 ONE_WEIGHT = 2.0**44  # of up to 2^18 tokens the sum is still an int64
@@ -33,20 +33,21 @@ class Sure:
     entropy: Tensor  # float64, in nats
 
 
+@torch.inference_mode()
 def score_rows(logits: Tensor, flat: Flat, mask: int, out: tuple[NDArray[Any], ...]) -> None:
     """As `cpu_scores.score_rows`. `out`: tokens, confidence, margin, entropy."""
     if mask >= 0:
         logits[:, mask] = -torch.inf
     places = np.flatnonzero(flat.owners != NOBODY)
-    for at in range(0, len(places), ROWS):
-        some = places[at : at + ROWS]
-        for array, values in zip(out, scores(logits, flat, some), strict=True):
+    parts = [scores(logits, flat, places[at : at + ROWS]) for at in range(0, len(places), ROWS)]
+    if parts:
+        for array, values in zip(out, torch.cat(parts, 1).cpu().numpy(), strict=True):  # one way over for all of it
             if len(array):
-                array[some] = values.cpu().numpy()
+                array[places] = values
 
 
-def scores(logits: Tensor, flat: Flat, places: NDArray[np.intp]) -> tuple[Tensor, ...]:
-    """Tokens, confidence, margin and entropy of some of the logits."""
+def scores(logits: Tensor, flat: Flat, places: NDArray[np.intp]) -> Tensor:
+    """Tokens, confidence, margin and entropy of some of the logits: float64 [4, rows]."""
     given = logits[on(logits, places)].float()
     broken = ~((given < torch.inf).all(1))
     values = edited(given, flat, places)
@@ -56,7 +57,7 @@ def scores(logits: Tensor, flat: Flat, places: NDArray[np.intp]) -> tuple[Tensor
     confidence = (own - sure.best).exp() / sure.total
     margin = (1 - (sure.second - sure.best).exp()) / sure.total
     tokens = tokens.masked_fill(sure.best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)
-    return tokens, confidence, margin, sure.entropy
+    return torch.stack([tokens.double(), confidence, margin, sure.entropy])
 
 
 def edited(values: Tensor, flat: Flat, places: NDArray[np.intp]) -> Tensor:
@@ -64,15 +65,19 @@ def edited(values: Tensor, flat: Flat, places: NDArray[np.intp]) -> Tensor:
     if not flat.edited:
         return values
     values, owners = values.clone(), flat.owners[places]
-    biases, stops = flat.rows["biases"], flat.rows["stops"]
-    for row in range(len(places)):
-        owner = owners[row]
-        some = slice(biases[owner], biases[owner + 1])
-        values[row, on(values, flat.bias_ids[some].astype(np.int64))] += on(values, flat.bias_values[some])
-        if flat.positions[places[row]] < flat.rows["min_tokens"][owner]:
-            barred = flat.stops[stops[owner] : stops[owner + 1]].astype(np.int64)
-            values[row, on(values, barred)] = -torch.inf
+    rows, entries = listed(flat.rows["biases"], owners)
+    biased = on(values, rows), on(values, flat.bias_ids[entries].astype(np.int64))
+    values[biased] += on(values, flat.bias_values[entries])
+    early = np.flatnonzero(flat.positions[places] < flat.rows["min_tokens"][owners])
+    rows, entries = listed(flat.rows["stops"], owners[early])
+    values[on(values, early[rows]), on(values, flat.stops[entries].astype(np.int64))] = -torch.inf
     return values
+
+
+def listed(starts: NDArray[np.int32], owners: NDArray[np.int32]) -> Pairs:
+    """Of rows with these owners all entries of their lists: the row of each, and where it stands."""
+    rows, places = pairs(starts[owners + 1] - starts[owners])
+    return rows, starts[owners][rows] + places
 
 
 def surveyed(values: Tensor) -> Sure:
@@ -96,17 +101,13 @@ def whole_sum(weights: Tensor) -> Tensor:
 
 def sampled(values: Tensor, sure: Sure, flat: Flat, places: NDArray[np.intp]) -> Tensor:
     """The tokens, int64 [rows]: drawn for those that have a temperature."""
-    owners = flat.owners[places]
-    records = flat.rows[owners]
-    draws = records["inverse"] != 0
-    if not draws.any():
+    records = flat.rows[flat.owners[places]]
+    rows = np.flatnonzero(records["inverse"] != 0)
+    if not len(rows):
         return sure.tokens
-    rows = np.flatnonzero(draws)
     wants = records[rows]
-    numbers = np.concatenate([units(flat.positions[places[row : row + 1]], TOKENS, records[row]) for row in rows])
+    asked = Wanted.of(wants, units(flat.positions[places[rows]], TOKENS, wants), values.device)
     sorts = bool((wants["top_k"] > 0).any() or (wants["top_p"] < 1).any())
-    at = on(values, rows)
-    best = sure.best[at].float()
-    tokens = sure.tokens.clone()
-    tokens[at], _ = drawn(values[at], best, Wanted.of(wants, numbers, values.device), sorts)
+    at, tokens = on(values, rows), sure.tokens.clone()
+    tokens[at], _ = drawn(values[at], sure.best[at].float(), asked, sorts)
     return tokens
