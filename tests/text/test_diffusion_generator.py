@@ -340,9 +340,37 @@ class Editing(Idle):
         return Decision(np.ones(len(view.positions), np.bool_), np.ones(3, np.bool_))
 
 
+class Infinite(Idle):
+    def adjust(self, kept, positions, logits):
+        logits[0] = np.inf
+
+
+class Writing(Idle):
+    def decide(self, kept, view):
+        view.tokens[:] = 1 << 20
+        return Decision(np.ones(len(view.positions), np.bool_))
+
+
+class Leaving(Idle):
+    def decide(self, kept, view):
+        raise SystemExit(3)
+
+
+class Boundless(Idle):
+    def decide(self, kept, view):
+        return Decision(np.arange(len(view.positions)) == 0)
+
+    def blend(self, kept, step):
+        return math.nan
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        pytest.param(Infinite, "adjust left NaN or +inf", id="that makes logits infinite"),
+        pytest.param(Writing, "decide raised ValueError: assignment destination is read-only", id="that draws itself"),
+        pytest.param(Leaving, "decide raised SystemExit: 3", id="that wants to end it all"),
+        pytest.param(Boundless, "blend returned nan", id="that blends with no number"),
         pytest.param(Idle, f"committed none of 8 masks in {MOST_IDLE} steps", id="that commits nothing"),
         pytest.param(Raising, "decide raised KeyError: 'what now'", id="that raises"),
         pytest.param(Vague, "each of 8 masks", id="that speaks of other masks"),

@@ -6,6 +6,7 @@ the next prompt in the very next step. Rows of all lengths share a step by posit
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -211,9 +212,10 @@ class DiffusionGenerator:
         """Have their decoders begin."""
         for row in rows:
             try:
-                row.kept = row.plan.decoder.begin()
-            except Exception as error:  # noqa: BLE001  a plugin's: its rows fail alone
-                self._settling.fail(row.work, blame.raised(row.plan.decoder, "begin", error))
+                with blame.calling(row.plan.decoder, "begin"):
+                    row.kept = row.plan.decoder.begin()
+            except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
+                self._settling.fail(row.work, error)
 
     def _compose(self) -> StepPlan | None:
         troubles = self._troubles
@@ -237,18 +239,21 @@ class DiffusionGenerator:
                 guided(own, twin, turn.row.plan.scale)
         self._adjust(asked, logits)
         needs = frozenset[Any]().union(*(turn.row.plan.decoder.needs for turn in asked))
-        return logits, self._scorer.score(logits[: plan.outputs], [_asked(turn) for turn in asked], needs), asked
+        scored = self._scorer.score(logits[: plan.outputs], [_asked(turn) for turn in asked], needs)
+        for found in (scored.tokens, scored.confidence, scored.margin, scored.entropy):
+            if found is not None:
+                found.setflags(write=False)  # decoders are shown parts of it
+        return logits, scored, asked
 
     def _adjust(self, asked: list[Turn], logits: Tensor) -> None:
         """Decoders that change logits do. What one raises ends its row."""
         for turn in asked.copy():
-            decoder = turn.row.plan.decoder
-            if type(decoder).adjust is UnmaskingDecoder.adjust:
+            if type(turn.row.plan.decoder).adjust is UnmaskingDecoder.adjust:
                 continue
             try:
                 adjust(turn, logits)
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
-                self._settling.fail(turn.row.work, blame.raised(decoder, "adjust", error))
+                self._settling.fail(turn.row.work, error)
                 asked.remove(turn)
 
     def _unmask(self, asked: Sequence[Turn], scored: Scored) -> list[int]:
@@ -268,13 +273,13 @@ class DiffusionGenerator:
     def _blend(self, asked: Sequence[Turn], logits: Tensor) -> None:
         """What masks that are left enter the next step with, where their decoder has a say in it."""
         for turn in asked:
-            row, decoder = turn.row, turn.row.plan.decoder
-            if type(decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
+            row = turn.row
+            if type(row.plan.decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
                 continue
             try:
-                share = float(decoder.blend(row.kept, row.step))
+                share = share_of(row)
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
-                self._settling.fail(row.work, blame.raised(decoder, "blend", error))
+                self._settling.fail(row.work, error)
                 continue
             places = turn.logits + np.searchsorted(turn.asked, row.masks)
             row.blended = self._blender.blended(logits, places, share) if share else None
@@ -296,14 +301,26 @@ class DiffusionGenerator:
 
 
 def adjust(turn: Turn, logits: Tensor) -> None:
-    """Have a row's decoder change the logits of its block's masks."""
-    row = turn.row
-    places = torch.from_numpy(
-        (turn.logits + row.masks - turn.asked[0]) if row.plan.decoder.edits else turn.logits + np.arange(len(row.masks))
-    )
+    """Have a row's decoder change the logits of its block's masks. Raises `WorkError` that names it."""
+    row, decoder = turn.row, turn.row.plan.decoder
+    places = torch.from_numpy(turn.logits + np.searchsorted(turn.asked, row.masks))
     own = logits[places].cpu()
-    row.plan.decoder.adjust(row.kept, row.masks - row.layout.prompt, own.numpy())
+    values = own.numpy()
+    with blame.calling(decoder, "adjust"):
+        decoder.adjust(row.kept, row.masks - row.layout.prompt, values)
+    if np.isnan(values).any() or (values == np.inf).any():
+        raise blame.failure(decoder, "adjust left NaN or +inf in the logits")
     logits[places] = own.to(logits.device)
+
+
+def share_of(row: Row) -> float:
+    """How much of what is expected its decoder adds to masks. Raises `WorkError` that names it."""
+    decoder = row.plan.decoder
+    with blame.calling(decoder, "blend"):
+        share = float(decoder.blend(row.kept, row.step))
+    if not math.isfinite(share):
+        raise blame.failure(decoder, f"blend returned {share}")
+    return share
 
 
 def _ready(prepared: Prepared | BadPrompt, plan: Plan) -> Planned | BadPrompt:

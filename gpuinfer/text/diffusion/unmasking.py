@@ -111,10 +111,8 @@ def _some(uniform: Callable[[], NDArray[np.float64]], places: Ints) -> NDArray[n
 def _decided(row: Row, view: View) -> Decision:
     """What its decoder says, as far as it may be said. Raises `WorkError` that names decoder and package."""
     decoder = row.plan.decoder
-    try:
+    with blame.calling(decoder, "decide"):
         decision = decoder.decide(row.kept, view)
-    except Exception as error:
-        raise blame.raised(decoder, "decide", error) from error
     commit, edit = getattr(decision, "commit", None), getattr(decision, "edit", None)
     if not _chooses(commit, len(view.positions)):
         raise blame.failure(decoder, f"decide has to say of each of {len(view.positions)} masks whether, and does not")
