@@ -51,7 +51,7 @@ class FleetOptions(ServeOptions):
     request_timeout: float = Field(
         300.0, gt=0, le=86_400, description="seconds that a request waits for a replica's answer"
     )
-    start_timeout: float | None = Field(None, gt=0, le=86_400, description="seconds for a replica to come up [120]")
+    start_timeout: float | None = Field(None, gt=0, le=86_400, description="seconds for a replica to come up [600]")
     log_dir: Path | None = Field(None, description="where replicas write their logs [a temporary folder]")
 
 

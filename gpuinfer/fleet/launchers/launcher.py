@@ -97,7 +97,7 @@ class Launcher(ABC):
     at_once: int = 1024  # replicas that may come up at a time
     bind: str = "127.0.0.1"  # the address at which replicas listen (`--host`)
     shared: Path | None = None  # where the fleet's folder must lie, for all hosts to see; None: anywhere
-    start_s: float = 120.0  # how long a replica may take to serve, unless people say otherwise: a queue takes longer
+    start_s: float = 600.0  # for a replica to serve, unless people say otherwise: models are large, vLLM compiles
 
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options if options is not None else self.Options()

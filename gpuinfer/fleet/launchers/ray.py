@@ -54,7 +54,6 @@ class Ray(Launcher):
     name = "ray"
     bind = "0.0.0.0"  # the actor names its node's own address in its place
     options: Options
-    start_s = 600.0
 
     def __init__(self, options: BaseModel | None = None, command: Sequence[str] = ()) -> None:
         super().__init__(options)
@@ -197,7 +196,7 @@ class Actor(Launched):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
             if time.monotonic() > until and self._address is None and not self._over:
-                raise self._failure(f"did not come up within {within_s:g} s")
+                raise self._failure(f"did not come up within {within_s:g} s (--start-timeout)")
         return self._address
 
     async def _until_placed(self) -> None:

@@ -46,7 +46,7 @@ async def wait(path: Path, within_s: float, alive: Callable[[], bool], failed: C
         if not was_alive:
             raise failed("ended before it served")
         if time.monotonic() > until:
-            raise failed(f"did not come up within {within_s:g} s")
+            raise failed(f"did not come up within {within_s:g} s (--start-timeout)")
         await asyncio.sleep(LOOK_S)
 
 

@@ -61,7 +61,6 @@ class Slurm(Launcher):
     name = "slurm"
     bind = "0.0.0.0"  # the script names the node's own address in its place
     options: Options
-    start_s = 600.0  # a model comes from a file system that many share
 
     def __init__(
         self, options: BaseModel | None = None, command: Sequence[str] | None = None, look_s: float = LOOK_S
