@@ -28,6 +28,8 @@ DEPENDENT = (
     "tests/text/test_decoder_experts.py",
     "tests/text/test_decoder_sees.py",
     "tests/text/test_decoder_torch.py",
+    "tests/text/test_diffusion_reference.py",
+    "tests/text/test_diffusion_scoring.py",
     "tests/text/test_generator.py",
     "tests/text/test_generator_models.py",
     "tests/text/test_generator_properties.py",

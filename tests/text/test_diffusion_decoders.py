@@ -211,6 +211,7 @@ def test_a_decoder_knows_its_name():
         ({"decoder": "dream", "options": {"algorithm": "max"}}, "Choose from probability, margin, entropy."),
         ({"threshold": 0.9}, "decoder 'low-confidence' has no threshold. Leave it out, or choose block-refinement or"),
         ({"decoder": "threshold", "threshold": 1.1}, "threshold is 1.1. Give a number from 0 to 1."),
+        ({"decoder": "threshold", "threshold": "high"}, "threshold is 'high'. Give a number from 0 to 1."),
         ({"decoder": "threshold", "threshold": float("nan")}, "threshold is nan. Give a number from 0 to 1."),
     ],
 )

@@ -72,5 +72,5 @@ def _check_threshold(decoder: UnmaskingDecoder, threshold: float) -> None:
         raise BadPrompt(
             f"decoder '{decoder.name}' has no threshold. Leave it out, or choose {' or '.join(with_threshold())}."
         )
-    if not 0 <= threshold <= 1:  # a NaN is in no range
-        raise BadPrompt(f"threshold is {threshold}. Give a number from 0 to 1.")
+    if not (isinstance(threshold, int | float) and 0 <= threshold <= 1):  # a NaN is in no range
+        raise BadPrompt(f"threshold is {threshold!r}. Give a number from 0 to 1.")
