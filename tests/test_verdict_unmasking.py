@@ -87,7 +87,7 @@ def test_a_block_causal_model_is_told_of_its_exact_cache():
 def test_few_tokens_a_forward_are_named_with_the_decoder_and_what_to_change(flags, in_force, command):
     told = judge(a_run(counted(1.2, 0.1), cache="dual", **flags))
     assert told["class"] == "few tokens a forward"
-    assert "1.2 useful tokens came of each of 42,667 forwards" in told["why"]
+    assert "1.20 useful tokens came of each of 42,667 forwards" in told["why"]
     assert in_force in told["why"]
     assert told["command"] == f"{COMMAND} {command}"
     assert "gpuinfer verify" in told["advice"]

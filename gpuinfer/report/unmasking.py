@@ -59,7 +59,7 @@ def few_tokens(case: Case) -> Verdict | None:
     in_force, advice, change = cured
     idle = f", and {found.idle_share:.0%} of them committed none" if found.idle else ""
     why = (
-        f"{found.tokens_per_forward:.2g} useful tokens came of each of {found.forwards:,.0f} forwards{idle}: the "
+        f"{found.tokens_per_forward:.2f} useful tokens came of each of {found.forwards:,.0f} forwards{idle}: the "
         f"decoder is {decoder}, {in_force}."
     )
     share = forward_share(run, "forward", "prefill")

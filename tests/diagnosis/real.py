@@ -19,6 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 GIVE_UP_S = 300.0  # for one command: a run that takes longer counts as none
+SCHEDULES = ("low-confidence", "random")  # decoders that commit a token a step, unless told of fewer steps
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with")
 
 
@@ -49,6 +50,13 @@ def generate(chance: random.Random, rows: int = 300, words: int = 12, tokens: in
     return Command(
         ["generate", "--model", "tiny", *files, "--max-new-tokens", str(tokens), "--quiet", "--ignore-eos"], asked
     )
+
+
+def diffusion(chance: random.Random) -> Command:
+    """A model that fills masks in: what it is sure of, with a cache."""
+    base = generate(chance, rows=64, words=60, tokens=128)
+    filled = replace(base, words=["tiny-llada" if word == "tiny" else word for word in base.words])
+    return filled.adding("--batch-size", "16", "--block-length", "32", "--decoder", "threshold", "--cache", "dual")
 
 
 def few_tokens(chance: random.Random) -> Command:
@@ -139,6 +147,10 @@ REAL = {
     ),
     "text, small steps, neighbour": Real(
         "batch cap too small", generate, _beside(lambda base, chance: base.adding("-B", "step_tokens=4")), "prefill"
+    ),
+    "masks, no cache": Real("recomputation", diffusion, lambda base, chance: base.adding("--cache", "none")),
+    "masks, one a step": Real(
+        "few tokens a forward", diffusion, lambda base, chance: base.adding("--decoder", chance.choice(SCHEDULES))
     ),
     "text, long prompts": Real(
         "device-saturated", generate, lambda base, chance: generate(chance, rows=24, words=400, tokens=8), "prefill"
