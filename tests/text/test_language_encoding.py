@@ -51,7 +51,10 @@ def test_a_folder_encodes_and_decodes_as_transformers_does(tmp_path, make, speci
         assert opened.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("gpt2", "GPT2Tokenizer"), *((family, "Qwen2Tokenizer") for family in ("qwen2", "dream", "sdar"))],
+)
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True, "bos_token": "<|im_start|>"}])
 def test_vocabulary_and_merges_make_the_tokenizer_of_their_family(tmp_path, family, kind, settings):
     model = json.loads(byte_level())["model"]

@@ -69,7 +69,7 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN = ("qwen2", "qwen3")
+QWEN = ("qwen2", "qwen3", "dream", "sdar")  # families that have its vocabulary
 END_OF_TEXT = "<|endoftext|>"
 
 
