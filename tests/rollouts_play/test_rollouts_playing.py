@@ -10,6 +10,7 @@ from rollouts_run import timeless
 from gpuinfer.errors import UnknownName, UsageError, WorkError
 from gpuinfer.rollouts.record import Group
 from gpuinfer.workloads.rollouts.loading import open_environment
+from gpuinfer.workloads.rollouts.reference import Reference
 
 
 def played(environment, *options, groups=1, **plan):
@@ -134,3 +135,18 @@ def test_an_environment_that_keeps_all_others_waiting_is_told_of_once(caplog):
     assert f"environment '{HERE}:Blocking'" in said
     assert re.search(r"kept all other games waiting for \d[\d.]* s in step", said)
     assert "asyncio.to_thread" in said
+
+
+def test_each_answer_is_asked_for_once_and_each_context_of_a_reference_once():
+    async def play():
+        async with player("Chatting", samples=3, model="null") as one:
+            reference, session = Reference(one._infer), one._infer
+            await reference.admit()
+            group = await reference.add(await one.play(0))
+            return group, session.snapshot().requests
+
+    group, requests = asyncio.run(play())
+    trajectories = [one for game in group.games for one in game.trajectories]
+    turns = [turn for one in trajectories for turn in one.turns]
+    assert all(len(turn.reference_logprobs) == len(turn.completion_tokens) for turn in turns)
+    assert requests == len(turns) + sum(len(list(one.contexts())) for one in trajectories) == 12 + 6
