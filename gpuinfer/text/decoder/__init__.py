@@ -4,6 +4,7 @@
 open_decoder.py   which decoder, and one that computes nothing    sizing.py   with how many slots
 cpu.py            the decoder for a CPU: threads, lanes, what is compiled
 cpu_step.py       a step of one lane      cpu_attention.py      cpu_product.py   products whose bits are a row's own
+cpu_sharing.py    which slots begin alike, so that their rows are read once
 cpu_vectors.py    cpu_math.py   cpu_intrinsics.py    vectors and what LLVM makes of them
 cpu_experts.py    cpu_activation.py    what stands in a layer beside its products
 cpu_weights.py    cpu_sizes.py    how weights lie    blas.py    MKL's bfloat16 product

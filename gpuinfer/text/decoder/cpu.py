@@ -16,9 +16,10 @@ from torch import Tensor
 from gpuinfer.text.arithmetic import FLOAT32, computes_in
 from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
 from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, pack
-from gpuinfer.text.decoder.cpu_attention import QUERIES
+from gpuinfer.text.decoder.cpu_attention import ASKED, BLOCK, QUERIES
 from gpuinfer.text.decoder.cpu_experts import AT_ONCE
 from gpuinfer.text.decoder.cpu_product import aligned
+from gpuinfer.text.decoder.cpu_sharing import Sharing
 from gpuinfer.text.decoder.cpu_step import Lanes
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.decoder.cpu_weights import (
@@ -87,6 +88,7 @@ class CpuDecoder:
         self._packed = self.pack(weights)
         self._sizes = [self._lane_sizes(share) for share in self._shares]
         self._adapters = LoadedAdapters(len(self._shares), shape.layers)
+        self._sharing = Sharing(slots, BLOCK)
         self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
         self._lanes: Lanes | None = None
@@ -100,12 +102,13 @@ class CpuDecoder:
             self._make_room(needed)
         by_adapter = self._adapters.sorted(step)
         step = by_adapter.step
-        tokens, slots, starts, lengths, wanted, _, positions, sees, vector_rows, own_vectors, runs = self._step
+        tokens, slots, starts, lengths, wanted, _, positions, sees, vector_rows, turns, own_vectors, runs = self._step
         runs[: len(by_adapter.runs)] = by_adapter.runs
         tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
         slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
         positions[:rows] = step.starts if rows == segments else positions_of(step)
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
+        turns[:segments] = self._sharing.turns(step)
         if step.vectors is not None:
             vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, step.vectors.values
         # Adapters know their rows by where they stand among all of them.
@@ -125,6 +128,7 @@ class CpuDecoder:
                 view = cache.reshape(form)
                 for target in into:
                     view[:, target, :, :tiles] = view[:, source, :, :tiles]
+        self._sharing.copied(source, into, length)
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""
@@ -242,8 +246,8 @@ class CpuDecoder:
         counts = (rows, segments, segments, segments, outputs, rows, rows, vectors)
         step = [np.zeros(count, np.int32) for count in counts]
         step.insert(5, np.arange(rows, dtype=np.int32))
-        own_vectors = np.zeros((vectors, shape.hidden), np.float32)
-        self._step = (*step, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
+        turns, own_vectors = np.zeros((segments, 4), np.int64), np.zeros((vectors, shape.hidden), np.float32)
+        self._step = (*step, turns, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
         for sizes in self._sizes:
             sizes[cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)
@@ -343,10 +347,12 @@ def _expert_room(shape: Shape, share: Share, rows: int, multiplied: np.dtype[Any
     )
 
 
-def _scratch(tiles: int, padded: int) -> tuple[NDArray[np.float32], ...]:
-    """Of the queries that are computed together the scores, themselves, their mixes of values, the sums of weights."""
+def _scratch(tiles: int, padded: int) -> tuple[NDArray[Any], ...]:
+    """Of the queries that are computed together the scores, themselves, their mixes of values, the sums of weights, and
+    what they ask for.
+    """
     counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, QUERIES)
-    return tuple(np.zeros(count, np.float32) for count in counts)
+    return (*(np.zeros(count, np.float32) for count in counts), np.zeros((QUERIES, ASKED), np.int64))
 
 
 def _sched_yield() -> int:

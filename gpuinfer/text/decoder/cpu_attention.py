@@ -20,84 +20,160 @@ from gpuinfer.text.decoder.cpu_vectors import (
 
 QUERIES = 4  # that share what they read of the cache, at most
 OF_ONE, OF_TWO, OF_FOUR = SUMS, SUMS // 2, SUMS // 4  # tiles at once, for so many queries
-BLOCK = 256  # positions whose values are summed by themselves: one long sum would lose digits
+BLOCK = 64  # positions whose values are summed by themselves: so that any of these may come from another slot's memory
+GOER, POSITION, SEES, PLACE, COLUMN, ASKED = range(6)  # of a query: see `ask`
 
 
 @compiled
-def attend_segment(
-    layer, row, slot, start, length, going, place_going, goes, sees, window, sizes, eps, qkv, biases, query_scale,
-    key_scale, cosines, sines, keys, values, scores, query, mix, totals, mixed,
+def attend_step(
+    layer, turns, slots, starts, lengths, going, few, sees, window, sizes, eps, qkv, biases, query_scale, key_scale,
+    cosines, sines, keys, values, scores, query, mix, totals, asks, mixed,
 ):  # fmt: skip
-    """Store the keys and values of a segment's rows, then put what those of them see that go on in `mixed`.
+    """Store the keys and values of a step's rows, then put what those of them see that go on in `mixed`.
 
-    Its rows begin at `row` in `qkv` and `sees`, its positions at `start`. Those that go on are the `goes` at
-    `place_going` in `going`, by their numbers among all rows, and have the same places in `mixed`. A row sees its
-    slot's first `sees` positions, and no more than `window` of those up to itself (0: all).
+    Segments are gone through in the order of `turns` (`cpu_sharing.Turns`). Rows that go on are those in `going`,
+    ascending, by their numbers among all rows, and have the same places in `mixed`; without `few` they are all rows. A
+    row sees its slot's first `sees` positions, and no more than `window` of those up to itself (0: all).
     """
     heads, kv_heads, dim = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM]
-    padded, half = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE]
+    padded, half, segments = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE], sizes[at.SEGMENTS]
     slot_values = sizes[at.TILES] * TILE * padded
-    base = (layer * sizes[at.SLOTS] + slot) * kv_heads * slot_values
-    for t in range(length):
-        position = start + t
-        given = qkv[row + t]
-        for head in range(kv_heads):
-            place = base + head * slot_values
-            load_head(given, biases, (heads + head) * dim, key_scale, sizes, eps, query, 0)
-            turn(query, 0, cosines[position], sines[position], half)
-            tile = place + position // TILE * padded * TILE + position % TILE
-            for d in range(dim):
-                poke(keys, tile + d * TILE, narrow(query[d], keys))
-            take(given, biases, (heads + kv_heads + head) * dim, dim, query, 0)
-            store_scaled(query, 0, np.float32(1), padded, values, place + position * padded)
-    group = heads // kv_heads
-    queries = goes * group
-    for head in range(kv_heads):
-        place = base + head * slot_values
-        for number in range(0, queries, QUERIES):  # by position, and by head within
-            count = min(QUERIES, queries - number)
-            for which in range(count):
-                t = going[place_going + (number + which) // group] - row
-                column = (head * group + (number + which) % group) * dim
-                load_head(qkv[row + t], biases, column, query_scale, sizes, eps, query, which * padded)
-                turn(query, which * padded, cosines[start + t], sines[start + t], half)
-            store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(dim)), count * padded, query, 0)
-            attend(
-                count, row, start, going, place_going, number, group, sees, window, place, padded, keys, values, scores,
-                query, mix, totals,
+    base, per_slot = layer * sizes[at.SLOTS] * kv_heads * slot_values, kv_heads * slot_values
+    for i in range(segments):
+        segment, row = turns[i, 0], turns[i, 1]
+        place = base + slots[segment] * per_slot
+        for t in range(lengths[segment]):
+            store(
+                place, starts[segment] + t, qkv[row + t], sizes, eps, biases, key_scale, cosines, sines, keys, values,
+                query,
             )  # fmt: skip
-            for which in range(count):
-                t, column = (number + which) // group, (head * group + (number + which) % group) * dim
-                put(mix, which * padded, dim, mixed[place_going + t], sizes[at.MIXED] + column)
+    group = heads // kv_heads
+    together = 1 if window else max(1, QUERIES // group)
+    done = 0
+    while done < segments:
+        sharers = alike(turns, done, min(together, segments - done), going, few, sizes)
+        shared, first = turns[done, 3] * (window == 0), place_of(turns[done, 1], going, few, sizes)
+        behind = place_of(turns[done, 1] + lengths[turns[done, 0]], going, few, sizes)
+        queries = group * (behind - first if sharers == 1 else sharers)
+        for head in range(kv_heads):
+            common = base + turns[done, 2] * per_slot + head * slot_values
+            for number in range(0, queries, QUERIES):  # by row, and by head within
+                count = min(QUERIES, queries - number)
+                for which in range(count):
+                    t, own_head = (number + which) // group, head * group + (number + which) % group
+                    given = done if sharers == 1 else done + t
+                    segment = turns[given, 0]
+                    goer = first + t if sharers == 1 else place_of(turns[given, 1], going, few, sizes)
+                    row = going[goer]
+                    position = starts[segment] + row - turns[given, 1]
+                    place = base + slots[segment] * per_slot + head * slot_values
+                    ask(asks, which, goer, position, sees[row], place, sizes[at.MIXED] + own_head * dim)
+                    load_head(qkv[row], biases, own_head * dim, query_scale, sizes, eps, query, which * padded)
+                    turn(query, which * padded, cosines[position], sines[position], half)
+                store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(dim)), count * padded, query, 0)
+                attend(
+                    count, count if sharers == 1 else group, asks, common, shared, window, padded, keys, values,
+                    scores, query, mix, totals,
+                )  # fmt: skip
+                for which in range(count):
+                    put(mix, which * padded, dim, mixed[asks[which, GOER]], asks[which, COLUMN])
+        done += sharers
 
 
 @inlined
-def attend(
-    count, row, start, going, place_going, number, group, sees, window, place, dim, keys, values, scores, query, mix,
-    totals,
-):  # fmt: skip
-    """mix = Σ softmax(query · key) · value for `count` queries, where the one numbered n in its segment belongs to the
-    token n // `group` of those that go on; the first here has the number `number`.
+def place_of(row, going, few, sizes):
+    """How many rows before this one go on."""
+    if not few:
+        return row
+    low, high = 0, sizes[at.OUTPUTS]
+    while low < high:
+        middle = (low + high) // 2
+        if going[middle] < row:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
-    All go through the same tiles: what a query does not see scores -inf, and its weight is 0.
+
+@inlined
+def ask(asks, which, goer, position, sees, place, column):
+    """What this query is: its row's place among those that go on, its position, how many it sees, where its slot has
+    its head's, and where its mix goes.
     """
-    first = oldest_seen(start + going[place_going + number // group] - row, window) // TILE
-    end = sees[going[place_going + number // group]]
-    for which in range(1, count):
-        end = max(end, sees[going[place_going + (number + which) // group]])
-    tiles, stride = -(-end // TILE) - first, len(scores) // QUERIES
-    score(count, tiles, query, keys, place + first * TILE * dim, dim, scores, stride)
-    for which in range(count):
-        goer = going[place_going + (number + which) // group]
-        total = weigh(scores, which * stride, oldest_seen(start + goer - row, window), sees[goer], first, tiles)
-        poke(totals, which, total)
+    asks[which, GOER], asks[which, POSITION], asks[which, SEES] = goer, position, sees
+    asks[which, PLACE], asks[which, COLUMN] = place, column
+
+
+@inlined
+def alike(turns, begin, most, going, few, sizes):
+    """How many segments from this one on, `most` at most, share what the first of them does: one token each, that goes
+    on.
+    """
+    count = 0
+    while turns[begin, 3] and count < most:
+        given = begin + count
+        if turns[given, 2] != turns[begin, 2] or not turns[given, 3]:
+            break
+        place = place_of(turns[given, 1], going, few, sizes)
+        if few and (place == sizes[at.OUTPUTS] or going[place] != turns[given, 1]):
+            break
+        count += 1
+    return max(1, count)
+
+
+@inlined
+def store(place, position, row, sizes, eps, biases, scale, cosines, sines, keys, values, room):
+    """Put a row's keys and values where its slot has them; its heads begin at `place`."""
+    heads, kv_heads, dim, padded = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM], sizes[at.PADDED_DIM]
+    for head in range(kv_heads):
+        load_head(row, biases, (heads + head) * dim, scale, sizes, eps, room, 0)
+        turn(room, 0, cosines[position], sines[position], sizes[at.HALF_ROPE])
+        tile = place + position // TILE * padded * TILE + position % TILE
+        for d in range(dim):
+            poke(keys, tile + d * TILE, narrow(room[d], keys))
+        take(row, biases, (heads + kv_heads + head) * dim, dim, room, 0)
+        store_scaled(room, 0, np.float32(1), padded, values, place + position * padded)
+        place += sizes[at.TILES] * TILE * padded
+
+
+@inlined
+def attend(count, run, asks, common, shared, window, dim, keys, values, scores, query, mix, totals):
+    """mix = Σ softmax(query · key) · value for `count` queries, each `run` of which have one slot.
+
+    Their first `shared` positions, whole blocks, are read from `common` for all of them, the others from their slots'
+    own memory. All of a run go through the same tiles: what a query does not see scores -inf, and its weight is 0.
+    """
+    first, stride = oldest_seen(asks[0, POSITION], window) // TILE, len(scores) // QUERIES
+    if shared:
+        score(count, shared // TILE, query, keys, common, dim, scores, stride)
+    for begin in range(0, count, run):
+        after, last = max(first, shared // TILE), -(-last_seen(asks, begin, run) // TILE)
+        into = scores[begin * stride + (after - first) * TILE :]
+        score(run, last - after, query[begin * dim :], keys, asks[begin, PLACE] + after * TILE * dim, dim, into, stride)
+        for which in range(begin, begin + run):
+            oldest = oldest_seen(asks[which, POSITION], window)
+            totals[which] = weigh(scores, which * stride, oldest, asks[which, SEES], first, last - first)
     mix[: count * dim] = np.float32(0)
-    for begin in range(first * TILE // BLOCK * BLOCK, end, BLOCK):  # the same blocks, whatever comes first
-        seen = max(begin, first * TILE)
-        rows = min(begin + BLOCK, end) - seen
-        add_values(count, rows, values, place + seen * dim, dim, scores, seen - first * TILE, stride, mix)
+    for begin in range(0, shared, BLOCK):
+        add_values(count, BLOCK, values, common + begin * dim, dim, scores[begin:], stride, mix)
+    for begin in range(0, count, run):
+        end = last_seen(asks, begin, run)
+        for block in range(max(shared, first * TILE // BLOCK * BLOCK), end, BLOCK):  # the same, whatever comes first
+            seen = max(block, first * TILE)
+            place = asks[begin, PLACE] + seen * dim
+            weights = scores[begin * stride + seen - first * TILE :]
+            add_values(run, min(block + BLOCK, end) - seen, values, place, dim, weights, stride, mix[begin * dim :])
     for which in range(count):
         store_scaled(mix, which * dim, np.float32(1) / totals[which], dim, mix, which * dim)
+
+
+@inlined
+def last_seen(asks, begin, count):
+    """How many positions these queries see at most."""
+    end = asks[begin, SEES]
+    for which in range(begin + 1, begin + count):
+        end = max(end, asks[which, SEES])
+    return end
 
 
 @inlined
@@ -106,34 +182,34 @@ def score(count, tiles, query, keys, keys_at, dim, scores, stride):
     size = dim * TILE
     if count == 1:
         for tile in range(0, tiles, OF_ONE):
-            begin = keys_at + tile * size
-            tile_scores(1, OF_ONE, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
+            begin, into = keys_at + tile * size, scores[tile * TILE :]
+            tile_scores(1, OF_ONE, count, query, tiles - tile, keys, begin, dim, into, stride)
     elif count == 2:
         for tile in range(0, tiles, OF_TWO):
-            begin = keys_at + tile * size
-            tile_scores(2, OF_TWO, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
+            begin, into = keys_at + tile * size, scores[tile * TILE :]
+            tile_scores(2, OF_TWO, count, query, tiles - tile, keys, begin, dim, into, stride)
     else:
         for tile in range(0, tiles, OF_FOUR):
-            begin = keys_at + tile * size
-            tile_scores(4, OF_FOUR, count, query, tiles - tile, keys, begin, dim, scores, tile * TILE, stride)
+            begin, into = keys_at + tile * size, scores[tile * TILE :]
+            tile_scores(4, OF_FOUR, count, query, tiles - tile, keys, begin, dim, into, stride)
 
 
 @inlined
-def add_values(count, rows, values, values_at, dim, weights, weights_at, stride, mix):
+def add_values(count, rows, values, values_at, dim, weights, stride, mix):
     """Add the values of so many positions, each times its weight, to the mix of all queries."""
     tiles = dim // TILE
     if count == 1:
         for tile in range(0, tiles, OF_ONE):
             begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(1, OF_ONE, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
+            add_weighed(1, OF_ONE, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
     elif count == 2:
         for tile in range(0, tiles, OF_TWO):
             begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(2, OF_TWO, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
+            add_weighed(2, OF_TWO, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
     else:
         for tile in range(0, tiles, OF_FOUR):
             begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(4, OF_FOUR, count, weights, weights_at, stride, rows, tiles - tile, values, begin, dim, into)
+            add_weighed(4, OF_FOUR, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
 
 
 @inlined

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.blas import Blas
 from gpuinfer.text.decoder.cpu_activation import activate
-from gpuinfer.text.decoder.cpu_attention import attend_segment
+from gpuinfer.text.decoder.cpu_attention import attend_step
 from gpuinfer.text.decoder.cpu_experts import choose, into_experts, out_of_experts
 from gpuinfer.text.decoder.cpu_intrinsics import (
     atomic_add,
@@ -110,12 +110,12 @@ def spin(spins, addresses):
 @inlined
 def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
     """One lane's share of one step."""
-    tokens, slots, starts, lengths, wanted, every, positions, sees, vector_rows, vectors, runs = step
+    tokens, slots, starts, lengths, wanted, every, positions, sees, vector_rows, turns, vectors, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
     out_biases, down_biases, windows, router_biases, router_scale = model[8:]
     keys, values = cache
     x, normed, mixed, inner, added, last, logits, chosen, shares, expert_inner = shared
-    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, adapters, wide, low, delta, inners, experts = own
+    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, asks, adapters, wide, low, delta, inners, experts = own
     lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
     first, end = rows * lane // lanes, rows * (lane + 1) // lanes
     product = addresses[at.PRODUCT]
@@ -140,17 +140,11 @@ def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
         few = sizes[at.FEW] and layer == layers - 1
         if few:  # nobody asks for the others any more, once their keys and values are stored
             going = wanted
-        row = place = 0
-        for segment in range(sizes[at.SEGMENTS]):
-            length = lengths[segment]
-            goes = count_below(going, place, sizes[at.OUTPUTS], row + length) if few else length
-            attend_segment(
-                layer, row, slots[segment], starts[segment], length, going, place, goes, sees, windows[layer], sizes,
-                eps, qkv, qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines,
-                keys, values, scores, query, mix, totals, mixed,
-            )  # fmt: skip
-            row += length
-            place += goes
+        attend_step(
+            layer, turns, slots, starts, lengths, going, few, sees, windows[layer], sizes, eps, qkv, qkv_biases[layer],
+            query_scales[layer], key_scales[layer], cosines, sines, keys, values, scores, query, mix, totals, asks,
+            mixed,
+        )  # fmt: skip
         if few:
             rows = sizes[at.OUTPUTS]
             first, end = rows * lane // lanes, rows * (lane + 1) // lanes
@@ -258,15 +252,6 @@ def forget(added, rows, begin, columns):
     for row in range(rows):
         for i in range(begin, begin + columns):
             added[row, i] = np.float32(0)
-
-
-@inlined
-def count_below(ascending, begin, end, limit):
-    """How many numbers there are in it from the place `begin` on, and before `end`, that are below the limit."""
-    count = 0
-    while begin + count < end and ascending[begin + count] < limit:
-        count += 1
-    return count
 
 
 @inlined

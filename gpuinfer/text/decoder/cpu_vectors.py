@@ -30,7 +30,7 @@ SUMS = 8 if WIDE_VECTORS else 4  # of 16 values, kept apart in registers: so man
 
 
 @intrinsic
-def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, scores, scores_at, stride):
+def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, scores, stride):
     """The products of `count` queries with the 16 keys of each tile, [dim, 16] one after another from `keys_at` on.
 
     `most` and `tiles`, literals, are what registers are there for; queries beyond `count` and tiles beyond `there` are
@@ -41,7 +41,7 @@ def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, 
 
     def generate(context, builder, signature, values):
         queries, keys, scores = (_data(context, builder, signature, values, index) for index in (3, 5, 8))
-        count, there, keys_at, dim, scores_at, stride = (values[index] for index in (2, 4, 6, 7, 9, 10))
+        count, there, keys_at, dim, stride = (values[index] for index in (2, 4, 6, 7, 9))
         rows, places = _within(builder, most, count), _within(builder, tiles, there)
         given = [builder.gep(queries, [builder.mul(row, dim)]) for row in rows]
         begins = [builder.add(keys_at, builder.mul(place, builder.mul(dim, _number(TILE)))) for place in places]
@@ -54,32 +54,32 @@ def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, 
                 for total, term in zip(totals, terms, strict=True):
                     add_product(builder, total, value, term)
         for row, totals in zip(rows, sums, strict=True):
-            begin = builder.add(scores_at, builder.mul(row, stride))
+            begin = builder.mul(row, stride)
             for place, total in zip(places, totals, strict=True):
                 _store(builder, scores, builder.add(begin, builder.mul(place, _number(TILE))), builder.load(total))
         return context.get_dummy_value()
 
-    counts = types.int64, FLOATS, types.int64, keys, types.int64, types.int64, FLOATS, types.int64, types.int64
+    counts = types.int64, FLOATS, types.int64, keys, types.int64, types.int64, FLOATS, types.int64
     return types.void(most, tiles, *counts), generate
 
 
 @intrinsic
-def add_weighed(typing, most, tiles, count, weights, weights_at, stride, rows, there, cached, cached_at, dim, out):
+def add_weighed(typing, most, tiles, count, weights, stride, rows, there, cached, cached_at, dim, out):
     """out[q · dim + c] += Σ weights[q, j] · cached[j, c] over j < rows, for `count` queries and `there` × 16 columns.
 
     `most` and `tiles` as of `tile_scores`. Rows of `cached`, from `cached_at` on, and queries in `out` lie `dim` apart;
-    weights of a query begin at `weights_at`, `stride` after those of the one before. The sum is taken in the order of
-    the rows, from 0, and then added.
+    weights of a query begin `stride` after those of the one before. The sum is taken in the order of the rows, from 0,
+    and then added.
     """
     if not (_literals(most, tiles) and isinstance(cached, types.Array)):
         return None
 
     def generate(context, builder, signature, values):
-        weights, cached, out = (_data(context, builder, signature, values, index) for index in (3, 8, 11))
-        count, weights_at, stride, rows, there, cached_at, dim = (values[index] for index in (2, 4, 5, 6, 7, 9, 10))
+        weights, cached, out = (_data(context, builder, signature, values, index) for index in (3, 7, 10))
+        count, stride, rows, there, cached_at, dim = (values[index] for index in (2, 4, 5, 6, 8, 9))
         queries = _within(builder, most, count)
         columns = [builder.mul(place, _number(TILE)) for place in _within(builder, tiles, there)]
-        given = [builder.gep(weights, [builder.add(weights_at, builder.mul(row, stride))]) for row in queries]
+        given = [builder.gep(weights, [builder.mul(row, stride)]) for row in queries]
         sums = [[sum_of_none(builder) for _ in columns] for _ in queries]
         with counting(builder, rows, 1) as j:
             begin = builder.add(cached_at, builder.mul(j, dim))
@@ -98,7 +98,7 @@ def add_weighed(typing, most, tiles, count, weights, weights_at, stride, rows, t
                 _store(builder, out, place, total)
         return context.get_dummy_value()
 
-    counts = types.int64, FLOATS, types.int64, types.int64, types.int64, types.int64
+    counts = types.int64, FLOATS, types.int64, types.int64, types.int64
     return types.void(most, tiles, *counts, cached, types.int64, types.int64, FLOATS), generate
 
 
