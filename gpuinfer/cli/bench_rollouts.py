@@ -22,6 +22,7 @@ from gpuinfer.errors import UsageError, WorkError
 if TYPE_CHECKING:
     from gpuinfer.bench.measure import Variant
     from gpuinfer.bench.rollouts.cases import Case, Wanted, Way
+    from gpuinfer.bench.rollouts.led import Said
     from gpuinfer.bench.rollouts.replay import Recorded
     from gpuinfer.bench.series import Course, Outcome
     from gpuinfer.rollouts.record import Group
@@ -135,6 +136,7 @@ class Cases:
     scratch: Path
     game: Group | None = None  # one game alone
     recorded: Sequence[Recorded] = ()
+    said: Mapping[str, Said] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _steps: dict[str, Path] = field(default_factory=dict)  # of each way that has some, those of its last run
 
@@ -142,24 +144,25 @@ class Cases:
         """Play the whole for its prompts, if they are wanted; then one game for its tokens and its time. What compiles
         does it now.
         """
+        from gpuinfer.bench.rollouts.led import said
         from gpuinfer.bench.rollouts.replay import calls
 
-        self.recorded = calls(self._record(RECORD, {})) if recorded else ()
+        if recorded:
+            played = self._record(RECORD, {})
+            self.recorded, self.said = calls(played), said(played)
         groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
         self.game = groups[0] if groups else None
 
     def fitted(self, wanted: Wanted) -> Wanted:
-        """With a trainer that a depth of one cannot keep up with, unless its time was given; with answers' lengths."""
+        """With a trainer that a depth of one cannot keep up with, unless its time was given."""
         from gpuinfer.bench.rollouts.cases import STARVED
 
-        lengths = [one.length for one in self.recorded]
-        mean = round(sum(lengths) / len(lengths)) if lengths else None
         if self.common.backend != "fleet":
             wanted = replace(wanted, backend=self.common.backend)
         if (given := self.values.get("trainer_seconds")) is not None:
-            return replace(wanted, trainer_s=float(given), answer_tokens=mean)
+            return replace(wanted, trainer_s=float(given))
         seconds = wanted.trainer_s if self.game is None else self.game.seconds / STARVED
-        return replace(wanted, trainer_s=seconds, answer_tokens=mean)
+        return replace(wanted, trainer_s=seconds)
 
     def _record(self, name: str, changes: Mapping[str, str]) -> list[Group]:
         from gpuinfer.bench.measure import Rooflines, measure
@@ -226,19 +229,22 @@ class Cases:
 
     def _build(self, name: str, way: Way, own: Values, seed: int) -> Any:
         """A run of this way, made anew; of a trainer's steps each run has a file."""
+        from gpuinfer.bench.rollouts.led import Led
         from gpuinfer.bench.rollouts.replay import Replay
         from gpuinfer.cli.building import around, build, merge
 
-        more: dict[str, Any] = {"seed": str(seed)}
+        more: dict[str, Any] = {"seed": str(self.common.seed if way.led or way.recorded else seed)}
         if way.steps:
             self._steps[name] = self.scratch / f"steps{next(self._numbers)}.jsonl"
             more["steps"] = str(self._steps[name])
         merged = merge(TARGET, {**own, **more})
         plan = build(TARGET, merged)
-        if not way.replayed:
+        if not (way.replayed or way.led):
             return plan
-        workload: Any = plan.workload
-        replay = Replay(workload.setup, workload.model(), workload.sampling, self.recorded)
         if not self.recorded:
             raise WorkError("nothing was recorded that could be asked again.")
+        if way.led:
+            return around(TARGET, Led(plan.workload, self.said), merged)
+        workload: Any = plan.workload
+        replay = Replay(workload.setup, workload.model(), workload.sampling, self.recorded)
         return around(TARGET, replay, merged)

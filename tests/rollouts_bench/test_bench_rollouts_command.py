@@ -45,6 +45,20 @@ def test_a_replay_asks_for_as_much_as_was_played(gpuinfer):
     assert tokens[0] == tokens[1] > 0
 
 
+def test_games_without_the_constraint_have_the_prompts_and_the_lengths_of_those_with_it(gpuinfer):
+    own = ["--env", "blob-text", "--cases", "constraint", "--groups", "1", "--horizon", "3"]
+    code, _, _ = gpuinfer(*BENCH, *SMALL, *own, "--json", "all.json")
+    runs = json.loads(Path("all.json").read_text())["runs"]
+    asked, drawn = (
+        [round(run["throughput"][f"{kind}_tokens_per_s"] * run["wall_s"]) for run in runs]
+        for kind in ("input", "output")
+    )
+    assert code == 0
+    assert len(runs) == 2
+    assert asked[0] == asked[1] > 0
+    assert drawn[0] == drawn[1] > 0
+
+
 @pytest.mark.thorough
 def test_the_steps_of_each_depth_are_told_and_drawn(gpuinfer):
     own = ["--cases", "buffer", "--depths", "1,2", "--trainer-seconds", "0.01"]

@@ -22,6 +22,8 @@ class Way:
     flags: Mapping[str, str] = field(default_factory=dict)
     backend: Mapping[str, str] = field(default_factory=dict)
     replayed: bool = False  # the prompts of a record are asked again, all at once, for answers of the same lengths
+    recorded: bool = False  # the very games of the record, of its seed, whatever the repeat
+    led: bool = False  # likewise, played by what was said there, while as much is drawn as was there
     steps: bool = False  # a trainer takes the groups: each of its steps is recorded
 
 
@@ -30,7 +32,7 @@ class Case:
     name: str
     title: str
     ways: Sequence[Way]
-    after: bool = False  # it goes by what was played before it: prompts, lengths of answers, the time of a game
+    after: bool = False  # it goes by what was played before it: prompts, answers, the time of a game
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,6 @@ class Wanted:
     depths: Sequence[int] = (1, 2, 3, 4)
     backend: str = "inprocess"  # what answers in each engine
     trainer_s: float = 1.0  # of a simulated step; see `STARVED`
-    answer_tokens: int | None = None  # of an answer, the mean of what was recorded
 
 
 def full_name(case: Case, way: Way) -> str:
@@ -98,11 +99,11 @@ def reference(wanted: Wanted) -> Case:
 
 
 def constraint(wanted: Wanted) -> Case:
-    """Free answers are as long as the constrained ones are on average: else it is lengths that would be compared."""
-    free = {"constrain": "false"}
-    if wanted.answer_tokens is not None:
-        free |= {"ignore_eos": "true", "max_new_tokens": str(wanted.answer_tokens)}
-    ways = [Way("free", free), Way("constrained", {"constrain": "true"})]
+    """Free answers are no orders: games that heard them would stand still. So theirs are those of the record."""
+    ways = [
+        Way("free", {"constrain": "false"}, led=True),
+        Way("constrained", {"constrain": "true"}, recorded=True),
+    ]
     return Case("constraint", "Answers kept to legal orders, against any text", ways, after=True)
 
 

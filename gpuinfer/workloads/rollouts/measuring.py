@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from gpuinfer.api import Infer, Lane, Limits, ModelSpec, Priority, Stream, Workers
+from gpuinfer.api import Infer
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment
 from gpuinfer.rollouts.levels import Level
+from gpuinfer.rollouts.passing import Passing
 from gpuinfer.workloads.rollouts.blocking import Blocking
 from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
 
@@ -195,7 +195,7 @@ class TimedEnvironment(Environment):
 Name = Callable[[], str | None]
 
 
-class Asked(Infer):
+class Asked(Passing):
     """The run's way to answers, with the rows under way counted, and each answer's tokens under a version.
 
     `name` tells the version of the weights when something is asked, for backends that are not told of it themselves:
@@ -203,19 +203,8 @@ class Asked(Infer):
     """
 
     def __init__(self, own: Infer, meter: Meter, name: Name) -> None:
-        self._own, self._meter, self._name = own, meter, name
-        self.roofline, self.stopping = own.roofline, own.stopping
-
-    @property
-    def limits(self) -> Limits:  # type: ignore[override]
-        return self._own.limits
-
-    @property
-    def has_model(self) -> bool:
-        return self._own.has_model
-
-    async def ready(self) -> Limits:
-        return await self._own.ready()
+        super().__init__(own)
+        self._meter, self._name = meter, name
 
     async def __call__(self, payload: Any, *, rows: int = 1, **ways: Any) -> Any:
         name = self._name()
@@ -223,39 +212,6 @@ class Asked(Infer):
             found = await self._own(payload, rows=rows, **ways)
         self._meter.answered(found)
         return found if name is None else named(found, name)
-
-    def stream(
-        self,
-        payload: Any,
-        *,
-        rows: int = 1,
-        priority: Priority = Priority.NORMAL,
-        timeout: float = float("inf"),
-        group: Hashable = None,
-        client: Hashable = None,
-    ) -> Stream:
-        return self._own.stream(payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client)
-
-    def block(self, rows: int) -> Any:
-        return self._own.block(rows)
-
-    def beside(self, spec: ModelSpec) -> Infer:
-        return self._own.beside(spec)
-
-    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        await self._own.update(version, weights, adapter=adapter, drain=drain)
-
-    async def counted(self) -> Mapping[str, Any]:
-        return await self._own.counted()
-
-    def client(self) -> AbstractContextManager[Hashable]:
-        return self._own.client()
-
-    def lane(self, name: str) -> Lane:
-        return self._own.lane(name)
-
-    def workers(self, target: str, arguments: Any) -> AbstractAsyncContextManager[Workers]:
-        return self._own.workers(target, arguments)
 
 
 def named(found: Any, name: str) -> Any:
