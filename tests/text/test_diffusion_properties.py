@@ -159,3 +159,27 @@ def test_an_answer_is_its_own_in_any_company(mix):
 @given(mixes())
 def test_an_answer_is_its_own_in_any_company_many_times(mix):
     check(**mix)
+
+
+@st.composite
+def interrupted(draw: Any) -> tuple[str, Prompt, list[float]]:
+    kind = draw(st.sampled_from(list(KINDS)))
+    prompt = draw(prompts(kind))
+    return kind, prompt, [draw(st.floats(0, 1)) for _ in range(prompt.samples)]
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(interrupted())
+def test_an_answer_that_is_taken_up_elsewhere_goes_on_as_if_it_had_never_stopped(case):
+    kind, prompt, shares = case
+    whole = alone(kind, prompt)
+    begun = tuple(one.tokens[: round(share * len(one.tokens))] for one, share in zip(whole, shares, strict=True))
+    given: list[tuple[object, Part]] = []
+    (outcome,) = run(lone(kind), [replaced(prompt, begun=begun)], given)
+    assert isinstance(outcome, Generation), outcome
+    assert outcome.completions == whole
+    for sample, (one, before) in enumerate(zip(whole, begun, strict=True)):
+        parts = [part for _, part in given if part.sample == sample]
+        assert tuple(token for part in parts for token in part.tokens) == one.tokens[len(before) :]
+        assert one.text.endswith("".join(part.text for part in parts))
+        assert [part.finish_reason for part in parts[-1:]] == [one.finish_reason]
