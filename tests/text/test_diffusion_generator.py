@@ -485,6 +485,29 @@ def test_parts_are_the_committed_prefix():
     assert [part.text for _, part in parts] == ["a", "bcdef"]  # what is behind a mask waits for it
 
 
+class Untold:
+    """A growing text that cannot be told."""
+
+    def begin(self, tokens):
+        return 0
+
+    def push(self, token):
+        raise RuntimeError("no such letter")
+
+
+def test_a_row_whose_text_cannot_be_told_fails_alone(monkeypatch):
+    generator = generator_over(scripted("hello"))
+    told, silent = generator.prepare([prompt_of("ab", 5)] * 2)
+    monkeypatch.setattr(generator.language, "growing", lambda *given: Untold())
+    generator.add("told", replace(told, parts=True))
+    generator.add("silent", silent)
+    found = {}
+    while generator.busy:
+        found.update(generator.step().finished)
+    assert "no such letter" in str(found["told"])
+    assert found["silent"].completions[0].text == "hello"
+
+
 def test_an_answer_that_has_begun_is_the_same_and_only_what_follows_is_given_out():
     generator = generator_over(decoder_of("all see all", 3, 72))
     prompt = prompt_of("hello", 14, temperature=0.7, seed=5, block_length=5, decoder="threshold", logprobs=1)

@@ -187,16 +187,20 @@ class Settling:
 
     def _give_out(self, now: float) -> None:
         """What has become certain of the answers that are read while they grow."""
-        readers = 0
-        for row in self._slots.active:
-            if row.given is None or row.given.tokens >= row.revealed:
-                continue
-            readers += 1
-            tokens = self._slots.tokens[row.slot, row.layout.prompt : row.layout.prompt + row.revealed]
-            logprobs = cast(list[Logprob] | None, row.logprobs)
-            if (part := row.given.more(tokens, logprobs, None, row.spans)) is not None:
-                self.parts.append((row.work.ticket, part))
-        self._parts_due = now + readers / self._most_parts_s
+        rows = [row for row in self._slots.active if row.given is not None and row.given.tokens < row.revealed]
+        for row in rows:
+            try:
+                self._give(row)
+            except Exception as error:  # noqa: BLE001  as above
+                self.fail(row.work, error)
+        self._parts_due = now + len(rows) / self._most_parts_s
+
+    def _give(self, row: Row) -> None:
+        assert row.given is not None
+        tokens = self._slots.tokens[row.slot, row.layout.prompt : row.layout.prompt + row.revealed]
+        logprobs = cast(list[Logprob] | None, row.logprobs)
+        if (part := row.given.more(tokens, logprobs, None, row.spans)) is not None:
+            self.parts.append((row.work.ticket, part))
 
 
 def _is_watched(row: Row) -> bool:
