@@ -30,6 +30,7 @@ class Recipe:
 
     embedding: float = 0.5  # large beside what the layers add: the last token matters most, and answers do not freeze
     layers: float = 0.05
+    looks: float | None = None  # of queries and keys: how uneven attention is; None: as the layers
     head: float = 0.1  # logits some 1.5 apart
     silence: float = -128.0
 
@@ -70,10 +71,15 @@ class DrawnStore:
             drawn.normal_(0.0, recipe.head, generator=generator)[:, 0] = recipe.silence
             drawn[self._speakable, 0] = 0.0
         else:
-            drawn.normal_(0.0, recipe.layers, generator=generator)
+            drawn.normal_(0.0, self._deviation(name), generator=generator)
             if name.endswith((f"{names.out}.weight", f"{names.down}.weight")):
                 drawn[0] = 0.0
         return drawn
+
+    def _deviation(self, name: str) -> float:
+        recipe = self._recipe
+        queries_and_keys = tuple(f"{one}.weight" for one in self._names.qkv[:-1])
+        return recipe.layers if recipe.looks is None or not name.endswith(queries_and_keys) else recipe.looks
 
 
 END = 256  # tokens 0 to 255 are bytes
@@ -158,9 +164,9 @@ BUILT_IN: Mapping[str, Callable[[], Shape]] = {
     "tiny-sdar": lambda: tiny_masked_shape("sdar", kv_heads=2),
     "null": null_shape,
 }
-MASKED_RECIPE = Recipe(layers=0.2, head=0.6, silence=-512.0)
-"""Layers that say more, so that masks, which all begin alike, become different tokens; and a head so steep that some
-steps are sure of several."""
+MASKED_RECIPE = Recipe(layers=0.2, looks=0.12, head=0.55, silence=-512.0)
+"""Layers that say more, so that masks, which all begin alike, become different tokens, and attention not so uneven that
+float32 is short of digits; and a head so steep that some steps are sure of several."""
 
 
 def open_builtin(name: str) -> Checkpoint:
