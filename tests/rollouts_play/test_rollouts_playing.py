@@ -107,6 +107,15 @@ def test_an_environment_that_cannot_be_had_is_refused_with_the_cure(name, option
         open_environment(name, options)
 
 
+def test_where_an_environment_of_ours_is_to_be_had_is_told(monkeypatch):
+    def nothing_is_installed(kind, name):
+        raise UnknownName("environment", name, ["arithmetic"])
+
+    monkeypatch.setattr("gpuinfer.config.registry.load", nothing_is_installed)
+    with pytest.raises(UsageError, match=r"Installed: arithmetic.* pip install plugins/gpuinfer-diplomacy$"):
+        open_environment("diplomacy", [])
+
+
 def test_an_unknown_environment_has_its_own_error():
     with pytest.raises(UnknownName):
         open_environment("diplomatic", [])

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import Given, check, several
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.rollouts.environment import Environment
 
 FLAG = "--env-option"
 HORIZON = "horizon"
+OURS = {"diplomacy": "plugins/gpuinfer-diplomacy"}  # by name, where they lie in our repository
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class EnvironmentMaker:
 
 def open_environment(name: str, given: Sequence[str], horizon: int | None = None) -> EnvironmentMaker:
     """The environment of that name with options `key=value`. Raises `UsageError`."""
-    factory = _imported(name) if ":" in name else registry.load("environments", name)
+    factory = _imported(name) if ":" in name else _installed(name)
     if not callable(factory):
         raise UsageError(f"environment '{name}' is a {type(factory).__name__}, which cannot be called. Name a class.")
     model = _options_of(factory)
@@ -86,6 +87,15 @@ def _origin(name: str, factory: Any) -> str:
     if ":" not in name:
         return f"package {registry.find('environments', name).package}"
     return blame.owner_of(getattr(factory, "__module__", name.partition(":")[0]))
+
+
+def _installed(name: str) -> Any:
+    try:
+        return registry.load("environments", name)
+    except UnknownName as error:
+        if (package := OURS.get(name)) is None:
+            raise
+        raise UsageError(f"{error} Ours is in a package of its own: pip install {package}") from None
 
 
 def _imported(name: str) -> Any:
