@@ -278,11 +278,10 @@ class DiffusionGenerator:
                 continue
             try:
                 share = share_of(row)
-            except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
+                places = turn.logits + np.searchsorted(turn.asked, row.masks)
+                row.blended = self._blender.blended(logits, places, share) if share else None
+            except Exception as error:  # noqa: BLE001  a plugin's, or memory: its row fails alone
                 self._settling.fail(row.work, error)
-                continue
-            places = turn.logits + np.searchsorted(turn.asked, row.masks)
-            row.blended = self._blender.blended(logits, places, share) if share else None
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> None:
         rows = [turn.row for turn in plan.turns]
