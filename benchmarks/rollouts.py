@@ -4,7 +4,7 @@
 
 `turns`: 7 powers × 6 samples, all at once, against one call after another (of one sample: its speed does not depend on
 how many there are). `peak`: 8 groups on 42 slots, against the same prompts asked again, all at hand, for answers of the
-same same lengths. `constraint`: legal orders alone, against the same games led by the orders of a record, while as many
+same lengths. `constraint`: legal orders alone, against the same games led by the orders of a record, while as many
 tokens are drawn freely. Tokens are those that were drawn, by the wall clock. A model of random weights never says a
 tag: a line of it is what begins the orders. Ratios are taken within a repeat. Needs plugins/gpuinfer-diplomacy.
 """
