@@ -11,8 +11,9 @@ many positions take where all rows are of the mean lengths. `cached`: the decode
 the first case's settings, answers of 256 in blocks of 32. `products`: a step's rate against the products alone of whole
 canvases: all matrices, queries with keys and weights with values, the head where masks are.
 
-The model is random, written here, its head scaled so that it is sure of some tokens. Tokens are useful ones, by the
-wall clock. Everything runs in turn, repeat by repeat, and ratios are taken within a repeat; the first repeat warms up.
+The model is random, of the sizes of tiny-llada unless others are given, written here, its head scaled so that it is
+sure of some tokens. Tokens are useful ones, by the wall clock. Everything runs in turn, repeat by repeat, and ratios are
+taken within a repeat; the first repeat warms up.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     given.repeats = given.repeats or (2 if given.quick else 3)
     torch.set_num_threads(machine.cores())
-    sizes = Sizes(given.hidden, given.layers, given.hidden // 32, 3 * given.hidden)
+    sizes = Sizes(given.hidden, given.layers, given.hidden // 32, 2 * given.hidden)
     with tempfile.TemporaryDirectory() as scratch:
         benches = {ends: opened(given, sizes, Path(scratch, f"llada-{ends}"), ends) for ends in (0.0, ENDS)}
         print(f"{machine.cores()} cores, {sizes.layers} layers of {sizes.hidden}, median of {given.repeats}\n")

@@ -20,13 +20,13 @@ EPSILON, THETA = 1e-5, 10_000.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model that is drawn."""
+    """Of a model that is drawn: those of the built-in tiny-llada."""
 
     hidden: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
-    inner: int = 384
-    vocabulary: int = 1024
+    inner: int = 256
+    vocabulary: int = 384
     positions: int = 1024
 
     @property
