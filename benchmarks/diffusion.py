@@ -12,8 +12,8 @@ the first case's settings, answers of 256 in blocks of 32. `products`: a step's 
 canvases: all matrices, queries with keys and weights with values, the head where masks are.
 
 The model is random, of the sizes of tiny-llada unless others are given, written here, its head scaled so that it is
-sure of some tokens. Tokens are useful ones, by the wall clock. Everything runs in turn, repeat by repeat, and ratios are
-taken within a repeat; the first repeat warms up.
+sure of some tokens. Tokens are useful ones, by the wall clock. Everything runs in turn, repeat by repeat, and ratios
+are taken within a repeat; the first repeat warms up.
 """
 
 from __future__ import annotations
