@@ -17,7 +17,7 @@ from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
 from gpuinfer.text.decoder.torch_batch import batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, in_tiles
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, attend_plainly, in_tiles
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
@@ -57,6 +57,7 @@ class TorchDecoder:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
         self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs = deterministic, graphs
+        self._attend = attend_plainly if deterministic and device.type == "cpu" else attend
         self._windows = shape.windows or (None,) * shape.layers
         self._adapters: dict[int, Adapter] = {}
         mix: Mix = whole_mix if deterministic else sorted_mix
@@ -272,7 +273,7 @@ class TorchDecoder:
                 further = partial(torch_layers.further_adapted, self.shape, self._mix, layer, lows)
             queries, keys, values = in_tiles(batch.tile, asked, x, cosines, sines, *chosen)
             self._cache.write(number, batch.places, keys, values)
-            mixed = attend(batch, queries, self._cache, number, self._windows[number])
+            mixed = self._attend(batch, queries, self._cache, number, self._windows[number])
             x = in_tiles(batch.tile, further, x, mixed, *chosen)
         return x
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.decoder.torch_experts import Mix
@@ -282,6 +283,14 @@ def attend(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, wind
     found = [of_group(group, queries, cache, layer, window) for group in batch.groups]
     mixed = found[0] if len(found) == 1 else torch.cat(found)
     return mixed if batch.back is None else mixed.index_select(0, batch.back)
+
+
+def attend_plainly(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+    """The same in products and a softmax of whole tensors: where a head has keys of its own, the CPU's faster kernel
+    rounds a lone query by where it stands among the others, if there are two threads.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend(batch, queries, cache, layer, window)
 
 
 def of_group(group: Group, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
