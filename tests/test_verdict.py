@@ -313,11 +313,12 @@ def test_the_verdict_names(run, kind, why, command):
 
 def test_every_class_of_the_schema_has_a_case():
     of_generation = {"sampling-bound", "host-bound"}  # see test_verdict_generation.py
+    of_masks = {"few tokens a forward", "recomputation"}  # see test_verdict_unmasking.py
     of_games = {  # see rollouts_verdict/test_told.py
         *("trainer-bound", "starvation", "reference pass", "adapter load", "cold start", "constraint"),
         *("engine saturated", "too little concurrency", "environment slow"),
     }
-    assert {case.values[1] for case in CASES} | of_generation | of_games == set(CLASSES)
+    assert {case.values[1] for case in CASES} | of_generation | of_masks | of_games == set(CLASSES)
 
 
 def test_threads_of_others_are_not_laid_at_this_runs_door():

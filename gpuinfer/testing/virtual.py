@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -31,11 +32,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.clock = VirtualClock()
         super().__init__(_JumpingSelector(self.clock))
-        # What asyncio takes for the same moment: its nanosecond would join timers that are not. Above the rounding.
-        self._clock_resolution = 1e-12
 
     def time(self) -> float:
-        return self.clock()
+        now = self.clock()
+        # What asyncio takes for the same moment: its nanosecond would join timers that are not, and less than a float
+        # can add would have it wait for a timer that is due.
+        self._clock_resolution = math.ulp(now)
+        return now
 
 
 class _JumpingSelector(selectors.SelectSelector):
