@@ -271,6 +271,11 @@ def test_plain_values_come_back_whatever_the_protocol(value: Any, protocol: int)
     assert plain_value(pickle.dumps(value, protocol)) == value
 
 
+def test_a_text_with_an_escape_that_is_none_is_refused_without_a_warning() -> None:
+    with pytest.raises(ValueError, match="asks for STRING"):
+        plain_value(rb"S'\u'" + b"\n.")
+
+
 @given(
     value=plain,
     at=st.integers(0, 60),

@@ -8,6 +8,7 @@ then what comes of it is a description (`Made`), and nothing is imported, made o
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -53,16 +54,21 @@ def plain_value(data: bytes) -> Any:
 
 def described(data: bytes, names: Collection[str], most_steps: int | None = None) -> Any:
     """The same, with a `Named` or `Made` where it names or makes one of `names`. Raises `ValueError` for any other."""
-    machine, most_steps = _Machine(frozenset(names)), most_steps or MOST_STEPS
     try:
-        for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if steps >= most_steps:
-                raise ValueError(f"it takes over {most_steps} steps")
-            if opcode.name == "STOP":
-                return machine.result()
-            machine.step(opcode.name, argument)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of texts with an escape that is none
+            return _carried_out(data, _Machine(frozenset(names)), most_steps or MOST_STEPS)
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from None
+
+
+def _carried_out(data: bytes, machine: _Machine, most_steps: int) -> Any:
+    for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if steps >= most_steps:
+            raise ValueError(f"it takes over {most_steps} steps")
+        if opcode.name == "STOP":
+            return machine.result()
+        machine.step(opcode.name, argument)
     raise ValueError("it has no end")
 
 
