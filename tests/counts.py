@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-SHARES = {"soak": 1, "thorough": 2}  # one in so many of a property's examples is tried
+SHARES = {"soak": 1, "thorough": 3}  # one in so many of a property's examples is tried
 QUICK_SHARE = 5  # in `make test`
 THOROUGH = os.environ.get("TEST_COUNTS") in SHARES
 SHARE = SHARES.get(os.environ.get("TEST_COUNTS", ""), QUICK_SHARE)
@@ -14,7 +14,7 @@ LEAST = 3
 
 
 def examples(number: int) -> int:
-    """A property's `max_examples`: `number` in `make soak`, half of it in `make thorough`."""
+    """A property's `max_examples`: `number` in `make soak`, a third of it in `make thorough`."""
     return max(LEAST, number // SHARE)
 
 
