@@ -24,6 +24,7 @@ LEAST, LOG2_E = -87.0, 1.4426950216293335  # all exact in float32
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286057785444427e-06
 COEFFICIENTS = [float(np.float32(1 / math.factorial(n))) for n in range(8)]
 FLOATS = types.Array(types.float32, 1, "C")
+WRITTEN = ("contract",)  # flags of its own keep `cpu_math.FAST` off an operation: LLVM may not sum in another order
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what Numba compiles for
 WIDE_VECTORS = "+avx512f" in FEATURES
 SUMS = 8 if WIDE_VECTORS else 4  # of 16 values, kept apart in registers: so many that none waits for the one before
@@ -90,7 +91,10 @@ def add_weighed(typing, most, tiles, count, weights, stride, rows, there, cached
                     add_product(builder, total, value, term)
         places = [[builder.add(builder.mul(row, dim), column) for column in columns] for row in queries]
         found = [
-            [builder.fadd(_load(builder, out, place), builder.load(total)) for place, total in zip(*both, strict=True)]
+            [
+                builder.fadd(_load(builder, out, place), builder.load(total), flags=WRITTEN)
+                for place, total in zip(*both, strict=True)
+            ]
             for both in zip(places, sums, strict=True)
         ]  # all of them, before any is stored: one that is looked at twice is added to once
         for into, totals in zip(places, found, strict=True):
@@ -134,10 +138,10 @@ def soften(typing, scores, first, tiles):
         top = splat(builder, _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b])))
         with counting(builder, end, TILE) as at:
             place = builder.add(first, at)
-            weight = _exp(builder, builder.fsub(_load(builder, scores, place), top))
+            weight = _exp(builder, builder.fsub(_load(builder, scores, place), top, flags=WRITTEN))
             _store(builder, scores, place, weight)
-            builder.store(builder.fadd(builder.load(sums), weight), sums)
-        return _across(builder, builder.load(sums), builder.fadd)
+            builder.store(builder.fadd(builder.load(sums), weight, flags=WRITTEN), sums)
+        return _across(builder, builder.load(sums), lambda a, b: builder.fadd(a, b, flags=WRITTEN))
 
     return types.float32(FLOATS, types.int64, types.int64), generate
 
