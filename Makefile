@@ -7,6 +7,8 @@
 # make soak   the full counts: hours
 # make lint   formatting, lint, types
 PYTHON ?= python3
+# Kept, whatever a machine says: tests start hundreds of processes, and each would compile the program anew.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -47,7 +47,9 @@ def texts(path: Path) -> Iterator[str]:
             yield node.value
 
 
-SAID = [(path, text) for path in sorted(PACKAGE.rglob("*.py")) for text in texts(path)]
+@cache
+def said() -> list[tuple[Path, str]]:
+    return [(path, text) for path in sorted(PACKAGE.rglob("*.py")) for text in texts(path)]
 
 
 @cache
@@ -80,7 +82,7 @@ def keys(kind: str) -> frozenset[str]:
 
 def named(pattern: re.Pattern[str]) -> set[tuple[str, tuple[str, ...]]]:
     """Where, and what."""
-    return {(str(path.relative_to(PACKAGE)), found.groups()) for path, text in SAID for found in pattern.finditer(text)}
+    return {(str(path.relative_to(PACKAGE)), found.groups()) for path, text in said() for found in pattern.finditer(text)}
 
 
 def test_each_flag_that_is_named_is_a_flag_of_some_command():

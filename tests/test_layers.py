@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
@@ -52,15 +53,23 @@ HEAVY = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> dict[str, ast.Module]:
+    """All files, read when the first test asks: not by each process that collects the tests."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield name, ast.parse(path.read_text())
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Each imported module or name, and whether it is imported as soon as the file is."""
+@cache
+def imports(name: str) -> list[tuple[str, bool]]:
+    """Each module or name that a file imports, and whether it is imported as soon as the file is."""
+    return list(_imports(modules()[name]))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     lazy = {
         id(node)
         for function in ast.walk(tree)
@@ -95,23 +104,19 @@ def layer(name: str) -> tuple[int, str]:
     raise AssertionError(f"{name} has no layer: give it one in LAYERS")
 
 
-MODULES = dict(modules())
-IMPORTS = {name: list(imports(tree)) for name, tree in MODULES.items()}
-
-
 def test_every_module_has_a_layer():
-    assert {name: layer(name)[1] for name in MODULES}
+    assert {name: layer(name)[1] for name in modules()}
 
 
 def found_in_modules(faults_of):
     """What there is to say against each file, if anything. One test for all: so many small ones take ten seconds."""
-    return {name: faults for name in MODULES if (faults := list(faults_of(name)))}
+    return {name: faults for name in modules() if (faults := list(faults_of(name)))}
 
 
 def test_imports_point_down():
     def upward(name):
         own_level, own = layer(name)
-        for target, now in IMPORTS[name]:
+        for target, now in imports(name):
             if inside(target, "gpuinfer") or target.startswith("gpuinfer."):
                 level, member = layer(target)
                 if member != own and level <= own_level and now:
@@ -123,7 +128,7 @@ def test_imports_point_down():
 def out_of_place(name, libraries, *, at_once):
     for library, places in libraries.items():
         if not any(inside(name, place) for place in places):
-            yield from (target for target, now in IMPORTS[name] if inside(target, library) and (now or not at_once))
+            yield from (target for target, now in imports(name) if inside(target, library) and (now or not at_once))
 
 
 def test_a_library_for_the_screen_is_imported_in_its_place_only():
@@ -135,7 +140,7 @@ def test_heavy_libraries_are_imported_where_they_are_used():
 
 
 def test_no_two_files_import_one_another():
-    inside_of = {name: sorted(_modules_in(name)) for name in MODULES}
+    inside_of = {name: sorted(_modules_in(name)) for name in modules()}
     done: dict[str, bool] = {}  # False while it is followed
 
     def follow(name: str, way: tuple[str, ...]) -> None:
@@ -146,28 +151,28 @@ def test_no_two_files_import_one_another():
                 follow(target, (*way, name))
             done[name] = True
 
-    for name in MODULES:
+    for name in modules():
         follow(name, ())
 
 
 def _modules_in(name: str) -> set[str]:
     """The files that a file imports, at once or later; a name stands for the file that it comes from."""
-    found = {target if target in MODULES else target.rpartition(".")[0] for target, _ in IMPORTS[name]}
-    return {target for target in found if target in MODULES and target != name}
+    found = {target if target in modules() else target.rpartition(".")[0] for target, _ in imports(name)}
+    return {target for target in found if target in modules() and target != name}
 
 
 def test_no_plugin_is_named_by_the_engine():
     plugins = ("gpuinfer.backends", "gpuinfer.strategies", "gpuinfer.workloads")
-    for name in MODULES:
+    for name in modules():
         if name.startswith("gpuinfer.engine"):
-            assert not [target for target, _ in IMPORTS[name] if target.startswith(plugins)]
+            assert not [target for target, _ in imports(name) if target.startswith(plugins)]
 
 
 def test_a_workload_is_known_by_its_entry_point_alone():
     """But to the kit, which tries games with the engine that plays them."""
-    for name in MODULES:
+    for name in modules():
         if not name.startswith(("gpuinfer.workloads", "gpuinfer.testing")):
-            assert [target for target, _ in IMPORTS[name] if inside(target, "gpuinfer.workloads")] == [], name
+            assert [target for target, _ in imports(name) if inside(target, "gpuinfer.workloads")] == [], name
 
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
@@ -178,8 +183,8 @@ def test_nothing_is_unpickled():
 
 
 def unpickling(name):
-    yield from (target for target, _ in IMPORTS[name] if target.split(".")[0] in FORBIDDEN)
-    for node in ast.walk(MODULES[name]):
+    yield from (target for target, _ in imports(name) if target.split(".")[0] in FORBIDDEN)
+    for node in ast.walk(modules()[name]):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         given = {word.arg: ast.unparse(word.value) for word in node.keywords}
