@@ -20,7 +20,7 @@ demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
 
 thorough: $(READY)
 	TEST_COUNTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \

@@ -24,10 +24,9 @@ import torch
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
+from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.adapter import targets_of
 from gpuinfer.text.generator import Driver, Tuning, open_generator
-from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Decoder, Step
 
 STEPS = 24  # of one measurement
@@ -51,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exchanges(given, Path(scratch))
 
 
-def peft_folder(folder: Path, shape: Shape, rank: int, seed: int) -> str:
+def peft_folder(folder: Path, checkpoint: Checkpoint, rank: int, seed: int) -> str:
     """An adapter of all linear layers, small enough not to drown the base."""
     from safetensors.torch import save_file
 
     dice, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(shape.layers):
-        for name, target in targets_of(shape, shape.family == "gpt2").items():
+    for layer in range(checkpoint.shape.layers):
+        for name, target in targets_of(checkpoint.layout).items():
             before = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{before}.lora_A.weight"] = torch.randn(rank, target.inputs, generator=dice) / target.inputs**0.5
             tensors[f"{before}.lora_B.weight"] = 0.02 * torch.randn(target.outputs, rank, generator=dice)
@@ -75,7 +74,7 @@ def steps(given: argparse.Namespace, scratch: Path) -> None:
     plain, loaded = (decoder_of(given) for _ in range(2))
     ranks = (8, 64)
     for number, rank in enumerate((*ranks, 8, 8, 8), 1):
-        folder = peft_folder(scratch / f"step-{number}", checkpoint.shape, rank, number)
+        folder = peft_folder(scratch / f"step-{number}", checkpoint, rank, number)
         loaded.load(number, loaded.pack_adapter(read_adapter(checkpoint, folder)))
     some = np.arange(given.rows, dtype=np.int32)
     cases: dict[str, tuple[Decoder, np.ndarray | None]] = {
@@ -126,8 +125,8 @@ def timed(decoder: Decoder, rows: int, adapters: np.ndarray | None) -> float:
 
 def exchanges(given: argparse.Namespace, scratch: Path) -> None:
     spec = ModelSpec(given.model, kind="text")
-    shape = open_checkpoint(spec).shape
-    folders = [peft_folder(scratch / f"v{seed}", shape, 16, seed) for seed in range(2)]
+    checkpoint = open_checkpoint(spec)
+    folders = [peft_folder(scratch / f"v{seed}", checkpoint, 16, seed) for seed in range(2)]
     generator = open_generator(spec, Setup(devices=("cpu",)), Tuning(slots=given.rows, context=256, threads=1))
     driver = Driver(generator)
     try:
