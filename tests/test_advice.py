@@ -82,7 +82,9 @@ def keys(kind: str) -> frozenset[str]:
 
 def named(pattern: re.Pattern[str]) -> set[tuple[str, tuple[str, ...]]]:
     """Where, and what."""
-    return {(str(path.relative_to(PACKAGE)), found.groups()) for path, text in said() for found in pattern.finditer(text)}
+    return {
+        (str(path.relative_to(PACKAGE)), found.groups()) for path, text in said() for found in pattern.finditer(text)
+    }
 
 
 def test_each_flag_that_is_named_is_a_flag_of_some_command():
