@@ -47,7 +47,7 @@ def about(document: Mapping[str, Any]) -> str:
         return "nothing was measured"
     most = max(len(row["rates"]) for row in rows)
     runs = f"{most} run{'s' if most > 1 else ''}"
-    each = f" of {short(seconds)}" if seconds else " to the end"
+    each = f" of up to {short(seconds)}" if seconds else " to the end"
     ratios = "ratios pair by pair" + (", over 1 is faster" if rows[0]["metric"] == LATENCY else "")
     return f"{unit(rows[0]['metric'])}, median of {runs}{each}; {ratios}"
 

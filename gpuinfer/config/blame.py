@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Setup, Strategy, Workload
+from gpuinfer.api import Setup
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendError, GpuinferError, StrategyError, WorkError, WorkloadError, unwrap
 
@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=api.Plugin)
 
 OURS = "gpuinfer"  # the package whose faults are to be reported
-FAILURES: Mapping[type, type[WorkError]] = {Backend: BackendError, Strategy: StrategyError, Workload: WorkloadError}
+FAILURES: Mapping[str, type[WorkError]] = {
+    "backends": BackendError,
+    "strategies": StrategyError,
+    "workloads": WorkloadError,
+    "decoders": BackendError,  # of its row alone: to whoever asked the model has failed
+}
 
 
 def who(plugin: Any) -> str:
@@ -92,7 +97,7 @@ def checked(plugin: Any, words: str = ", check it with") -> str:
 def failure(plugin: Any, what: str) -> WorkError:
     """The error of its kind that says what a plugin did wrong: `raised in cut_at`, say."""
     kind = _class_of(plugin)
-    made = next((error for base, error in FAILURES.items() if issubclass(kind, base)), WorkError)
+    made = next((error for many, error in FAILURES.items() if issubclass(kind, registry.base_of(many))), WorkError)
     return made(f"{who(plugin)}: {what.rstrip('.')}. {cure(plugin)}")
 
 

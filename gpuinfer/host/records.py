@@ -138,9 +138,17 @@ def unwritable(path: Path, error: OSError) -> WorkError:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """For people; "" when there are none."""
-    different = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    return "; ".join(f"{name}: {_short(found.get(name))} there, {_short(wanted.get(name))} here" for name in different)
+    """For people, with the names of settings within settings; "" when there are none."""
+    return "; ".join(_differences(found, wanted, ""))
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], before: str) -> Iterator[str]:
+    for name in sorted({*found, *wanted}):
+        there, here = found.get(name), wanted.get(name)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            yield from _differences(there, here, f"{before}{name}.")
+        elif there != here:
+            yield f"{before}{name}: {_short(there)} there, {_short(here)} here"
 
 
 def _short(value: Any) -> str:

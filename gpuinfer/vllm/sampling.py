@@ -49,7 +49,7 @@ def check(sampling: Sampling, begun: bool, processed: bool = True) -> None:
     """
     if sampling.unmasking is not None:
         raise BadPrompt(
-            f"`{said_of_masks(sampling.unmasking)}` says how a diffusion model fills its masks in, and vLLM goes from "
+            f"{said_of_masks(sampling.unmasking)} says how a diffusion model fills its masks in, and vLLM goes from "
             "left to right. Leave it out, or use --backend inprocess."
         )
     if sampling.processed_logprobs and not processed and sampling.temperature > 0.0 and not is_plain(sampling):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from packages import install
 
 SECONDS = 200
 DECODERS = ("low-confidence", "threshold", "hierarchical", "random")
@@ -79,3 +80,29 @@ def until_lines(folder: Path, count: int) -> None:
     while not (folder / "out.jsonl").exists() or (folder / "out.jsonl").read_bytes().count(b"\n") < count:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+IDLE = """
+import numpy as np
+from gpuinfer.text.diffusion.deciding import Decision, UnmaskingDecoder
+
+class Idle(UnmaskingDecoder):
+    def decide(self, kept, view):
+        return Decision(np.zeros(len(view.positions), np.bool_))
+"""
+
+
+@pytest.mark.parametrize("backend", ["inprocess", "central"])
+def test_a_decoder_of_somebody_s_that_fails_costs_its_row_and_nothing_else(tmp_path, monkeypatch, backend):
+    install(tmp_path, "acme", {"decoders": {"idle": "acme_idle:Idle"}}, {"acme_idle": IDLE})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = [{"id": number, "prompt": "ab", "decoder": name, "max_tokens": 4} for number, name in enumerate(ASKED)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(tmp_path, "--backend", backend) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    answers = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert {number for number, row in answers.items() if "error" not in row} == {0, 2}, said.decode()
+    assert "decoder 'idle' (package acme 1.0)" in answers[1]["error"]["message"]
+
+
+ASKED = ("threshold", "idle", "low-confidence")

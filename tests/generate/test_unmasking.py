@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.config.options import Given, Several, check
+from gpuinfer.config.options import Given, Several, check, natural
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
+from gpuinfer.host.records import differences
 from gpuinfer.openai.options import try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
@@ -131,6 +132,16 @@ def test_a_wrong_flag_is_told_with_its_cure(words, why):
     with pytest.raises(UsageError) as error:
         flags(**words)
     assert why in str(error.value)
+
+
+def test_to_keep_nothing_is_a_word_and_not_the_lack_of_one():
+    assert unmasking_of(flags(cache="none")) == Unmasking(cache="none")
+    assert natural("none", int | None) is None
+
+
+def test_settings_that_differ_are_named_to_the_last():
+    there, here = ({"unmasking": {"decoder": "threshold", "cache": one}, "seed": 0} for one in ("prefix", "vicinity"))
+    assert differences(there, here) == 'unmasking.cache: "prefix" there, "vicinity" here'
 
 
 def test_two_rows_that_are_filled_in_otherwise_are_two():

@@ -16,7 +16,7 @@ from text.toy import LETTERS, joined
 from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run, weights_of
 
 from gpuinfer.config import registry
-from gpuinfer.errors import BadPrompt, PromptTooLong, WorkError
+from gpuinfer.errors import BackendError, BadPrompt, PromptTooLong
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 from gpuinfer.text.diffusion.deciding import MOST_IDLE, Decision, UnmaskingDecoder
 from gpuinfer.text.generator import Driver
@@ -385,7 +385,7 @@ def test_a_decoder_fails_its_row_alone_and_is_named(kind, words):
     generator = generator_over(scripted("hello wo"), choose=lambda sampling, name: kind() if sampling.seed else good)
     outcomes = run(generator, [prompt_of("ab", 8, seed=1), prompt_of("ab", 8), prompt_of("ab", 8, seed=2)])
     for outcome in (outcomes[0], outcomes[2]):
-        assert isinstance(outcome, WorkError)
+        assert isinstance(outcome, BackendError)  # which fails a row of `generate`, and no run
         assert kind.__name__ in str(outcome)
         assert __name__ in str(outcome)
         assert words in str(outcome)

@@ -15,7 +15,7 @@ def refuse_masks(sampling: Sampling, shape: Shape) -> None:
         return
     said = said_of_masks(sampling.unmasking)
     raise BadPrompt(
-        f"`{said}` says how a diffusion model fills its masks in, and this is a {shape.family} model, which goes from "
+        f"{said} says how a diffusion model fills its masks in, and this is a {shape.family} model, which goes from "
         "left to right. Leave it out, or use a diffusion model."
     )
 
@@ -23,5 +23,5 @@ def refuse_masks(sampling: Sampling, shape: Shape) -> None:
 def said_of_masks(unmasking: Unmasking) -> str:
     """What is said of masks, by the name that a request has for it: the first of several."""
     plain, names = Unmasking(), Unmasking.__struct_fields__
-    name = next((name for name in names if getattr(unmasking, name) != getattr(plain, name)), "decoder")
-    return NAMES.get(name, name)
+    name = next((name for name in names if getattr(unmasking, name) != getattr(plain, name)), "")
+    return f"`{NAMES.get(name, name)}`" if name else "`cfg_scale` or `decoder_options`"  # said, but nothing else
