@@ -98,6 +98,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
     _allow_descriptors()
     descriptor = pulse.number
     SharedHeart(memory.attach(os.dup(descriptor), PULSE_SIZE))
+    code = 0
     with contextlib.suppress(OSError, EOFError):  # the owner has gone
         try:
             desk, opened, recorder = _open(order, listener, descriptor)
@@ -115,8 +116,8 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
         }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             line.send_bytes(msgpack.packb({"ready": ready}))
-            return _leave(_obeyed(line, desk, opened, order), order)
-    return _leave(0, order)
+            code = _obeyed(line, desk, opened, order)
+    return _leave(code, order)  # when the trace is whole: it ends the process at once
 
 
 def _print_to(path: str) -> None:
