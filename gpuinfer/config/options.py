@@ -245,7 +245,8 @@ def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[B
     origin, value = given[key].origin, given[key].value
     if detail["type"] not in PROBLEMS:
         return f"{origin}: {value!r}: {_own_words(detail)}"
-    problem = PROBLEMS[detail["type"]].format(**_bounds(detail))
+    no_number = str(detail["input"]).strip().lower().lstrip("+-") == "nan"  # which is in no bounds
+    problem = "is not a number" if no_number else PROBLEMS[detail["type"]].format(**_bounds(detail))
     return f"{origin}: {value!r} {problem}. {_cure(detail, value, field)}"
 
 

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Raw, Struct
@@ -222,12 +222,21 @@ def unreadable(error: BaseException, wanted: type[Struct], text: bytes, what: st
         name = unknown.group(1)[:MOST_SHOWN]
         return BadRequest(f"there is no field `{name}`.{_near(name, wanted)} Take it out{cure}.", name)
     if isinstance(error, msgspec.ValidationError):
-        return BadRequest(f"{error}. Correct it.")
+        return BadRequest(f"{error}. {_choices(str(error), wanted) or 'Correct it.'}")
     if HALF.search(text):
         why = "an escape \\ud800 to \\udfff stands alone, which is half of a character. Write whole characters."
         return BadRequest(why)
     form = "one JSON object a line" if what == "row" else "one JSON object"
     return BadRequest(f"the {what} is not JSON: {error}. Write {form}.")
+
+
+@functools.lru_cache(256)
+def _choices(error: str, wanted: type[Struct]) -> str:
+    """The words to choose from, where a field of some words alone has another."""
+    name = re.search(r"^Invalid enum value .* at `\$\.(\w+)`$", error)
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
+    said = [word for kind in get_args(kinds.get(name[1])) for word in get_args(kind)] if name else []
+    return f"Choose from {', '.join(said)}." if said else ""
 
 
 @functools.lru_cache(256)

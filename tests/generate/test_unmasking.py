@@ -109,7 +109,7 @@ def test_what_a_row_says_holds_whatever_the_run_says(run, row):
         ({"steps": 0}, ">= 1"),
         ({"block_length": 0}, ">= 1"),
         ({"cfg_scale": -1}, ">= 0.0"),
-        ({"cache": "dul"}, "dul"),
+        ({"cache": "dul"}, "'dul' - at `$.cache`. Choose from none, prefix, dual, vicinity, exact."),
         ({"decoder_options": {"x": [1]}}, "array"),
         ({"decoder_options": {str(number): 1 for number in range(33)}}, "length <= 32"),
         ({"treshold": 0.5}, "Did you mean `threshold`?"),
@@ -123,6 +123,7 @@ def test_what_cannot_be_said_is_refused_as_the_row_is_read(row, why):
     ("words", "why"),
     [
         ({"threshold": "1.4"}, "--threshold: '1.4' is more than 1."),
+        ({"threshold": "nan"}, "--threshold: 'nan' is not a number. Give 1 or less."),
         ({"steps": "0"}, "--steps: '0' is less than 1."),
         ({"cache": "dul"}, "Did you mean 'dual'?"),
         ({"decoder_options": ["low"]}, "Write -D low=VALUE."),
