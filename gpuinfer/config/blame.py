@@ -97,7 +97,7 @@ def checked(plugin: Any, words: str = ", check it with") -> str:
 def failure(plugin: Any, what: str) -> WorkError:
     """The error of its kind that says what a plugin did wrong: `raised in cut_at`, say."""
     kind = _class_of(plugin)
-    made = next((error for many, error in FAILURES.items() if issubclass(kind, registry.base_of(many))), WorkError)
+    made = FAILURES.get(_kind_of(kind), WorkError)
     return made(f"{who(plugin)}: {what.rstrip('.')}. {cure(plugin)}")
 
 
@@ -165,5 +165,9 @@ def _named_by(target: str) -> Any:
 
 def _word(kind: type) -> str:
     """`backend` for a class of backends; of what is none of the kinds that have a base, `plugin`."""
-    bases = {many: registry.base_of(many) for many in registry.BASES}
-    return next((registry.KINDS[many] for many, base in bases.items() if issubclass(kind, base)), "plugin")
+    return registry.KINDS.get(_kind_of(kind), "plugin")
+
+
+def _kind_of(kind: type) -> str:
+    """Which of `registry.BASES` a class derives from; empty for none."""
+    return next((many for many in registry.BASES if issubclass(kind, registry.base_of(many))), "")

@@ -121,8 +121,8 @@ def natural(value: Any, annotation: Any) -> Any:
         return [part for text in value for part in _parts(text, lists)] if lists else natural(value[-1], annotation)
     if not isinstance(value, str):
         return value
-    if type(None) in members and value.strip().lower() in ("none", "") and not _says(members, value):
-        return None
+    if type(None) in members and value.strip().lower() in ("none", "") and value not in choices(annotation):
+        return None  # where `none` is one of the words to choose from, it is no lack of a value
     if lists:
         return _parts(value, lists)
     if value.lstrip().startswith("{") and any(_kind(member) in (dict, collections.abc.Mapping) for member in members):
@@ -130,11 +130,6 @@ def natural(value: Any, annotation: Any) -> Any:
     if {int, float} & set(members) and not {str, bool} & set(members):
         return _number(value)
     return value
-
-
-def _says(members: Iterable[Any], word: str) -> bool:
-    """Whether this is one of the words to choose from: `none` is no lack of a value then."""
-    return any(word in typing.get_args(one) for one in members if typing.get_origin(one) is Literal)
 
 
 def takes_list(annotation: Any) -> bool:

@@ -143,9 +143,10 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], before: str) -> Iterator[str]:
+    """Within settings of the same names: of others all is shown, as one that is missing is not one that is null."""
     for name in sorted({*found, *wanted}):
         there, here = found.get(name), wanted.get(name)
-        if isinstance(there, Mapping) and isinstance(here, Mapping):
+        if isinstance(there, Mapping) and isinstance(here, Mapping) and there.keys() == here.keys():
             yield from _differences(there, here, f"{before}{name}.")
         elif there != here:
             yield f"{before}{name}: {_short(there)} there, {_short(here)} here"

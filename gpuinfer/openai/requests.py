@@ -10,11 +10,12 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
 
+from gpuinfer.config.options import choices
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Rendering, Sampling
 from gpuinfer.openai import unmasking
@@ -26,6 +27,7 @@ MOST_SHOWN = 60  # characters of a name that is not known
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
 HIGH, LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+OTHER_WORD = re.compile(r"^Invalid enum value .* at `\$\.(\w+)`$")  # a field's name, not what a client sent: it is kept
 HALF = re.compile(b"%s(?!%s)|(?<!%s)%s" % (HIGH, LOW, HIGH, LOW))  # a lone surrogate
 
 
@@ -222,7 +224,8 @@ def unreadable(error: BaseException, wanted: type[Struct], text: bytes, what: st
         name = unknown.group(1)[:MOST_SHOWN]
         return BadRequest(f"there is no field `{name}`.{_near(name, wanted)} Take it out{cure}.", name)
     if isinstance(error, msgspec.ValidationError):
-        return BadRequest(f"{error}. {_choices(str(error), wanted) or 'Correct it.'}")
+        other = OTHER_WORD.search(str(error))
+        return BadRequest(f"{error}. {_choices(other[1], wanted) if other else 'Correct it.'}")
     if HALF.search(text):
         why = "an escape \\ud800 to \\udfff stands alone, which is half of a character. Write whole characters."
         return BadRequest(why)
@@ -231,12 +234,11 @@ def unreadable(error: BaseException, wanted: type[Struct], text: bytes, what: st
 
 
 @functools.lru_cache(256)
-def _choices(error: str, wanted: type[Struct]) -> str:
-    """The words to choose from, where a field of some words alone has another."""
-    name = re.search(r"^Invalid enum value .* at `\$\.(\w+)`$", error)
-    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(wanted)}
-    said = [word for kind in get_args(kinds.get(name[1])) for word in get_args(kind)] if name else []
-    return f"Choose from {', '.join(said)}." if said else ""
+def _choices(name: str, wanted: type[Struct]) -> str:
+    """Of a field that takes some words alone: which."""
+    kind = next((field.type for field in msgspec.structs.fields(wanted) if field.encode_name == name), None)
+    words = choices(kind)
+    return f"Choose from {', '.join(words)}." if words else "Correct it."
 
 
 @functools.lru_cache(256)

@@ -302,9 +302,10 @@ def _verdict(document: dict[str, Any]) -> str:
     if document["status"] == "partial":
         return "Stopped before all checks were made; those that were made hold."
     ties = sum(check["ties"] for check in document["checks"])
-    made = sum(check["status"] not in ("skipped", "told") for check in document["checks"])
-    theirs = [check["name"] for check in document["checks"] if check["status"] == "differs"]
-    aside = f" Not ours to mend: {', '.join(theirs)}." if theirs else ""
-    told = [check["name"] for check in document["checks"] if check["status"] == "told"]
-    aside += f" Told, and not judged: {', '.join(told)}." if told else ""
-    return f"All {made - len(theirs)} checks that were made hold" + (f", with {ties} ties." if ties else ".") + aside
+    named = {
+        status: [check["name"] for check in document["checks"] if check["status"] == status]
+        for status in ("holds", "differs", "told")
+    }
+    aside = f" Not ours to mend: {', '.join(named['differs'])}." if named["differs"] else ""
+    aside += f" Told, and not judged: {', '.join(named['told'])}." if named["told"] else ""
+    return f"All {len(named['holds'])} checks that were made hold" + (f", with {ties} ties." if ties else ".") + aside

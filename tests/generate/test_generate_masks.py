@@ -82,6 +82,7 @@ def until_lines(folder: Path, count: int) -> None:
         time.sleep(0.01)
 
 
+ASKED = ("threshold", "idle", "low-confidence")
 IDLE = """
 import numpy as np
 from gpuinfer.text.diffusion.deciding import Decision, UnmaskingDecoder
@@ -103,6 +104,3 @@ def test_a_decoder_of_somebody_s_that_fails_costs_its_row_and_nothing_else(tmp_p
     answers = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert {number for number, row in answers.items() if "error" not in row} == {0, 2}, said.decode()
     assert "decoder 'idle' (package acme 1.0)" in answers[1]["error"]["message"]
-
-
-ASKED = ("threshold", "idle", "low-confidence")

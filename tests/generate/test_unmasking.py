@@ -143,6 +143,7 @@ def test_to_keep_nothing_is_a_word_and_not_the_lack_of_one():
 def test_settings_that_differ_are_named_to_the_last():
     there, here = ({"unmasking": {"decoder": "threshold", "cache": one}, "seed": 0} for one in ("prefix", "vicinity"))
     assert differences(there, here) == 'unmasking.cache: "prefix" there, "vicinity" here'
+    assert differences({"options": {"x": None}}, {"options": {}}) == 'options: {"x": null} there, {} here'
 
 
 def test_two_rows_that_are_filled_in_otherwise_are_two():
