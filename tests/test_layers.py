@@ -36,14 +36,14 @@ LAYERS = [
         "gpuinfer.text",
     ],
     ["gpuinfer.models", "gpuinfer.trace"],
-    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.stats"],
+    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.positions", "gpuinfer.stats"],
     ["gpuinfer.host", "gpuinfer.units", "gpuinfer.unmasked"],
     ["gpuinfer.api", "gpuinfer.generation"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display"]}
 HEAVY = {
-    "torch": ["gpuinfer.models", "gpuinfer.text", "gpuinfer.workloads.selfplay.dataset"],
+    "torch": ["gpuinfer.models", "gpuinfer.positions.dataset", "gpuinfer.text"],
     "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
     "opentelemetry": [],

@@ -10,7 +10,8 @@ import pytest
 
 from gpuinfer import stats
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.workloads.selfplay import keeping, player, records
+from gpuinfer.positions import records
+from gpuinfer.workloads.selfplay import keeping, player
 
 
 class Session:

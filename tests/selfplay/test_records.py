@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.records import unwritable
-from gpuinfer.workloads.selfplay.dataset import FIELDS, SelfPlayRecords
+from gpuinfer.positions.dataset import FIELDS, SelfPlayRecords
+from gpuinfer.positions.records import Folder
 from gpuinfer.workloads.selfplay.games.blob import Blob
-from gpuinfer.workloads.selfplay.records import Folder
 
 SETTINGS = {"game": "blob", "seed": 1, "options": {"players": 4}}
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from gpuinfer.api import Infer
-from gpuinfer.workloads.selfplay import records
+from gpuinfer.positions import records
 
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
 

@@ -16,9 +16,9 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
+from gpuinfer.positions.records import Folder
 from gpuinfer.workloads.selfplay import games, rehearsal
 from gpuinfer.workloads.selfplay.match import Match
-from gpuinfer.workloads.selfplay.records import Folder
 
 ENDLESS = 10**9  # games
 PLAYER = "gpuinfer.workloads.selfplay.player:play"

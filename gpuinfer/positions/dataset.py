@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.selfplay.records import UNREADABLE, Folder, read
+from gpuinfer.positions.records import UNREADABLE, Folder, read
 
 FIELDS = ("observation", "legal", "policy", "value", "player", "game", "move")
 OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them again and again

@@ -1,0 +1,1 @@
+"""Searched positions on disk: what self-play leaves and training reads."""
