@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import sys
@@ -71,6 +72,7 @@ async def test_replicas_come_up_on_loopback_bring_their_logs_and_leave(tmp_path)
             host, port = await replica.ready(LONG_S)
             assert host == "127.0.0.1"
             socket.create_connection((host, port), SECONDS).close()
+            assert {one.nice() for one in shams()} == {os.nice(0)}  # no background work
             await until(lambda replica=replica: "the sham replica is up" in replica.last_words())
         await first.terminate(SECONDS)
         assert (first.alive, second.alive) == (False, True)

@@ -34,8 +34,10 @@ SILENT = 6  # questions without an answer, after which an actor counts as gone: 
 PLACED_S = 5.0  # after which it is said that one waits for its place
 END_S = 20.0
 ADDRESS = r"^(auto|[A-Za-z0-9.\-\[\]:]+:\d+)$"
-FRESH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Of a cluster for this run alone: it tells nobody of itself, and its node's address is that of loopback."""
+FRESH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+"""Of a cluster for this run alone: it tells nobody of itself, its node's address is that of loopback, and replicas are
+no background work, which by Ray's default of 15 a busy neighbour would starve.
+"""
 
 
 class Ray(Launcher):
