@@ -7,8 +7,9 @@ A shard is an npz file without objects. One row a searched move:
     policy       float32 [rows, actions], visits, sum 1        move    int16 [rows]  moves made before, forced ones too
     value        float32 [rows, seats]: the game's returns, column k of the k-th seat after the one that moved
 
-and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat. A game is in
-exactly one shard, with all its rows; moves without a choice have no row.
+and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat; against an opponent
+also `sides` bool [games, seats], true where the run's own model sat. A game is in exactly one shard, with all its rows;
+moves without a choice have no row.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import sharing, training
+from gpuinfer.report import sharing, strength, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
@@ -90,6 +90,7 @@ def build(run: Run) -> dict[str, Any]:
         "roofline": against_roofline(run),
         "bottleneck": judge(evidence(run)),
         "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
+        "strength": strength.of_strength(progress.facts),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),

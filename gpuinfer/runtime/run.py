@@ -196,6 +196,9 @@ class _Execution:
         before = self.session.roofline
         if before is None or self.wall_s() <= 0:
             return
+        if not self.session.alike:  # rows of another network are no measure of this one
+            self.session.roofline = None
+            return
         stopped, rate = self.session.stopping.is_set, self.snapshot().rows / self.wall_s()
         # Starting on a CUDA device takes longer than measuring it, and a neighbour there is rare.
         needless = "reserved_mb" in self.snapshot().device and rate <= before.rows_per_s

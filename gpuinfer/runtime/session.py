@@ -106,6 +106,12 @@ class Session(Infer):
         return [self, *self._beside]
 
     @property
+    def alike(self) -> bool:
+        """Whether all models here are the same network, whatever their weights: then a row costs the same in each."""
+        models = [one._backend.setup.model for one in self._all()]
+        return len({model and model.name for model in models}) == 1
+
+    @property
     def asked(self) -> bool:
         """Whether a request is under way, or the backend itself."""
         return any(one._engine.busy or (one._starting is not None and not one._starting.done()) for one in self._all())

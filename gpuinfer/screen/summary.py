@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuinfer.screen import rollouts
+from gpuinfer.screen import rollouts, strength
 from gpuinfer.screen.rows import PanelRow
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores
 from gpuinfer.units import number, short, whole
@@ -36,8 +36,10 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     nothing = "nothing was left to do" if _was_complete(report) else "nothing was finished"
     yield PanelRow("throughput", "\n".join(rates) or nothing, "strong")
     if _was_complete(report):
+        yield from strength.rows(report.get("strength"))
         yield from _records(report)
         return
+    yield from strength.rows(report.get("strength"))
     yield from rollouts.rows(report.get("rollouts"))
     yield from _batches(report.get("batches") or {})
     yield from _unmasking(report.get("unmasking") or {})

@@ -66,6 +66,19 @@ class Arena:
         return max(0, self.slots - busy + ahead - self.queued)
 
     @property
+    def games(self) -> np.ndarray:
+        """int64 [slots]: the number of the game in each, or `arrays.IDLE`."""
+        return self._games.game
+
+    def roots(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row of the last block, int [rows] each: its slot, and the seat that moves at the root of its tree.
+
+        The search writes rows in the order of their trees.
+        """
+        trees = np.flatnonzero(self._trees.row >= 0)
+        return trees // self.search.determinizations, self._trees.nodes["mover"][trees, 0]
+
+    @property
     def busy(self) -> int:
         """Slots with a game."""
         return int(np.count_nonzero(self._games.game != arrays.IDLE))

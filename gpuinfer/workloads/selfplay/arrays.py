@@ -35,6 +35,7 @@ class Search(NamedTuple):
     temperature: float
     temperature_moves: int  # moves of a game, counted from its first, that are drawn; later ones take the most visited
     record: bool
+    games_per_deal: int = 1  # so many games, one after the other by number, begin with the same random numbers
 
 
 class Games(NamedTuple):

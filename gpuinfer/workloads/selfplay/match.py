@@ -2,7 +2,8 @@
 
 To a worker: {games: [numbers], more: whether there are others that nobody has yet}, and {over} when all games count.
 From it: {ready: slots of each block}, {note}, {need: how many games}, and {counts: {games, simulations, evaluations},
-begun, kept: [numbers of games that count from now on]}, the last time with {ended}.
+begun, kept: [numbers of games that count from now on], points: [of each, where there is an opponent]}, the last time
+with {ended}.
 
 A worker that is killed has its games taken back. With records on disk a game counts when its shard is there: the last
 one may have reached the disk without a word, so the folder is looked at first. Workers that have run out stay until all
@@ -22,6 +23,7 @@ from typing import Any
 
 from gpuinfer.api import Progress, Workers
 from gpuinfer.errors import GpuinferError, WorkerDied
+from gpuinfer.report.strength import Tally
 
 COUNTS = ("games", "simulations", "evaluations")
 
@@ -48,7 +50,9 @@ class Hand:
 
 
 class Match:
-    """All games of one run. `on_disk` reads the numbers of the games that have reached the disk."""
+    """All games of one run. `on_disk` reads the numbers of the games that have reached the disk; `tally` is where the
+    points go, where there is an opponent.
+    """
 
     def __init__(
         self,
@@ -56,12 +60,13 @@ class Match:
         finished: set[int],
         arguments: Iterable[Mapping[str, Any]],
         on_disk: Callable[[], set[int]] = set,
+        tally: Tally | None = None,
     ) -> None:
         self.left = total - len(finished)  # nobody has them
         self._total, self._before = total, len(finished)
         self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
         self._hands = [Hand(one) for one in arguments]
-        self._on_disk = on_disk
+        self._on_disk, self._tally = on_disk, tally
         self._playing = False
         self._over = False
 
@@ -99,6 +104,8 @@ class Match:
         elif "counts" in message:
             hand.counts, hand.begun = message["counts"], message["begun"]
             hand.keep(hand.held.intersection(message["kept"]))
+            if self._tally is not None:
+                self._tally.add(dict(zip(message["kept"], message["points"], strict=True)))
             hand.ended = "ended" in message
             hand.plays = not hand.ended
 
@@ -156,7 +163,7 @@ class Match:
             before=self._before,
             begun=sum(hand.begun for hand in self._hands),
             counts={name: sum(hand.counts.get(name, 0) for hand in self._hands) for name in COUNTS},
-            facts=self.facts(),
+            facts={**self.facts(), **(self._tally.facts() if self._tally is not None else {})},
             note=note,
             setup=setup,
         )

@@ -1,7 +1,4 @@
-"""A self-play worker process: plays the games that it is given, and reports.
-
-What passes between a worker's search and the backend: room for blocks, and answers.
-"""
+"""A self-play worker process: plays the games that it is given, and reports."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,45 +17,13 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.api import Channel, Infer
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays, games, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
+from gpuinfer.workloads.selfplay.asking import Answers, Ask, network, one_network, room, two_networks
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.keeping import Keeper, ShardWriter, Unwritten
-
-Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]
-
-
-def room(infer: Infer, game: Game, rows: int) -> np.ndarray | None:
-    """Where the backend reads rows in place, if anywhere. Raises WorkError when that is not made for this game."""
-    block = infer.block(rows)
-    if block is None:
-        return None
-    if (block.shape, block.dtype) != ((rows, game.features), game.feature_dtype):
-        raise WorkError(
-            f"the backend gave room for {block.dtype} {list(block.shape)} where {game.feature_dtype} "
-            f"{[rows, game.features]} was asked for. Mend its block(), or let it return None."
-        )
-    return np.asarray(block)
-
-
-def as_answers(result: Any, rows: int, game: Game) -> Answers:
-    """(policy logits float32 [rows, actions], values float32 [rows, seats]) of a model's answer."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise UsageError(
-            f"the model answered with {type(result).__name__}, not (policy logits, values). Return these two tensors."
-        )
-    logits, values = (np.require(part, np.float32, ("C", "A", "W")) for part in result)  # as the kernel is compiled
-    expected = (rows, game.actions), (rows, game.seats)
-    if (logits.shape, values.shape) != expected:
-        raise WorkError(
-            f"the model answered with shapes {logits.shape} and {values.shape} where {expected[0]} and {expected[1]} "
-            "were due. Mend the model, or choose the game that it was made for."
-        )
-    if not np.isfinite(values).all():  # the engine lets -inf pass, for the sake of the logits
-        raise WorkError(f"the model answered with -inf among its values {expected[1]}. Check its weights and inputs.")
-    return logits, values
-
+from gpuinfer.workloads.selfplay.sides import Sides, points
 
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
@@ -68,13 +35,36 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     game = games.build(arguments["game"], arguments["game_options"])
     if not kernels.is_cached(game.rules):
         await channel.send({"note": "compiling the search kernels (first run)"})
-    max_rows = infer.limits.max_rows if arguments["network"] else None
+    against = await opponent_of(arguments, infer, game)
+    ways = [infer, *([against.infer] if against is not None and against.infer is not None else [])]
+    max_rows = min(way.limits.max_rows for way in ways) if arguments["network"] else None
     slots = blocks(arguments["slots"], arguments["halves"], arguments["search"]["determinizations"], max_rows)
     determinizations = arguments["search"]["determinizations"]
-    rooms = [room(infer, game, count * determinizations) if arguments["network"] else None for count in slots]
+    in_place = arguments["network"] and against is None  # rows of two networks lie there only once they are divided
+    rooms = [room(infer, game, count * determinizations) if in_place else None for count in slots]
     arenas = await asyncio.to_thread(_prepare, game, slots, rooms, arguments)
     await channel.send({"ready": slots})
-    await Round(arenas, infer, channel, arguments).play()
+    await Round(arenas, infer, channel, arguments, against).play()
+
+
+@dataclass(frozen=True)
+class Opponent:
+    """Who holds the other seats: another network, or `uniform`, for which there is nobody to ask."""
+
+    infer: Infer | None
+    sides: Sides
+
+
+async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) -> Opponent | None:
+    """With its model loaded. Raises `UsageError` when there can be none beside the run's own."""
+    if (said := arguments["opponent"]) is None:
+        return None
+    sides = Sides(game.seats, arguments["search"]["seed"])
+    if said["model"] == "uniform":
+        return Opponent(None, sides)
+    way = infer.beside(network(game, said["model"], said["weights"]))
+    await way.ready()
+    return Opponent(way, sides)
 
 
 def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None) -> list[int]:
@@ -106,8 +96,16 @@ def _prepare(
 class Round:
     """One run of a worker: while one arena's block is in the model, another is searched."""
 
-    def __init__(self, arenas: list[Arena], infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
-        self._arenas, self._infer, self._channel = arenas, infer, channel
+    def __init__(
+        self,
+        arenas: list[Arena],
+        infer: Infer,
+        channel: Channel,
+        arguments: Mapping[str, Any],
+        opponent: Opponent | None = None,
+    ) -> None:
+        self._arenas, self._infer, self._channel, self._opponent = arenas, infer, channel, opponent
+        self._points: dict[int, float] = {}  # of finished games that have not been told of
         self._queue: deque[int] = deque()
         self._more = True  # the parent has more games
         self._over = False  # and will never have any
@@ -143,14 +141,16 @@ class Round:
         again, so they may lie in memory that is then written anew.
         """
         answers: Answers | None = None
-        with self._infer.client() as me:
+        with self._asking(arena) as ask:
             while await self._supply(arena):
                 rows = await self._search(arena, answers)
-                answers = None
-                if rows:
-                    block = arena.features[:rows]
-                    answers = as_answers(await self._infer(block, rows=rows, client=me), rows, arena.game)
+                answers = await ask(rows) if rows else None
                 await self._collect(arena)
+
+    def _asking(self, arena: Arena) -> AbstractContextManager[Ask]:
+        if self._opponent is None:
+            return one_network(self._infer, arena)
+        return two_networks(self._infer, self._opponent.infer, arena, self._opponent.sides)
 
     async def _alone(self, arena: Arena) -> None:
         """An evaluator inside the kernel: many rounds a call."""
@@ -230,8 +230,13 @@ class Round:
 
     async def _collect(self, arena: Arena) -> None:
         finished = arena.collect()
-        if finished is not None:
-            await self._keeper.add(finished)
+        if finished is None:
+            return
+        if self._opponent is not None:
+            numbers, returns = finished["finished"].tolist(), finished["returns"]
+            finished["sides"] = np.stack([self._opponent.sides.of(number) for number in numbers])
+            self._points.update(zip(numbers, map(points, returns, finished["sides"]), strict=True))
+        await self._keeper.add(finished)
 
     async def _report(self) -> None:
         while True:
@@ -245,8 +250,10 @@ class Round:
     def _counts(self) -> dict[str, Any]:
         total = np.sum([arena.counters for arena in self._arenas], axis=0)
         names = {"games": arrays.FINISHED, "simulations": arrays.SIMULATIONS, "evaluations": arrays.EVALUATIONS}
-        return {
+        kept = self._keeper.take()
+        told = {
             "counts": {name: int(total[index]) for name, index in names.items()},
             "begun": sum(arena.begun for arena in self._arenas),
-            "kept": self._keeper.take(),
+            "kept": kept,
         }
+        return told if self._opponent is None else {**told, "points": [self._points.pop(number) for number in kept]}

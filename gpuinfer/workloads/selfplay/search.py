@@ -91,7 +91,7 @@ def start_game(config, search, games, queue, counters, slot):
     games.moves[slot] = 0
     games.records[slot] = 0
     counters[NEXT] += 1
-    seed_stream(games.stream[slot], search.seed, games.game[slot])
+    seed_stream(games.stream[slot], search.seed, games.game[slot] // search.games_per_deal)
     rules.deal(config, games.state[slot], games.stream[slot])
 
 

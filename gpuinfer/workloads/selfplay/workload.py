@@ -17,14 +17,18 @@ from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
 from gpuinfer.positions.records import Folder
+from gpuinfer.report.strength import Tally
 from gpuinfer.workloads.selfplay import games, rehearsal
+from gpuinfer.workloads.selfplay.asking import network
 from gpuinfer.workloads.selfplay.match import Match
+from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
 ENDLESS = 10**9  # games
 PLAYER = "gpuinfer.workloads.selfplay.player:play"
 
 EVALUATORS = ("network", "uniform", "rollout")
 MODELS = ("blobnet", "blobnet-small", "uniform", "rollout", "module:factory")
+OPPONENTS = ("blobnet", "blobnet-small", "uniform", "module:factory")
 LEAST_ROWS = 640  # half a block's, where the best batch is smaller or was not measured: blocks shrink as games end
 HEAVY_ROWS = 1280  # the same for a heavy model, where the search hardly counts and each block's change of hands does
 HEAVY_PER_S = 200_000  # rows: a model is heavy that the machine does fewer of
@@ -54,6 +58,10 @@ class SelfPlay(Workload):
         )
         model: str = Field("blobnet", description="blobnet, blobnet-small, uniform, rollout or module:factory")
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
+        opponent_model: str | None = Field(
+            None, description="has half of the seats: a model, with weights of its own, or uniform"
+        )
+        opponent_weights: Path | None = Field(None, description="of the opponent, as --weights")
         out: Path | None = Field(None, description="write records to this folder")
         resume: bool = Field(False, description="go on with the records in --out")
         deterministic: bool = Field(False, description="the same games with a network, however they are batched")
@@ -74,12 +82,40 @@ class SelfPlay(Workload):
         self.game = games.build(self.options.game, self._game_options)
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
+        self._check_opponent()
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
-        if self.options.weights is not None and not self.options.weights.is_file():
-            raise UsageError(f"--weights: no file '{self.options.weights}'. Give the file that holds the weights.")
+        for flag, file in (("--weights", self.options.weights), ("--opponent-weights", self.options.opponent_weights)):
+            if file is not None and not file.is_file():
+                raise UsageError(f"{flag}: no file '{file}'. Give the file that holds the weights.")
 
         self._games = self.options.games
+
+    def _check_opponent(self) -> None:
+        """Raises `UsageError` unless there is none, or one that can hold half of the seats."""
+        model, weights = self.options.opponent_model, self.options.opponent_weights
+        if weights is not None and model in (None, "uniform"):
+            raise UsageError(
+                f"--opponent-weights {weights}: "
+                + ("no network is named that has them." if model is None else "uniform has no weights.")
+                + " Name one with --opponent-model, such as blobnet."
+            )
+        if model is None:
+            return
+        if model == "rollout":
+            raise UsageError(
+                "--opponent-model rollout: playouts happen inside the search, and that is the same for both sides. "
+                "Name a network, or uniform."
+            )
+        if model not in OPPONENTS and ":" not in model:
+            raise UnknownName("opponent", model, OPPONENTS, label="Choices")
+        if self.evaluator != "network":
+            raise UsageError(
+                f"--opponent-model {model}: the run's own side must be a network, and --model is {self.options.model}. "
+                "Name the network with --model; uniform may be the opponent."
+            )
+        if self.game.seats < PAIR:
+            raise UsageError(f"game '{self.options.game}' has one seat, and none for an opponent. Choose another game.")
 
     @property
     def deterministic(self) -> bool:
@@ -94,13 +130,15 @@ class SelfPlay(Workload):
     def model(self) -> ModelSpec | None:
         if self.evaluator != "network":
             return None
-        return ModelSpec(
-            name=self.options.model,
-            weights=str(self.options.weights) if self.options.weights else None,
-            inputs=self.game.features,
-            input_dtype=self.game.feature_dtype,
-            arguments={"actions": self.game.actions, "seats": self.game.seats},
-        )
+        return network(self.game, self.options.model, _text(self.options.weights))
+
+    @property
+    def opponent(self) -> ModelSpec | None:
+        """The other network; None without one, and for `uniform`, which nobody is asked for."""
+        name = self.options.opponent_model
+        if name in (None, "uniform"):
+            return None
+        return network(self.game, name, _text(self.options.opponent_weights))
 
     @property
     def asks(self) -> bool:
@@ -145,16 +183,21 @@ class SelfPlay(Workload):
                 f"{self.options.games}. Ask for {max(finished) + 1} or more."
             )
         on_disk = folder.finished if folder else set
+        tally = None if self.options.opponent_model is None else Tally(kept(folder) if folder else {})
+        if self.opponent is not None:
+            infer.beside(self.opponent)  # refused here, before any worker is started
         if rehearsal.is_due(self.game):
             yield Progress(0, note="playing the game once with its bounds checked", setup=True)
             await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
-        match = Match(self._games, finished, self.arguments(infer, len(finished)), on_disk)
+        match = Match(self._games, finished, self.arguments(infer, len(finished)), on_disk, tally)
         if match.left:
             yield match.progress("starting the workers", setup=True)
             async with infer.workers(PLAYER, match.arguments) as workers:
                 async for progress in match.follow(workers):
                     yield progress
         if folder:
+            if tally is not None:  # a worker that was killed may have written games that it never told of
+                tally.add(await asyncio.to_thread(kept, folder))
             folder.close(match.done)
         yield match.progress()
 
@@ -170,10 +213,17 @@ class SelfPlay(Workload):
                 "slots": self.slots(infer, workers, left),
                 "halves": self.halves,
                 "network": self.evaluator == "network",
+                "opponent": self._opponent_told,
                 "out": str(self.options.out) if self.options.out else None,
             }
             for _ in range(workers)
         ]
+
+    @property
+    def _opponent_told(self) -> dict[str, str | None] | None:
+        if self.options.opponent_model is None:
+            return None
+        return {"model": self.options.opponent_model, "weights": _text(self.options.opponent_weights)}
 
     def search(self) -> dict[str, Any]:
         """The fields of `arrays.Search`."""
@@ -184,10 +234,12 @@ class SelfPlay(Workload):
             "seed": self.setup.seed,
             "evaluator": EVALUATORS.index(self.evaluator),
             "record": self.options.out is not None,
+            "games_per_deal": 1 if self.options.opponent_model is None else PAIR,
         }
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
-        """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it.
+        """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
+        with two networks, which divide each block, twice as many.
 
         Games come and go, so a block is never quite full: more than the best size costs nothing, less does.
         """
@@ -195,6 +247,7 @@ class SelfPlay(Workload):
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
             share = 2 * max(1, half_block(infer.roofline) // self.determinizations)
+            share *= 1 if self.opponent is None else 2
         else:
             share = CACHED_BYTES // (self.determinizations * self.tree_bytes)
         if self.options.games_in_flight is None:
@@ -216,17 +269,26 @@ class SelfPlay(Workload):
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides how a game goes: records of other settings must not be mixed with them."""
         search = self.search()
-        del search["record"], search["evaluator"]
-        weights = self.options.weights
+        del search["record"], search["evaluator"], search["games_per_deal"]
         return {
             "game": self.options.game,
             "game_options": self.game.options.model_dump(),
             **search,
             "model": self.options.model,
-            "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights else None,
+            "weights": _digest(self.options.weights),
+            "opponent_model": self.options.opponent_model,
+            "opponent_weights": _digest(self.options.opponent_weights),
             "dtype": self.setup.dtype if self.evaluator == "network" else None,
             "deterministic": self.options.deterministic,
         }
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _digest(path: Path | None) -> str | None:
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def half_block(roofline: Roofline | None) -> int:

@@ -1,0 +1,141 @@
+"""From a block of leaves to its answers: by the run's own model, or by two, each for the seats that it plays.
+
+What passes between a worker's search and the backend: room for blocks, and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import Infer, ModelSpec
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.workloads.selfplay import arrays
+from gpuinfer.workloads.selfplay.arena import Arena
+from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.sides import Sides
+
+Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]
+Ask = Callable[[int], Coroutine[Any, Any, Answers]]
+"""The answers to the first rows of an arena's block, as many as it says. They may lie in memory that the next call
+writes anew."""
+
+
+def network(game: Game, name: str, weights: str | None) -> ModelSpec:
+    """The model of that name for this game; `weights`: the file that holds them."""
+    return ModelSpec(
+        name=name,
+        weights=weights,
+        inputs=game.features,
+        input_dtype=game.feature_dtype,
+        arguments={"actions": game.actions, "seats": game.seats},
+    )
+
+
+def room(infer: Infer, game: Game, rows: int) -> np.ndarray | None:
+    """Where the backend reads rows in place, if anywhere. Raises WorkError when that is not made for this game."""
+    block = infer.block(rows)
+    if block is None:
+        return None
+    if (block.shape, block.dtype) != ((rows, game.features), game.feature_dtype):
+        raise WorkError(
+            f"the backend gave room for {block.dtype} {list(block.shape)} where {game.feature_dtype} "
+            f"{[rows, game.features]} was asked for. Mend its block(), or let it return None."
+        )
+    return np.asarray(block)
+
+
+def as_answers(result: Any, rows: int, game: Game, who: str = "the model") -> Answers:
+    """(policy logits float32 [rows, actions], values float32 [rows, seats]) of a model's answer."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise UsageError(
+            f"{who} answered with {type(result).__name__}, not (policy logits, values). Return these two tensors."
+        )
+    logits, values = (np.require(part, np.float32, ("C", "A", "W")) for part in result)  # as the kernel is compiled
+    expected = (rows, game.actions), (rows, game.seats)
+    if (logits.shape, values.shape) != expected:
+        raise WorkError(
+            f"{who} answered with shapes {logits.shape} and {values.shape} where {expected[0]} and {expected[1]} "
+            "were due. Mend the model, or choose the game that it was made for."
+        )
+    if not np.isfinite(values).all():  # the engine lets -inf pass, for the sake of the logits
+        raise WorkError(f"{who} answered with -inf among its values {expected[1]}. Check its weights and inputs.")
+    return logits, values
+
+
+@contextlib.contextmanager
+def one_network(infer: Infer, arena: Arena) -> Iterator[Ask]:
+    """All rows go to the run's own model, from where they lie."""
+    with infer.client() as me:
+
+        async def ask(rows: int) -> Answers:
+            return as_answers(await infer(arena.features[:rows], rows=rows, client=me), rows, arena.game)
+
+        yield ask
+
+
+@contextlib.contextmanager
+def two_networks(infer: Infer, opponent: Infer | None, arena: Arena, sides: Sides) -> Iterator[Ask]:
+    """Each row goes to the network whose seat moves at the root of its tree. `opponent`: None for `uniform`."""
+    with contextlib.ExitStack() as clients:
+        shares = [
+            Share(way, clients.enter_context(way.client()), arena, who) if way is not None else None
+            for way, who in ((infer, "the model"), (opponent, "the opponent"))
+        ]
+        yield Divided(arena, sides, shares).ask
+
+
+class Share:
+    """The rows of an arena's blocks that one network answers."""
+
+    def __init__(self, infer: Infer, client: Hashable, arena: Arena, who: str) -> None:
+        self._infer, self._client, self._game, self._who = infer, client, arena.game, who
+        self._features = arena.features
+        mine = room(infer, arena.game, len(arena.features))
+        self._block = np.empty_like(arena.features) if mine is None else mine
+
+    async def answer(self, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+        """Put the answers to these rows of the block into the same rows of `logits` and `values`."""
+        count = len(rows)
+        block = self._block[:count]
+        np.take(self._features, rows, axis=0, out=block, mode="clip")  # which writes to `out` without a copy
+        result = await self._infer(block, rows=count, client=self._client)
+        logits[rows], values[rows] = as_answers(result, count, self._game, self._who)
+
+
+class Divided:
+    """The blocks of one arena, each divided between the model and the opponent."""
+
+    def __init__(self, arena: Arena, sides: Sides, shares: list[Share | None]) -> None:
+        self._arena, self._sides, self._shares = arena, sides, shares
+        self._known = np.full(arena.slots, arrays.IDLE, np.int64)  # the games for which `_ours` holds
+        self._ours = np.zeros((arena.slots, arena.game.seats), np.bool_)
+        rows = len(arena.features)
+        # Of no model: equal priors and values of 0, as inside the search.
+        self._logits = np.zeros((rows, arena.game.actions), np.float32)
+        self._values = np.zeros((rows, arena.game.seats), np.float32)
+
+    async def ask(self, rows: int) -> Answers:
+        ours = self._moved_by_us()
+        logits, values = self._logits[:rows], self._values[:rows]
+        async with asyncio.TaskGroup() as group:
+            for share, whose in zip(self._shares, (ours, ~ours), strict=True):
+                mine = np.flatnonzero(whose)
+                if share is not None and len(mine):
+                    group.create_task(share.answer(mine, logits, values))
+                elif share is None:
+                    logits[mine] = values[mine] = 0.0
+        return logits, values
+
+    def _moved_by_us(self) -> NDArray[np.bool_]:
+        """bool [rows] of the present block."""
+        games = self._arena.games
+        for slot in np.flatnonzero((games != self._known) & (games != arrays.IDLE)):
+            self._ours[slot], self._known[slot] = self._sides.of(int(games[slot])), games[slot]
+        slots, movers = self._arena.roots()
+        return np.asarray(self._ours[slots, movers])

@@ -1,0 +1,118 @@
+"""Two networks at one table: whose the seats are, who answers which row, and what comes of a game."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matches import arena_of, in_order, played, random_linear, same
+
+from gpuinfer.workloads.selfplay import arrays
+from gpuinfer.workloads.selfplay.asking import one_network, two_networks
+from gpuinfer.workloads.selfplay.games.blob import Blob
+from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+from gpuinfer.workloads.selfplay.sides import Sides, points
+
+SMALL = {"determinizations": 1, "evaluator": arrays.NETWORK, "games_per_deal": 2}
+
+
+class Network:
+    """A way to a model in this process, which counts the rows that it is asked for."""
+
+    def __init__(self, game, seed):
+        self.model, self.rows = random_linear(game, seed), 0
+
+    def block(self, rows):
+        return None
+
+    def client(self):
+        return contextlib.nullcontext()
+
+    async def __call__(self, payload, *, rows, client):
+        assert len(payload) == rows > 0
+        self.rows += rows
+        return self.model(payload)
+
+
+async def match(arena, asking, games):
+    """What the games leave behind, in order."""
+    parts, answers = [], (None, None)
+    arena.add_games(range(games))
+    with asking as ask:
+        while rows := arena.play(*answers):
+            answers = await ask(rows)
+            parts.append(arena.collect())
+    return in_order([part for part in [*parts, arena.collect()] if part is not None])
+
+
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(0, 2**63 - 1))
+def test_each_seat_is_had_once_by_each_side_in_a_pair(pair, seats, seed):
+    first, second = (Sides(seats, seed).of(number) for number in (2 * pair, 2 * pair + 1))
+    assert (first == ~second).all()
+    assert first.sum() == seats // 2
+    assert (first == Sides(seats, seed).of(2 * pair)).all()
+
+
+def test_all_divisions_of_four_seats_come_about():
+    found = {tuple(np.flatnonzero(Sides(4, 0).of(number))) for number in range(200)}
+    assert found == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("returns", "ours", "scored"),
+    [
+        pytest.param([1, -1], [True, False], 1.0, id="won"),
+        pytest.param([1, -1], [False, True], 0.0, id="lost"),
+        pytest.param([0, 0], [False, True], 0.5, id="drawn"),
+        pytest.param([0.2, 0.9, 0.3, 0.1], [True, False, True, False], 0.0, id="by the mean of two seats"),
+        pytest.param([0.1, 0.2, 0.3], [False, True, False], 0.5, id="the same but for rounding"),
+        pytest.param([0.5, 0.2, 0.7], [True, False, False], 1.0, id="one seat against two"),
+    ],
+)
+def test_points_go_to_the_side_with_the_higher_mean_return(returns, ours, scored):
+    assert points(np.array(returns, np.float32), np.array(ours)) == scored
+
+
+def test_games_of_a_pair_are_dealt_alike():
+    records = played(arena_of(Blob(), 5, evaluator=arrays.UNIFORM, games_per_deal=2), range(8))
+    first = [records["observation"][records["game"] == number][0] for number in range(8)]
+    assert all((first[number] == first[number + 1]).all() for number in range(0, 8, 2))
+    assert len({row.tobytes() for row in first}) == 4
+
+
+@pytest.mark.parametrize("game", [ConnectFour(), Blob(None, players=3)], ids=["connect-four", "three at blob"])
+async def test_each_move_is_thought_of_by_the_network_whose_seat_it_is(game):
+    """With one simulation and no noise the policy is the root's priors: those of the one or of the other."""
+    sides, ways = Sides(game.seats, 3), (Network(game, 1), Network(game, 2))
+    arena = arena_of(game, 4, **SMALL, simulations=1, noise=0.0)
+    records = await match(arena, two_networks(*ways, arena, sides), 12)
+    assert records["finished"].tolist() == list(range(12))
+    for row in range(len(records["game"])):
+        ours = sides.of(int(records["game"][row]))[records["player"][row]]
+        logits = ways[not ours].model(records["observation"][row][None])[0][0]
+        weights = np.where(records["legal"][row], np.exp(logits), 0.0)
+        assert np.allclose(records["policy"][row], weights / weights.sum(), atol=1e-5)
+    assert min(way.rows for way in ways) > 0
+
+
+async def test_a_network_against_itself_plays_as_it_does_alone():
+    game = Blob()
+    alone, divided = (arena_of(game, slots, **SMALL) for slots in (3, 5))
+    records = await match(alone, one_network(Network(game, 1), alone), 10)
+    both = two_networks(Network(game, 1), Network(game, 1), divided, Sides(game.seats, 0))
+    assert same(await match(divided, both, 10), records)
+
+
+async def test_a_uniform_opponent_thinks_as_the_search_without_a_network():
+    game = ConnectFour()
+    arena, plain = arena_of(game, 3, **SMALL), arena_of(game, 3, **{**SMALL, "evaluator": arrays.UNIFORM})
+
+    class Nobody(Network):
+        async def __call__(self, payload, *, rows, client):
+            return np.zeros((rows, 7), np.float32), np.zeros((rows, 2), np.float32)
+
+    records = await match(arena, two_networks(Nobody(game, 0), None, arena, Sides(2, 0)), 8)
+    assert same(records, played(plain, range(8)))

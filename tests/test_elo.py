@@ -1,0 +1,88 @@
+"""Strength in numbers: Elo by its formula, and an interval that holds what it promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.report.strength import FACT, Tally, elo, in_elo, in_score, of_strength
+from gpuinfer.screen import strength as shown
+
+SCORED = st.sampled_from([0.0, 0.5, 1.0])
+
+
+def strength_of(points):
+    return of_strength(Tally(dict(enumerate(points))).facts())
+
+
+@pytest.mark.parametrize(("score", "difference"), [(0.5, 0.0), (0.75, 190.849), (0.25, -190.849), (10 / 11, 400.0)])
+def test_elo_is_that_of_the_logistic_curve(score, difference):
+    assert elo(score) == pytest.approx(difference, abs=1e-3)
+
+
+@given(st.dictionaries(st.integers(0, 40), SCORED, min_size=1), st.randoms(use_true_random=False))
+def test_the_order_in_which_games_are_told_does_not_matter(points, order):
+    tally = Tally()
+    numbers = [*points, *points]  # each twice
+    order.shuffle(numbers)
+    for number in numbers:
+        tally.add({number: points[number]})
+    assert tally.facts() == pytest.approx(Tally(points).facts())
+    found = of_strength(tally.facts())
+    assert found["games"] == len(points) == found["wins"] + found["draws"] + found["losses"]
+    assert found["score_ci95"][0] <= found["score"] <= found["score_ci95"][1]
+
+
+@given(st.lists(st.tuples(SCORED, SCORED), min_size=1, max_size=40))
+def test_the_interval_of_pairs_is_that_of_their_means(pairs):
+    found = strength_of([one for pair in pairs for one in pair])
+    means = np.array([sum(pair) / 2 for pair in pairs] + [1.0, 0.0])
+    reach = 1.959964 * means.std() / np.sqrt(len(means))
+    expected = np.clip([means.mean() - reach, means.mean() + reach], 0, 1)
+    assert found["score_ci95"] == pytest.approx(expected, abs=1e-6)
+    assert found["pairs"] == len(pairs)
+
+
+@pytest.mark.parametrize("win", [0.5, 0.75, 0.95])
+def test_nineteen_of_twenty_intervals_hold_the_truth(win):
+    """Of 100 pairs whose two games are one another's mirror image half of the time."""
+    draw = np.random.default_rng(1)
+    held = 0
+    for _ in range(400):
+        first = draw.random(100) < win
+        second = np.where(draw.random(100) < 0.5, first, draw.random(100) < win)
+        low, high = strength_of(np.stack([first, second], 1).ravel().astype(float).tolist())["score_ci95"]
+        held += low <= win <= high
+    assert 0.92 < held / 400 < 0.985
+
+
+def test_pairs_that_are_always_shared_say_more_than_games_by_themselves():
+    shared = strength_of([1.0, 0.0] * 100)
+    mixed = strength_of(np.random.default_rng(0).permutation([1.0, 0.0] * 100).tolist())
+    assert shared["score"] == mixed["score"] == 0.5
+    assert np.diff(shared["score_ci95"]) < 0.25 * np.diff(mixed["score_ci95"])
+
+
+def test_where_all_games_are_won_there_is_a_lower_bound_alone():
+    found = strength_of([1.0] * 400)
+    assert (found["elo"], found["elo_ci95"][1]) == (None, None)
+    assert 600 < found["elo_ci95"][0] < 1000
+    assert in_elo(found).startswith("more than +")
+    assert in_elo(strength_of([0.0] * 400)).startswith("less than −")
+
+
+def test_where_nobody_played_there_is_no_strength():
+    assert Tally().facts() == {}
+    assert of_strength({"workers": 2.0}) is None
+    assert all(name.startswith(FACT) for name in Tally({0: 1.0}).facts())
+
+
+def test_strength_in_words():
+    found = strength_of([1.0, 0.5, 1.0, 0.0])
+    assert in_elo(found).startswith("+89 Elo (−")
+    assert in_score(found).startswith("62.5 % (")
+    (row,) = shown.rows(found)
+    assert row.text.endswith("of 4 games: 2 wins, 1 draws, 1 losses")
+    assert list(shown.rows(None)) == []
