@@ -18,8 +18,11 @@ import llvmlite
 import numba
 import numpy as np
 import platformdirs
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.compiled_once import compiled_once
 
 
 def cache_folder(parts: Iterable[bytes]) -> Path:
@@ -69,7 +72,7 @@ def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., A
 
     def decorate(function: Callable[..., Any]) -> Any:
         with caching_in(folder):
-            return numba.njit(cache=True, **options)(function)  # looks for what is kept there as it is made
+            return compiled_once(numba.njit(cache=True, **options)(function), folder)
 
     return decorate
 
@@ -80,7 +83,10 @@ def c_compiler(files: Iterable[Path], signature: Any, **options: Any) -> Callabl
 
     def decorate(function: Callable[..., Any]) -> Any:
         with caching_in(folder):
-            return numba.cfunc(signature, cache=True, **options)(function)
+            made = CFunc(function, normalize_signature(signature), locals={}, options=options)
+            made.enable_caching()
+            compiled_once(made, folder).compile()
+            return made
 
     return decorate
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models import kernel_cache
+from gpuinfer.models.compiled_once import compiled_once
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
 FROZEN = (bool, int, float, str, tuple, np.generic)
@@ -38,8 +39,10 @@ def load(rules_name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__dict__["rules"] = rules
     sys.modules[name] = module  # where Numba looks for the globals of cached code
-    with kernel_cache.caching_in(cache_folder(rules)):
+    folder = cache_folder(rules)
+    with kernel_cache.caching_in(folder):
         spec.loader.exec_module(module)
+    compiled_once(module.play, folder)
     return module
 
 
