@@ -14,7 +14,7 @@ from gpuinfer.api import Setup
 from gpuinfer.bench import generators, grid, pages, plots, tables
 from gpuinfer.bench.compare import compare
 from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Contest, DrawnPrompts, Generators, Given
+from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Contest, DrawnPrompts, Generators, Given, needed
 from gpuinfer.bench.series import Course, Outcome
 from gpuinfer.cli.variants import expand
 from gpuinfer.config import registry
@@ -212,6 +212,13 @@ def test_drawn_prompts_are_the_same_for_all_and_new_in_each_run():
 
 def test_given_prompts_go_round():
     assert Given([[1], [2], [3]]).of(1, 2) == [[3], [1]]
+
+
+def test_runs_and_the_warm_up_have_given_prompts_of_their_own_where_there_are_enough():
+    sizes, repeats = (2, 8), 3
+    given = Given([[number] for number in range(needed(sizes, repeats))])
+    taken = [one for repeat in range(repeats + 1) for one in given.of(repeat, max(sizes))]
+    assert sorted(taken) == list(given.tokens)
 
 
 # The command

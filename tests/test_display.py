@@ -107,8 +107,8 @@ def test_rates_forget_what_was_before_the_clock_started_anew():
         pytest.param({"rows": 50.0}, ["50 rows/s"], id="only rows"),
         pytest.param({"games": 1.0, "rows": 0.0}, ["60 games/min"], id="no model was asked"),
         pytest.param(
-            {"output_tokens": 1e3, "input_tokens": 200.0, "cached_tokens": 0.0, "rows": 8.0},
-            ["1.00 k output tokens/s", "200 input tokens/s", "8 rows/s"],
+            {"output_tokens": 1e3, "input_tokens": 200.0, "cached_tokens": 0.0, "sequences": 8.0},
+            ["1.00 k output tokens/s", "200 input tokens/s", "8 sequences/s"],
             id="text",
         ),
         pytest.param({}, [], id="nothing yet"),
@@ -206,6 +206,11 @@ def test_a_run_without_batches_shows_no_empty_chart_of_them():
     ("moment", "words"),
     [
         pytest.param(update(snapshot=Snapshot(errors={"failed": 3})), "3 failed", id="errors"),
+        pytest.param(
+            update(snapshot=Snapshot(errors={"failed": 1, "expired": 2}), progress=Progress(9, failed=4)),
+            "4 failed, 2 expired",
+            id="rows that could not even be asked",
+        ),
         pytest.param(update(phase="stopping"), "stopping", id="stopping"),
         pytest.param(update(0.0, phase="measuring the roofline"), "measuring the roofline …", id="before the start"),
         pytest.param(
@@ -308,13 +313,26 @@ def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
     said = [(row.name, row.text) for row in summary.rows(GENERATED)]
     assert said == [
         ("finished", "150 of 200 rows"),
-        ("throughput", "640 output tokens/s\n90 input tokens/s\n5 rows/s"),
+        ("throughput", "640 output tokens/s\n90 input tokens/s\n5 sequences/s"),
         ("steps", "1,300, rows: mean 60, median 64, most 64, 94% of 64 slots in use"),
         ("model", "tiny, 64 slots of 2,048 tokens"),
         ("memory", "851 MB at most; the model: 870 MB estimated (21.0 MB of weights), 850 MB measured"),
         ("answers", "out.jsonl"),
         ("", "Stopped with work left. The same command with --resume goes on."),
     ]
+
+
+def test_the_final_panel_counts_rows_that_could_not_even_be_asked():
+    report = {**GENERATED, "errors": {"failed": 1, "retried": 0}, "failures": {"count": 3, "first": None}}
+    assert [row.text for row in summary.rows(report) if row.name == "errors"] == ["3 failed"]
+
+
+def test_samples_of_one_row_are_sequences_and_no_rows():
+    pace = view.Pace()
+    for second in (1.0, 2.0):
+        progress = Progress(int(second), 200, "rows")
+        pace.add(update(second, snapshot=Snapshot(rows=int(4 * second), slots=64), progress=progress))
+    assert pace.rates() == {"sequences": 4.0}
 
 
 def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():

@@ -162,7 +162,6 @@ def test_an_answer_of_no_text_still_has_a_beginning_and_an_end(envelope):
     [
         (BadPrompt("no. Mend it."), 400, "invalid_request_error", None, None),
         (BadRequest("no `n`. Mend it.", "n"), 400, "invalid_request_error", "n", None),
-        (PromptTooLong("too long. Mend it."), 400, "invalid_request_error", None, "context_length_exceeded"),
         (Expired("late. Hurry."), 408, "timeout_error", None, None),
         (QueueFull("full. Wait."), 429, "rate_limit_error", None, None),
         (BackendDied("gone. Wait."), 503, "overloaded_error", None, None),
@@ -173,6 +172,17 @@ def test_an_error_has_openais_shape(error, status, kind, param, code):
     message = " ".join(str(error).split())
     assert status_of(error) == status
     assert error_of(error) == {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def test_a_prompt_that_is_too_long_is_told_what_a_client_can_do():
+    error = PromptTooLong("the prompt has 90 tokens and the context 64. Use --truncate left, or --context N.")
+    said = 'the prompt has 90 tokens and the context 64. Shorten it, or have it cut to fit with "truncate": "left" or '
+    assert error_of(error)["error"] == {
+        "message": said + '"right".',
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
 
 
 def test_a_request_may_ask_for_its_answer_in_chunks_where_that_can_be_had():

@@ -138,6 +138,13 @@ CASES = [
         id="slow standard input",
     ),
     pytest.param(
+        waiting(a_lane("input", read=9.0), requests=2, rows_per_s=0.2),
+        "inconclusive",
+        "nothing to do 45% of the time, but 2 rows are too few to tell how fast they come.",
+        None,
+        id="two rows of standard input",
+    ),
+    pytest.param(
         waiting(a_lane("input", understand=2.5), a_lane("prompts 0", understand=3.0, constrain=0.2)),
         "host-bound",
         "turning prompts into tokens takes long (“understand” 55% of the time)",

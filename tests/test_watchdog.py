@@ -17,6 +17,7 @@ from evil import Evil, Far, Few, install_evil
 from helpers import AtOnce
 
 from gpuinfer.api import Setup
+from gpuinfer.config import blame
 from gpuinfer.engine import watchdog
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import BackendDied, StrategyError
@@ -145,6 +146,30 @@ def test_a_slow_run_is_not_one_that_hangs():
     assert patience.batch_s(longest_s=1.0, remote=False) == 600.0
     assert patience.batch_s(longest_s=60.0, remote=False) == 3000.0
     assert patience.start_s > patience.give_up_s > patience.strategy_s
+
+
+def test_who_is_called_by_a_backend_and_does_not_come_back_is_named_in_its_place(caplog):
+    dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 20.0)], say_s=10.0)
+    dog.look(1.0)
+    with blame.calling_within(Few(), "decide"):
+        for _ in range(30):
+            dog.look(1.0)
+    assert caplog.messages == [
+        "workload 'Few' (module evil) has kept the model waiting in decide for 10 s. It is given up after 20 s."
+    ]
+    (error,) = dog.errors
+    assert "workload 'Few' (module evil) has kept the model waiting in decide for 20 s, and is given up" in str(error)
+
+
+def test_a_backend_whose_calls_come_back_is_named_itself(caplog):
+    dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 20.0)], say_s=10.0)
+    for _ in range(30):
+        with blame.calling_within(Few(), "decide"):
+            dog.look(1.0)
+    assert [type(error) for error in dog.errors] == [BackendDied]
+    assert "backend 'Evil'" in caplog.text
+    assert "Few" not in caplog.text
+    assert blame.calls_within() == []
 
 
 # The command

@@ -54,7 +54,9 @@ class DrawnPrompts:
 
 @dataclass(frozen=True)
 class Given:
-    """Those of a file, run after run where the last one ended, round and round."""
+    """Those of a file, in its order: a run goes on where the last one of its batch size ended, and where the file ends
+    it begins again.
+    """
 
     tokens: Sequence[Sequence[int]]
 
@@ -80,6 +82,11 @@ def from_file(path: Path, language: Any, most: int) -> Given:
         if isinstance(one, BadPrompt):
             raise UsageError(f"--prompts {path}, row {number}: {one}")
     return Given([one.tolist() for one in tokens])
+
+
+def needed(batch_sizes: Sequence[int], repeats: int) -> int:
+    """How many rows of a file all runs take, and the warm-up, which has its own where there are enough."""
+    return max(batch_sizes) * (repeats + 1)
 
 
 METRIC = "output_tokens_per_s"

@@ -97,7 +97,7 @@ def _work(
 ) -> Contest:
     """Everything checked: the model, the prompts, and that they fit."""
     from gpuinfer.api import ModelSpec, Setup
-    from gpuinfer.bench.generators import Contest
+    from gpuinfer.bench.generators import Contest, needed
     from gpuinfer.generation import Sampling
     from gpuinfer.openai.options import try_out
     from gpuinfer.text.checkpoint import open_checkpoint
@@ -122,7 +122,7 @@ def _work(
         names=names,
         batch_sizes=sizes,
         new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
-        prompts=_prompts(own["prompts"] or given.get("input"), checkpoint, common.seed, max(sizes) * course.repeats),
+        prompts=_prompts(own["prompts"] or given.get("input"), checkpoint, common.seed, needed(sizes, course.repeats)),
         setup=Setup(devices=common.devices, dtype=common.dtype, seed=common.seed),
         folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
         weights=weights,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -142,6 +145,41 @@ def calling(plugin: Any, method: str) -> Iterator[None]:
         if isinstance(first, GpuinferError | ValidationError | BrokenPipeError):
             raise
         raise raised(plugin, method, first) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a plugin that has not come back."""
+
+    number: int
+    plugin: Any
+    method: str
+
+
+_numbers = itertools.count()
+_within: dict[int, Call] = {}  # by the thread that has called
+
+
+@contextlib.contextmanager
+def calling_within(plugin: Any, method: str) -> Iterator[None]:
+    """As `calling`, within what another plugin does: it is this one that keeps others waiting when it does not come
+    back (`calls_within`).
+    """
+    thread = threading.get_ident()
+    before, _within[thread] = _within.get(thread), Call(next(_numbers), plugin, method)
+    try:
+        with calling(plugin, method):
+            yield
+    finally:
+        if before is None:
+            del _within[thread]
+        else:
+            _within[thread] = before
+
+
+def calls_within() -> list[Call]:
+    """Those that are under way now, in any thread. Any thread may ask."""
+    return list(_within.values())
 
 
 def make(kind: type[P], setup: Setup, options: Mapping[str, Any]) -> P:

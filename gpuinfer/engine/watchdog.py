@@ -66,6 +66,7 @@ class Held:
     doing: str  # "has had batch 1 for {age}"
     limit_s: float = math.inf  # after which it is given up
     grace: float = 1.0  # of the patience until the first word
+    within: bool = False  # another plugin has called it, and waits for it
 
 
 Looks = Callable[[], Iterable[Held]]
@@ -130,8 +131,11 @@ class Watchdog:
         held = {one.key: one for one in self._all_held()}
         self._held_s = {key: self._held_s.get(key, -passed_s) + passed_s for key in held}
         self._say_at = {key: at for key, at in self._say_at.items() if key in held}
+        within_s = max([self._held_s[key] for key, one in held.items() if one.within], default=0.0)
         for key, one in held.items():
-            self._judge(one, self._held_s[key])
+            age_s = self._held_s[key]
+            if not (0 < age_s < 2 * within_s and isinstance(one.plugin, Backend)):  # else it waits itself
+                self._judge(one, age_s)
         if self._error is not None and not self._taken_in:
             self._given_up_s += passed_s
             if self._given_up_s >= min(REACT_S, self.patience.say_s):
@@ -141,10 +145,18 @@ class Watchdog:
     def _all_held(self) -> list[Held]:
         """What is held; of one that blocks the loop that alone, since all else is held up by it."""
         held = [one for looks in self._looks for one in looks()]
+        held += [self._call(one, held) for one in blame.calls_within()]
         if (blocking := self._loop_held()) is None:
             return held
         limits = [one.limit_s for one in held if one.plugin is blocking.plugin and one.limit_s < math.inf]
         return [replace(blocking, limit_s=max([blocking.limit_s, *limits]))]
+
+    def _call(self, call: blame.Call, held: Iterable[Held]) -> Held:
+        """A plugin that a backend has called: it may take as long as that."""
+        limits = [one.limit_s for one in held if isinstance(one.plugin, Backend)]
+        limit_s = max(limits, default=self.patience.give_up_s)
+        doing = f"has kept the model waiting in {call.method} for {{age}}"
+        return Held(("call", call.number), call.plugin, doing, limit_s, within=True)
 
     def _judge(self, held: Held, age_s: float) -> None:
         if age_s >= held.limit_s and self._error is None:

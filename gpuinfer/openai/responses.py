@@ -21,6 +21,7 @@ TYPES = {
     500: "server_error",
     503: "overloaded_error",
 }
+SHORTER = 'Shorten it, or have it cut to fit with "truncate": "left" or "right".'
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +222,10 @@ def status_of(error: GpuinferError) -> int:
 
 def error_of(error: GpuinferError) -> dict[str, Any]:
     """The body of the response to a request that failed."""
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-    return error_body(str(error), TYPES[status_of(error)], getattr(error, "param", None), code)
+    message, code = str(error), None
+    if isinstance(error, PromptTooLong):  # whose cure is for who has the command line
+        message, code = f"{message.partition('. ')[0]}. {SHORTER}", "context_length_exceeded"
+    return error_body(message, TYPES[status_of(error)], getattr(error, "param", None), code)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gpuinfer.report.laws import Curve
 LARGE = 0.3  # of the time: worth a verdict of its own
 BUSY_SHARE = 0.5  # of the time in which the model had nothing to do, at least, that a station must have been busy
 ALL = 0.9  # of the cores
+LEAST_ROWS = 16  # fewer do not tell how fast rows come
 CURES = {
     "read": (
         "rows come slowly",
@@ -48,6 +49,9 @@ def idle(case: Case) -> Verdict | None:
     why, gain = f"The model had nothing to do {empty:.0%} of the time", Gain.up_to(1 / max(1 - empty, 0.01))
     station, spent = max(((name, _beside(run, name)) for name in CURES), key=lambda found: found[1])
     if spent >= BUSY_SHARE * empty:
+        if station == "read" and (rows := run.requests + run.lost) < LEAST_ROWS:
+            told = f"{why}, but {rows} row{'' if rows == 1 else 's'} are too few to tell how fast they come."
+            return Verdict("inconclusive", station, told, "Give it more rows in one run.")
         slow, cure = CURES[station]
         told = f"{why}: {slow} (“{station}” {spent:.0%} of the time)."
         return Verdict("host-bound", station, told, cure, None, gain)

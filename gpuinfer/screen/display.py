@@ -266,7 +266,7 @@ def _chart(chart: view.Chart, width: int) -> RenderableType:
 
 def _footer(update: Update, rates: Mapping[str, float]) -> RenderableType:
     parts = [Text(part) for part in view.health_of(update, rates)]
-    errors = view.errors_of(update.snapshot.errors)
+    errors = view.errors_of(view.with_failed(update.snapshot.errors, update.progress.failed))
     parts.append(Text(errors, style=BAD) if errors else Text("no errors"))
     if note := view.note_of(update):
         parts.append(Text(note, style=ACCENT))

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpuinfer.screen import rollouts, strength
 from gpuinfer.screen.rows import PanelRow
-from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores
+from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores, row_word, with_failed
 from gpuinfer.units import number, short, whole
 
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
@@ -32,7 +32,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     if progress := report.get("progress"):
         total = "" if progress["total"] is None else f" of {whole(progress['total'])}"
         yield PanelRow("finished", f"{whole(progress['done'])}{total} {progress['unit']}")
-    rates = list(_throughput(report.get("throughput") or {}))
+    rates = list(_throughput(report))
     nothing = "nothing was left to do" if _was_complete(report) else "nothing was finished"
     yield PanelRow("throughput", "\n".join(rates) or nothing, "strong")
     if _was_complete(report):
@@ -48,9 +48,10 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
     for notice in report.get("notices") or ():
         yield PanelRow("strategy", str(notice), "warning")
-    if errors := errors_of(report.get("errors")):
+    failures = report.get("failures") or {}
+    if errors := errors_of(with_failed(report.get("errors") or {}, failures.get("count"))):
         yield PanelRow("errors", errors, "bad")
-    if first := (report.get("failures") or {}).get("first"):
+    if first := failures.get("first"):
         yield PanelRow("the first", str(first), "bad")
     yield from _machine(report)
     yield from _records(report)
@@ -72,14 +73,16 @@ def _was_complete(report: Mapping[str, Any]) -> bool:
     return bool(progress.get("total")) and progress.get("before", 0) >= progress["total"]
 
 
-def _throughput(rates: Mapping[str, float | None]) -> Iterator[str]:
+def _throughput(report: Mapping[str, Any]) -> Iterator[str]:
+    rates: Mapping[str, float | None] = report.get("throughput") or {}
+    row = row_word((report.get("batches") or {}).get("slots") or 0)
     said = ["rows", "requests"] if rates.get("evaluations_per_s") else []  # the same again, in other words
     said += ["requests"] if rates.get("requests_per_s") == rates.get("rows_per_s") else []
     for name in sorted(rates, key=lambda name: FIRST_RATES.index(name) if name in FIRST_RATES else len(FIRST_RATES)):
         what, _, per = name.rpartition("_per_")
         rate = rates[name]
         if rate and what not in said:
-            yield f"{number(rate)} {what.replace('_', ' ')}/{per}"
+            yield f"{number(rate)} {row if what == 'rows' else what.replace('_', ' ')}/{per}"
 
 
 def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:

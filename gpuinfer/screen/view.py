@@ -38,7 +38,8 @@ class Pace:
             return
         if self._past and update.elapsed_s < self._past[-1][0]:  # the clock starts anew after the setup
             self._past.clear()
-        counts = {**update.progress.counts, "rows": update.snapshot.rows, **tokens_of(update.snapshot)}
+        snapshot = update.snapshot
+        counts = {**update.progress.counts, row_word(snapshot.slots): snapshot.rows, **tokens_of(snapshot)}
         self._past.append((update.elapsed_s, counts))
         while len(self._past) > 2 and self._past[1][0] <= update.elapsed_s - WINDOW_S:
             self._past.popleft()
@@ -155,9 +156,16 @@ def left_of(update: Update) -> str:
     return f"{duration((progress.total - progress.before - worked) * update.elapsed_s / worked)} left"
 
 
+def row_word(slots: int) -> str:
+    """What the model's rows are called beside a workload's own: of text, where a row of a file may ask for several
+    samples, each of them is a sequence.
+    """
+    return "sequences" if slots else "rows"
+
+
 def rates_of(rates: Mapping[str, float]) -> list[str]:
     """Such as `512 games/min`; rows and cached tokens only when there are some, and nothing says more."""
-    quiet = [name for name in ("rows", "cached_tokens") if not rates.get(name)]
+    quiet = [name for name in ("rows", "sequences", "cached_tokens") if not rates.get(name)]
     quiet += ["rows"] if "evaluations" in rates else []
     named = {name.replace("_", " "): rate for name, rate in rates.items() if name not in quiet}
     texts = [
@@ -181,8 +189,8 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     parts += unmasked_of(snapshot)
     parts += rollouts.live(update.progress.facts)
     parts += strength.live(update.progress.facts)
-    if update.roofline and update.roofline.rows_per_s and rates.get("rows"):
-        share = rates["rows"] / update.roofline.rows_per_s
+    if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
+        share = rate / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
     return parts
 
@@ -207,6 +215,11 @@ def device_of(device: Mapping[str, Any]) -> Iterator[str]:
         yield str(name) if busy is None else f"{name} {busy:.0%} busy"
     if device.get("reserved_mb"):
         yield f"{number(device['reserved_mb'] * 2**20)}B on the device"
+
+
+def with_failed(errors: Mapping[str, int], failed: int | None) -> Mapping[str, int]:
+    """These of requests, and what the workload itself counts as failed: more, where rows could not even be asked."""
+    return {**errors, "failed": max(failed, errors.get("failed", 0))} if failed else errors
 
 
 def errors_of(errors: Mapping[str, int] | None) -> str:

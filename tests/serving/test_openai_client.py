@@ -73,6 +73,8 @@ def test_errors_are_openais_own(client):
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="tiny", prompt="a" * 5000)
     assert long.value.code == "context_length_exceeded"
+    assert "--" not in long.value.message
+    assert client.completions.create(model="tiny", prompt="a" * 5000, max_tokens=2, extra_body={"truncate": "left"})
 
 
 def test_keys_and_overload(tmp_path):

@@ -15,7 +15,7 @@ from text.decoders import DECODERS
 from text.toy import LETTERS, joined
 from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run, weights_of
 
-from gpuinfer.config import registry
+from gpuinfer.config import blame, registry
 from gpuinfer.errors import BackendError, BadPrompt, PromptTooLong
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 from gpuinfer.text.diffusion.deciding import MOST_IDLE, Decision, UnmaskingDecoder
@@ -362,6 +362,23 @@ class Boundless(Idle):
 
     def blend(self, kept, step):
         return math.nan
+
+
+class Noting(Idle):
+    """Notes what is said to be under way while it is asked."""
+
+    under_way = ()
+
+    def decide(self, kept, view):
+        self.under_way = tuple((call.plugin, call.method) for call in blame.calls_within())
+        return Decision(np.ones(len(view.positions), np.bool_))
+
+
+def test_a_decoder_that_is_asked_can_be_named_as_long_as_it_does_not_come_back():
+    noting = Noting()
+    run(generator_over(scripted("hello wo"), choose=lambda sampling, name: noting), [prompt_of("ab", 8)])
+    assert noting.under_way == ((noting, "decide"),)
+    assert blame.calls_within() == []
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ class DiffusionGenerator:
         """Have their decoders begin."""
         for row in rows:
             try:
-                with blame.calling(row.plan.decoder, "begin"):
+                with blame.calling_within(row.plan.decoder, "begin"):
                     row.kept = row.plan.decoder.begin()
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
                 self._settling.fail(row.work, error)
@@ -305,7 +305,7 @@ def adjust(turn: Turn, logits: Tensor) -> None:
     places = torch.from_numpy(turn.logits + np.searchsorted(turn.asked, row.masks))
     own = logits[places].cpu()
     values = own.numpy()
-    with blame.calling(decoder, "adjust"):
+    with blame.calling_within(decoder, "adjust"):
         decoder.adjust(row.kept, row.masks - row.layout.prompt, values)
     if np.isnan(values).any() or (values == np.inf).any():
         raise blame.failure(decoder, "adjust left NaN or +inf in the logits")
@@ -315,7 +315,7 @@ def adjust(turn: Turn, logits: Tensor) -> None:
 def share_of(row: Row) -> float:
     """How much of what is expected its decoder adds to masks. Raises `WorkError` that names it."""
     decoder = row.plan.decoder
-    with blame.calling(decoder, "blend"):
+    with blame.calling_within(decoder, "blend"):
         share = float(decoder.blend(row.kept, row.step))
     if not math.isfinite(share):
         raise blame.failure(decoder, f"blend returned {share}")

@@ -111,7 +111,7 @@ def _some(uniform: Callable[[], NDArray[np.float64]], places: Ints) -> NDArray[n
 def _decided(row: Row, view: View) -> Decision:
     """What its decoder says, as far as it may be said. Raises `WorkError` that names decoder and package."""
     decoder = row.plan.decoder
-    with blame.calling(decoder, "decide"):
+    with blame.calling_within(decoder, "decide"):
         decision = decoder.decide(row.kept, view)
     commit, edit = getattr(decision, "commit", None), getattr(decision, "edit", None)
     if not _chooses(commit, len(view.positions)):
