@@ -121,7 +121,7 @@ class QueueView:
         return self.live > 0 and self.thinking == 0
 
 
-ModelKind = Literal["rows", "text"]
+ModelKind = Literal["rows", "text", "gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,9 @@ class ModelSpec:
     inputs: int = 0  # features per row, for models that take rows
     input_dtype: str = "float32"  # as the rows arrive; the backend casts them to the run's dtype
     arguments: Mapping[str, Any] = field(default_factory=dict)  # passed to the factory as far as it takes them
-    kind: ModelKind = "rows"  # text: payloads are `generation.Prompt`, results `generation.Generation`
+    kind: ModelKind = "rows"
+    """text: payloads are `generation.Prompt`, results `generation.Generation`. gradients: a model of rows in training,
+    payloads are `gradients.TrainingBatch`, results `gradients.Gradients`."""
 
 
 @dataclass(frozen=True, slots=True)

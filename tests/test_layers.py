@@ -22,6 +22,7 @@ LAYERS = [
         "gpuinfer.workloads.load",
         "gpuinfer.workloads.rollouts",
         "gpuinfer.workloads.selfplay",
+        "gpuinfer.workloads.train",
         "gpuinfer.workloads",
     ],
     ["gpuinfer.central", "gpuinfer.fleet", "gpuinfer.peers", "gpuinfer.simulate", "gpuinfer.vllm"],
@@ -38,12 +39,18 @@ LAYERS = [
     ["gpuinfer.models", "gpuinfer.trace"],
     ["gpuinfer.config", "gpuinfer.http", "gpuinfer.positions", "gpuinfer.stats"],
     ["gpuinfer.host", "gpuinfer.units", "gpuinfer.unmasked"],
-    ["gpuinfer.api", "gpuinfer.generation"],
+    ["gpuinfer.api", "gpuinfer.generation", "gpuinfer.gradients"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display"]}
 HEAVY = {
-    "torch": ["gpuinfer.models", "gpuinfer.positions.dataset", "gpuinfer.text"],
+    "torch": [
+        "gpuinfer.models",
+        "gpuinfer.positions.dataset",
+        "gpuinfer.text",
+        "gpuinfer.workloads.train.checkpoints",
+        "gpuinfer.workloads.train.stepping",
+    ],
     "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
     "opentelemetry": [],

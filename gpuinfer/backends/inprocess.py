@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,7 @@ from gpuinfer.text.adapter_options import (
 from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
+    from gpuinfer.models.gradients import OpenedGradients
     from gpuinfer.models.open_model import Opened
 
 CPU_MAX_ROWS = 4096
@@ -51,21 +52,46 @@ class InProcess(Backend):
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+        backward: bool = Field(False, description="answer batches of training with the gradients of a loss")
+        loss: str | None = Field(None, description="of gradients: module:function of (answers, targets) [policy-value]")
+        checkpoint_segments: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+            None, description="of gradients: keep activations of so many segments of the layers alone, or auto"
+        )
+        checkpoint_layers: str | None = Field(
+            None, description="the attribute that holds those layers, where it cannot be told"
+        )
 
     options: Options
-    serves = ("rows", "text")
+    serves = ("rows", "text", "gradients")
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
-        self.notices = arithmetic.notices(self.setup, self.options.compute)
+        if self._trains:
+            self.notices = processor.training_notices(self.setup, self.options.compute)
+        else:
+            self._refuse_training_options()
+            self.notices = arithmetic.notices(self.setup, self.options.compute)
         self._opened: Opened | None = None
+        self._gradients: OpenedGradients | None = None
         self._text: TextModel | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     @property
     def compute(self) -> str:
         return self.options.compute
+
+    @property
+    def _trains(self) -> bool:
+        spec = self.setup.model
+        return spec is not None and (spec.kind == "gradients" or (self.options.backward and spec.kind == "rows"))
+
+    def _refuse_training_options(self) -> None:
+        if self.options.backward and self.setup.model is not None:
+            raise UsageError("-B backward=true is for models of rows, and this one is of text. Leave it out.")
+        given = [name for name in ("loss", "checkpoint_segments", "checkpoint_layers") if getattr(self.options, name)]
+        if given and self.setup.model is not None:
+            raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
 
     async def start(self, context: BackendContext) -> None:
         """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
@@ -79,8 +105,12 @@ class InProcess(Backend):
             self._text = await TextModel.open(spec, self.setup, self.options, context.stepped)
             self.limits = self._text.limits
             return
-        self._opened = await asyncio.to_thread(self._open, spec, context.roofline)
-        self.limits = self._opened.limits
+        if self._trains:
+            self._gradients = await asyncio.to_thread(self._open_gradients, spec)
+            self.limits = self._gradients.limits
+        else:
+            self._opened = await asyncio.to_thread(self._open, spec, context.roofline)
+            self.limits = self._opened.limits
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
@@ -89,12 +119,20 @@ class InProcess(Backend):
 
         return open_model(spec, self.setup, self.options, roofline)
 
+    def _open_gradients(self, spec: ModelSpec) -> OpenedGradients:
+        from gpuinfer.models.gradients import open_gradients
+
+        return open_gradients(spec, self.setup, self.options)
+
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
-        """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers.
+        """Payloads are arrays [rows, features] in the model's input dtype; results float32, shaped as it answers. With
+        `backward` they are `gradients.TrainingBatch`, results `gradients.Gradients`.
 
         A payload that does not fit gets a `BackendError` as its result, one at which the model raises that error; its
         neighbours are answered.
         """
+        if self._gradients is not None and self._threads is not None:
+            return await self._gradients_of(self._gradients, self._threads, batch)
         if self._opened is None or self._threads is None:
             raise BackendDied(
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
@@ -114,6 +152,15 @@ class InProcess(Backend):
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
+
+    async def _gradients_of(
+        self, opened: OpenedGradients, threads: ThreadPoolExecutor, batch: Sequence[Request]
+    ) -> Sequence[Result]:
+        from gpuinfer.models import gradients
+
+        context, payloads = contextvars.copy_context(), [request.payload for request in batch]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, context.run, gradients.answers_to, opened.passed, payloads)
 
     @property
     def streams(self) -> bool:
@@ -157,11 +204,11 @@ class InProcess(Backend):
         return InProcess(replace(self.setup, model=spec), **options)
 
     def device(self) -> Mapping[str, Any]:
-        serving = self._opened or self._text
+        serving = self._opened or self._gradients or self._text
         return serving.device() if serving is not None else {}
 
     async def close(self) -> None:
-        threads, self._threads, self._opened = self._threads, None, None
+        threads, self._threads, self._opened, self._gradients = self._threads, None, None, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
         text, self._text = self._text, None

@@ -28,10 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class RecordFolder:
-    """The folder that `--out` names. `schema` is the manifest's; shards are named shard-*, with `suffix` in the end."""
+    """The folder that `--out` names. `schema` is the manifest's; shards are named shard-*, with `suffix` in the end.
 
-    def __init__(self, path: Path, schema: str, suffix: str) -> None:
-        self.path, self._schema, self._suffix = path, schema, suffix
+    `holds` is what it is called in errors.
+    """
+
+    def __init__(self, path: Path, schema: str, suffix: str, holds: str = "records") -> None:
+        self.path, self._schema, self._suffix, self._holds = path, schema, suffix, holds
         self._release: Callable[[], object] = lambda: None
 
     def claim(self, settings: Mapping[str, Any], resume: bool) -> bool:
@@ -64,7 +67,7 @@ class RecordFolder:
         try:
             put_whole(self.path / name, write)
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise unwritable(self.path, error, self._holds) from error
         return self.path / name
 
     def manifest(self) -> dict[str, Any] | None:
@@ -86,7 +89,7 @@ class RecordFolder:
         try:
             self._write_manifest({**(self.manifest() or {}), **facts})
         except OSError as error:
-            raise unwritable(self.path, error) from error
+            raise unwritable(self.path, error, self._holds) from error
 
     def remove_torn(self) -> None:
         """What a killed run left half written goes. Nobody may be writing any more."""
@@ -115,7 +118,8 @@ class RecordFolder:
             return False
         if not resume:
             raise UsageError(
-                f"{self.path} holds records already. Add --resume to go on with them, or give another --out."
+                f"{self.path} holds {self._holds} already. Add --resume to go on with "
+                f"{'them' if self._holds == 'records' else 'it'}, or give another --out."
             )
         if shown := differences(found["settings"], settings):
             raise UsageError(
@@ -129,10 +133,10 @@ class RecordFolder:
         put_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
 
 
-def unwritable(path: Path, error: OSError) -> WorkError:
+def unwritable(path: Path, error: OSError, what: str = "records") -> WorkError:
     cure = "Free some space" if error.errno in FULL else "Mend that"
     return WorkError(
-        f"records cannot be written to {path}: {error.strerror}. What was finished before is kept. "
+        f"{what} cannot be written to {path}: {error.strerror}. What was finished before is kept. "
         f"{cure}, then run again with --resume."
     )
 

@@ -160,8 +160,11 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     return module
 
 
-def find_factory(name: str) -> Any:
-    """What `module:factory` names; modules in the working folder count, as they do for `python -m`."""
+def find_factory(name: str, what: str = "model") -> Any:
+    """What `module:factory` names; modules in the working folder count, as they do for `python -m`.
+
+    `what` is made or computed by it, in the words of an error.
+    """
     module_name, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -170,32 +173,40 @@ def find_factory(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UsageError(
-                f"model '{name}': no module named '{error.name}' in {os.getcwd()} or among the installed packages. "
+                f"{what} '{name}': no module named '{error.name}' in {os.getcwd()} or among the installed packages. "
                 "Start gpuinfer where that module lies, or set PYTHONPATH."
             ) from error
-        raise unimportable(name, error) from error
+        raise unimportable(name, error, what) from error
     except Exception as error:
-        raise unimportable(name, error) from error
+        raise unimportable(name, error, what) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise UnknownName(f"factory in module '{module_name}'", path, public_callables(found), label="It has")
+            raise UnknownName(
+                f"{'factory' if what == 'model' else what} in module '{module_name}'",
+                path,
+                public_callables(found),
+                label="It has",
+            )
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{called(name)} is {type(found).__name__}, not a function. Name one that returns the module.")
+        returns = "the module" if what == "model" else f"the {what}"
+        raise UsageError(
+            f"{called(name, what)} is {type(found).__name__}, not a function. Name one that returns {returns}."
+        )
     return found
 
 
-def called(name: str) -> str:
-    """What a message calls a model; of a `module:factory` also whose module it is."""
+def called(name: str, what: str = "model") -> str:
+    """What a message calls a model, or whatever else is named so; of a `module:factory` also whose module it is."""
     module, colon, _ = name.partition(":")
     owner = blame.owner_of(module) if colon else ""
-    return f"model '{name}' ({owner})" if owner else f"model '{name}'"
+    return f"{what} '{name}' ({owner})" if owner else f"{what} '{name}'"
 
 
-def unimportable(name: str, error: Exception) -> UsageError:
+def unimportable(name: str, error: Exception, what: str) -> UsageError:
     module_name = name.partition(":")[0]
     return UsageError(
-        f"{called(name)}: importing '{module_name}' raised {type(error).__name__}: {error}. "
+        f"{called(name, what)}: importing '{module_name}' raised {type(error).__name__}: {error}. "
         f"`python -c 'import {module_name}'` shows where."
     )
 

@@ -27,17 +27,22 @@ LAYERS = 6
 SMALL_WIDTH = 128
 
 
-def encode_one(layer: nn.TransformerEncoderLayer, tokens: Tensor) -> Tensor:
-    """What `layer` answers when each row of `tokens` [rows, width] is a sequence of its own.
+class OneTokenLayer(nn.TransformerEncoderLayer):
+    """An encoder layer whose rows [rows, width] are each a sequence of one token.
 
     The softmax over a single token is 1 whatever its query and key, so attention (Vaswani et al., 2017) comes down to
     the value and output projections, and those of the queries and keys need not be computed.
     """
-    attention = layer.self_attn
-    values = functional.linear(tokens, attention.in_proj_weight[2 * WIDTH :], attention.in_proj_bias[2 * WIDTH :])
-    tokens = layer.norm1(tokens + attention.out_proj(values))
-    answer: Tensor = layer.norm2(tokens + layer.linear2(functional.relu(layer.linear1(tokens))))
-    return answer
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS, FEED_FORWARD, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]  # no masks for a single token
+        attention = self.self_attn
+        values = functional.linear(tokens, attention.in_proj_weight[2 * WIDTH :], attention.in_proj_bias[2 * WIDTH :])
+        tokens = self.norm1(tokens + attention.out_proj(values))
+        answer: Tensor = self.norm2(tokens + self.linear2(functional.relu(self.linear1(tokens))))
+        return answer
 
 
 def fused_attention(layer: nn.TransformerEncoderLayer) -> tuple[Tensor, Tensor]:
@@ -59,9 +64,7 @@ class BlobNet(nn.Module):
         self.actions = actions
         self.embed = nn.Linear(features, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, FEED_FORWARD, dropout=0.0, batch_first=True) for _ in range(LAYERS)
-        )
+        self.layers = nn.ModuleList(OneTokenLayer() for _ in range(LAYERS))
         self.policy = nn.Linear(WIDTH, actions)
         self.value = nn.Linear(WIDTH, seats)
 
@@ -76,8 +79,8 @@ class BlobNet(nn.Module):
         over them stays finite. The values are linear: no squashing.
         """
         tokens = self.norm(self.embed(features))
-        for layer in self.encoder:
-            tokens = encode_one(layer, tokens)
+        for layer in self.layers:
+            tokens = layer(tokens)
         return masked(self.policy(tokens), features[:, : self.actions]), self.value(tokens)
 
     @torch.no_grad()

@@ -102,3 +102,13 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
         f"this processor has no products of {setup.dtype}: weights are rounded to {setup.dtype} and computed with in "
         f"{computed}, which is several times as fast here (-B compute={setup.dtype} prevents that).",
     )
+
+
+def training_notices(setup: Setup, compute: str) -> tuple[str, ...]:
+    """The same of a model in training, whose weights are float32 whatever it computes in."""
+    if machine.wants_cuda(setup.devices) or computed_in(setup.dtype, compute, on_cpu=True) == setup.dtype:
+        return ()
+    return (
+        f"this processor has no products of {setup.dtype}: gradients are computed in float32, which is several times "
+        f"as fast here (-B compute={setup.dtype} prevents that).",
+    )

@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import sharing, strength, training
+from gpuinfer.report import learning, sharing, strength, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
@@ -91,6 +91,7 @@ def build(run: Run) -> dict[str, Any]:
         "bottleneck": judge(evidence(run)),
         "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
         "strength": strength.of_strength(progress.facts),
+        "training": learning.of_learning(progress.facts),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
@@ -128,7 +129,7 @@ def throughput(run: Run) -> dict[str, float]:
     if run.snapshot.rows:
         counts["rows"] = run.snapshot.rows
         counts["requests"] = run.snapshot.requests
-        if not run.snapshot.slots:  # what generates evaluates a row many times
+        if not run.snapshot.slots and "training_steps" not in run.progress.facts:  # a row is evaluated many times there
             counts.setdefault("evaluations", run.snapshot.rows)
     rates = {name: count / run.wall_s if run.wall_s > 0 else 0.0 for name, count in counts.items()}
     return {

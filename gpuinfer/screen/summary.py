@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuinfer.screen import rollouts, strength
+from gpuinfer.screen import rollouts, strength, training
 from gpuinfer.screen.rows import PanelRow
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores, row_word, with_failed
 from gpuinfer.units import number, short, whole
@@ -41,6 +41,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
         return
     yield from strength.rows(report.get("strength"))
     yield from rollouts.rows(report.get("rollouts"))
+    yield from training.rows(report.get("training"))
     yield from _batches(report.get("batches") or {})
     yield from _unmasking(report.get("unmasking") or {})
     yield from _times(report)

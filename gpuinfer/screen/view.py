@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.report.report import doublings
-from gpuinfer.screen import rollouts, strength
+from gpuinfer.screen import rollouts, strength, training
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
 from gpuinfer.units import MAGNITUDES, duration, number, short, whole
 from gpuinfer.unmasked import Unmasked
@@ -75,6 +75,7 @@ class ViewLines:
             *batch_of(update.snapshot),
             *rollouts.live(update.progress.facts),
             *strength.live(update.progress.facts),
+            *training.live(update.progress.facts),
             left_of(update),
         ]
         return " · ".join(filter(None, parts))
@@ -189,6 +190,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     parts += unmasked_of(snapshot)
     parts += rollouts.live(update.progress.facts)
     parts += strength.live(update.progress.facts)
+    parts += training.live(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
         share = rate / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")

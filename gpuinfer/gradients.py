@@ -1,0 +1,41 @@
+"""What is asked of a model that is trained, and what comes back: plain structures around arrays, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingBatch:
+    """One pass: the payload of a request to a model of kind `gradients`. Nothing in it may change until the answer.
+
+    `weights` are parameters and buffers by their names in the model's `state_dict`; None: those that it was built with.
+    Of weights with the same `version` as the last ones nothing is copied again. On a CPU they are not copied at all:
+    float32 arrays that are contiguous and writable are computed with where they lie.
+    """
+
+    features: NDArray[Any]  # [rows, features] in the model's input dtype
+    targets: Mapping[str, NDArray[Any]]  # for the loss, each [rows, ...]
+    weights: Mapping[str, NDArray[Any]] | None = None
+    version: int = 0
+    settings: Mapping[str, float] = field(default_factory=dict)  # arguments of the loss, as far as it takes them
+    backward: bool = True  # False: the loss alone, of the model as it answers (no dropout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradients:
+    """What one pass came to."""
+
+    loss: float
+    by_name: Mapping[str, NDArray[np.float32]]  # of each parameter that the loss depends on; of none without `backward`
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the loss, as far as it tells them
+    buffers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # as the pass left them, such as running means
+    activation_bytes: int = 0  # held at most for the way back, gradients of parameters apart; 0: not known
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    loss_name: str = ""  # policy-value, or module:loss

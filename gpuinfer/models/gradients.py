@@ -1,0 +1,321 @@
+"""Forward and backward of a batch: the gradients of a loss by a model's parameters, whatever weights it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gpuinfer.api import Limits, ModelSpec, Setup, enter_station
+from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.gradients import Gradients, TrainingBatch
+from gpuinfer.models import losses, segments
+from gpuinfer.models.device import Gauge, resolve_device
+from gpuinfer.models.layouts import BITS, misfit, row_dtype
+from gpuinfer.models.live_bytes import LiveBytes
+from gpuinfer.models.load import probe, trainable
+from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
+from gpuinfer.models.networks import SHOWN, load_weights, mismatches
+from gpuinfer.models.open_model import ForwardTuning, divide_cores, threads_for
+from gpuinfer.models.processor import computed_in
+from gpuinfer.models.staging import as_tensor, like, tensors_of
+
+MAX_ROWS = 65_536
+TRIED_ROWS = 3  # for whether a model in segments still answers as it did
+
+
+class GradientTuning(ForwardTuning, Protocol):
+    """How the user wants it run; None leaves it to us."""
+
+    @property
+    def loss(self) -> str | None: ...
+    @property
+    def checkpoint_segments(self) -> segments.Segments | None: ...
+    @property
+    def checkpoint_layers(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class OpenedGradients:
+    """A model in training. One thread at a time may call `passed`."""
+
+    limits: Limits
+    passed: Callable[[TrainingBatch], Gradients]
+    device: Callable[[], Mapping[str, Any]]
+
+
+def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> OpenedGradients:
+    """Build the model in its trainable form, float32 weights, and try it out. Sets threads for the whole process.
+
+    Raises `UsageError` when the model or the loss cannot be had, or the model's layers cannot be told apart.
+    """
+    _refuse(setup, tuning)
+    row_dtype(spec)
+    loss = losses.find_loss(tuning.loss)
+    device = resolve_device(setup.device)
+    computed = computed_in(setup.dtype, tuning.compute, device.type == "cpu")
+    divide_cores(setup, tuning)
+    keep_freed_memory()
+    module = trainable(spec, setup.seed)
+    if spec.weights is not None:
+        load_weights(module, spec.weights, spec.name)
+    module = module.float().to(device)
+    probe(module.eval(), spec, device=device, dtype=torch.float32)
+    passes = GradientPass(
+        module,
+        spec,
+        loss=loss,
+        loss_name=tuning.loss or losses.POLICY_VALUE,
+        autocast=torch.bfloat16 if computed == "bfloat16" else None,
+        seed=setup.seed,
+        checkpoint_segments=tuning.checkpoint_segments,
+        checkpoint_layers=tuning.checkpoint_layers,
+    )
+    gauge, threads = Gauge(device), threads_for(setup, tuning)
+    limits = Limits(tuning.max_rows or MAX_ROWS)
+    in_force = {"max_rows": limits.max_rows, "in_flight": 1, "threads": threads, "segments": passes.segments}
+    return OpenedGradients(
+        limits, passes, lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force}
+    )
+
+
+def _refuse(setup: Setup, tuning: GradientTuning) -> None:
+    if setup.dtype == "float16":
+        raise UsageError(
+            "gradients vanish in float16. Use --dtype bfloat16, which has the range of float32, or float32."
+        )
+    if (tuning.in_flight or 1) > 1:
+        raise UsageError(
+            f"-B in_flight={tuning.in_flight}: a device computes gradients one batch at a time. Leave it out."
+        )
+    if tuning.compile:
+        raise UsageError("-B compile=true is for answers, not for gradients. Leave it out.")
+
+
+class GradientPass:
+    """`module` in training, on the device where its parameters are. One thread at a time.
+
+    What is random in it (dropout) is drawn from `seed` and the version of the weights: the same batch with the same
+    weights gives the same gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: ModelSpec,
+        *,
+        loss: losses.Loss = losses.policy_value,
+        loss_name: str = losses.POLICY_VALUE,
+        autocast: torch.dtype | None = None,
+        seed: int = 0,
+        checkpoint_segments: segments.Segments | None = None,
+        checkpoint_layers: str | None = None,
+    ) -> None:
+        self._spec, self._loss, self._loss_name, self._seed, self._autocast = spec, loss, loss_name, seed, autocast
+        # By their own names, which segments would change.
+        self._parameters = dict(module.named_parameters())
+        self._states = set(module.state_dict())
+        self._buffers = {name: one for name, one in module.named_buffers() if name in self._states}
+        self._own = {name: one.data for name, one in self._parameters.items()}
+        self._own_buffers = {name: one.clone() for name, one in self._buffers.items()}
+        self._device = next(iter(self._own.values()), torch.empty(0)).device
+        self._loaded: int | None = None  # the version of the weights in it; None: its own
+        self._measured: dict[int, int] = {}  # rows → bytes of activations
+        self.segments = 1
+        if checkpoint_segments is not None:
+            module, self.segments = self._divided(module, checkpoint_segments, checkpoint_layers)
+        self.module = module
+
+    def __call__(self, batch: TrainingBatch) -> Gradients:
+        """Raises `BackendError` for a batch that does not fit, a loss that is none, and when memory runs out."""
+        if fault := self._misfit(batch):
+            raise fault
+        try:
+            enter_station("transfer")
+            self._use(batch)
+            return self._passed(batch) if batch.backward else self._tried(batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            cure = "auto" if self.segments == 1 else "more"
+            raise BackendError(
+                f"out of memory on the way forward and back of {len(batch.features):,} rows: {first_line(error)}. Send "
+                f"fewer rows (--batch-size), or keep fewer activations: -B checkpoint_segments={cure}."
+            ) from None  # its frames hold on to the memory
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def _divided(self, module: nn.Module, count: segments.Segments, layers: str | None) -> tuple[nn.Module, int]:
+        """The module in segments, tried: it must answer as it did."""
+        rows = torch.ones(TRIED_ROWS, self._spec.inputs, device=self._device)
+        with torch.inference_mode():
+            before = module.eval()(rows)
+        module, made = segments.divide(module, count, layers, self._spec.name)
+        try:
+            with torch.inference_mode():
+                same = segments.same_answers(before, module.eval()(rows))
+        except Exception:  # noqa: BLE001 (whatever a model does that expects its own layers)
+            same = False
+        if not same:
+            raise UsageError(
+                f"model '{self._spec.name}' does more with its layers than call each with the last one's answer, so "
+                "they cannot be taken in segments. Leave -B checkpoint_segments out."
+            )
+        return module, made
+
+    def _misfit(self, batch: TrainingBatch) -> BackendError | None:
+        if not isinstance(batch, TrainingBatch):
+            return BackendError(
+                f"a request for gradients is a gpuinfer.gradients.TrainingBatch, and this is {type(batch).__name__}. "
+                "Send one, or leave -B backward out."
+            )
+        rows = len(batch.features)
+        for name, target in batch.targets.items():
+            if not isinstance(target, np.ndarray) or target.shape[:1] != (rows,):
+                found = list(target.shape) if isinstance(target, np.ndarray) else type(target).__name__
+                return BackendError(f"the target '{name}' is {found} for {rows} rows. Send an array [{rows}, ...].")
+        return misfit(batch.features, rows, self._spec)
+
+    def _use(self, batch: TrainingBatch) -> None:
+        """Put the batch's weights into the model, unless they are there."""
+        weights = batch.weights
+        if weights is None:
+            if self._loaded is not None:
+                for name, own in self._own.items():
+                    self._parameters[name].data = own
+            source: Mapping[str, Tensor] = self._own_buffers
+        else:
+            if batch.version != self._loaded:
+                self._load(weights)
+            source = {name: as_tensor(np.asarray(weights[name])) for name in self._buffers}
+        self._loaded = None if weights is None else batch.version
+        with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                buffer.copy_(source[name])
+
+    def _load(self, weights: Mapping[str, NDArray[Any]]) -> None:
+        known: dict[str, Tensor] = {**self._parameters, **self._buffers}
+        given: dict[str, Any] = {
+            name: one for name, one in weights.items() if name in known or name not in self._states
+        }
+        if problems := mismatches(known, given):
+            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise BackendError(
+                f"the weights of the batch do not fit model '{self._spec.name}': {'; '.join(problems[:SHOWN])}{more}. "
+                "Send those of its state_dict."
+            )
+        for name, parameter in self._parameters.items():
+            parameter.data = as_tensor(weights[name]).to(self._device, parameter.dtype)
+
+    def _passed(self, batch: TrainingBatch) -> Gradients:
+        self.module.train()
+        with self._counted(len(batch.features)), self._random(batch.version):
+            began = time.perf_counter()
+            loss, parts = self._forward(batch)
+            buffers = {name: one.detach().cpu().numpy().copy() for name, one in self._buffers.items()}
+            half = self._clock()
+            enter_station("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            ended = self._clock()
+        enter_station("transfer")
+        return Gradients(
+            self._number(loss),
+            self._gradients(),
+            parts,
+            buffers,
+            self._measured[len(batch.features)],
+            half - began,
+            ended - half,
+            self._loss_name,
+        )
+
+    def _tried(self, batch: TrainingBatch) -> Gradients:
+        self.module.eval()
+        with torch.no_grad():
+            began = time.perf_counter()
+            loss, parts = self._forward(batch)
+            return Gradients(self._number(loss), {}, parts, forward_s=self._clock() - began, loss_name=self._loss_name)
+
+    def _forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
+        rows = batch.features
+        if self._spec.input_dtype == BITS:
+            rows = np.unpackbits(rows, axis=1, count=self._spec.inputs, bitorder="little")
+        inputs = as_tensor(rows).to(self._device).float()
+        targets = {name: as_tensor(one).to(self._device) for name, one in batch.targets.items()}
+        enter_station("forward")
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            answers = self.module(inputs)
+        answers = like(answers, [one.float() for one in tensors_of(answers)])
+        loss, parts = losses.told(self._loss_name, self._loss, answers, targets, batch.settings)
+        return loss, parts
+
+    def _number(self, loss: Tensor) -> float:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise BackendError(
+                f"the loss '{self._loss_name}' is {value}. Lower the learning rate, clip gradients more tightly, or "
+                "look for NaN in the targets."
+            )
+        return value
+
+    def _gradients(self) -> dict[str, NDArray[np.float32]]:
+        """By name, in memory of their own."""
+        found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        if self._device.type == "cpu":
+            return {name: grad.float().contiguous().numpy() for name, grad in found.items()}
+        flat = torch.cat([grad.float().reshape(-1) for grad in found.values()]).cpu().numpy()  # one copy, not hundreds
+        bounds = np.cumsum([grad.numel() for grad in found.values()])[:-1]
+        pieces = np.split(flat, bounds)
+        return {name: piece.reshape(tuple(found[name].shape)) for name, piece in zip(found, pieces, strict=True)}
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def _random(self, version: int) -> Iterator[None]:
+        drawn = np.random.SeedSequence([self._seed, version & (1 << 63) - 1]).generate_state(1, np.uint64)[0]
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(int(drawn) >> 1)
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self, rows: int) -> Iterator[None]:
+        """The first pass of so many rows is told what it holds in memory: the others hold the same."""
+        if rows in self._measured:
+            yield
+            return
+        live = LiveBytes()
+        hooks = [
+            one.register_post_accumulate_grad_hook(lambda one: live.leave(one.grad))  # type: ignore[no-untyped-call]
+            for one in self._parameters.values()
+            if one.requires_grad
+        ]
+        try:
+            with live:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._measured[rows] = live.most
+
+
+def answers_to(passed: Callable[[TrainingBatch], Gradients], batches: Sequence[TrainingBatch]) -> list[Any]:
+    """One result for each: its gradients, or what was raised at it."""
+    results: list[Any] = []
+    for batch in batches:
+        try:
+            results.append(passed(batch))
+        except Exception as error:  # noqa: BLE001 (a model may raise anything, which is its batch's answer)
+            results.append(error)
+    return results

@@ -1,0 +1,94 @@
+"""The loss of a training pass: a function from a model's answers and the targets to one number."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.models.load import called, find_factory
+
+POLICY_VALUE = "policy-value"
+
+Loss = Callable[..., Any]
+"""(answers, targets, **settings) → a scalar tensor, or that and a dict of its parts by name.
+
+`answers` are what the model answers, tensors in float32 alone, in a tuple or in a dict; `targets` the tensors of the
+batch, by name."""
+
+
+def policy_value(answers: Any, targets: Mapping[str, Tensor], value_weight: float = 1.0) -> tuple[Tensor, Any]:
+    """Cross-entropy of the policy against the shares of visits, over the legal moves, plus `value_weight` times the
+    mean squared error of the values: the loss of AlphaZero (Silver et al. 2018, "Methods", without its weight decay,
+    which is the optimizer's).
+
+    `answers`: policy logits [rows, actions] and values [rows, seats]. `targets`: `policy` [rows, actions], sum 1;
+    `value` [rows, seats]; `legal` bool [rows, actions], where the model does not mask its logits by itself.
+    """
+    logits, values = answers
+    if "legal" in targets:
+        logits = logits.masked_fill(~targets["legal"].bool(), float("-inf"))
+    visits = targets["policy"].float()
+    likelihoods = functional.log_softmax(logits, dim=1)
+    # where nothing was visited nothing is owed, even where the logarithm is -inf
+    policy = -(visits * likelihoods.masked_fill(visits == 0, 0.0)).sum(1).mean()
+    value = functional.mse_loss(values, targets["value"].float())
+    return policy + value_weight * value, {"policy": policy.detach(), "value": value.detach()}
+
+
+def find_loss(name: str | None) -> Loss:
+    """The function that `module:loss` names; None: `policy_value`. Raises `UsageError`."""
+    if name is None or name == POLICY_VALUE:
+        return policy_value
+    if ":" not in name:
+        raise UsageError(f"loss={name} names no function. Write -B loss=module:function, or leave it out.")
+    return find_factory(name, what="loss")  # type: ignore[no-any-return]
+
+
+def takes(loss: Loss, settings: Mapping[str, float]) -> dict[str, float]:
+    """Those of the settings that the loss has arguments for."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return {}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(settings)
+    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return {name: value for name, value in settings.items() if name in named}
+
+
+def told(name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], settings: Mapping[str, float]) -> Any:
+    """The scalar and its parts. Raises `BackendError` for what is no loss, or no number."""
+    try:
+        found = loss(answers, targets, **takes(loss, settings))
+    except Exception as error:
+        given = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in targets.items())
+        raise BackendError(
+            f"{called(name, 'loss')} raised {type(error).__name__}: {error}. It was given {_shapes(answers)} and the "
+            f"targets {given}. Mend it, or name another with -B loss=module:function."
+        ) from error
+    scalar, parts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
+        shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}" if isinstance(scalar, Tensor) else type(scalar)
+        raise BackendError(
+            f"{called(name, 'loss')} returned {shape}, and not one number. Let it return a scalar tensor, such as the "
+            "mean over the rows, or that and a dict of its parts."
+        )
+    if torch.is_grad_enabled() and not scalar.requires_grad:
+        raise BackendError(
+            f"{called(name, 'loss')} returned a number that does not depend on the model's parameters. Compute it from "
+            "the answers, without detach() or item()."
+        )
+    return scalar.reshape(()), {key: float(value) for key, value in dict(parts).items()}
+
+
+def _shapes(answers: Any) -> str:
+    if isinstance(answers, Mapping):
+        return "answers " + ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in answers.items())
+    parts = answers if isinstance(answers, tuple | list) else [answers]
+    return "answers " + " and ".join(str(list(tensor.shape)) for tensor in parts)

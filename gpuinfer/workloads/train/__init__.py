@@ -1,0 +1,1 @@
+"""Training of a network on the positions that self-play has left."""

@@ -1,0 +1,259 @@
+"""Training: the workload that asks a backend for gradients, and steps."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.gradients import Gradients, TrainingBatch
+from gpuinfer.positions.reading import Positions, positions_of, sizes_of
+from gpuinfer.workloads.train.batching import Batches
+from gpuinfer.workloads.train.schedule import Schedule, rate_at
+
+if TYPE_CHECKING:
+    from gpuinfer.workloads.train.checkpoints import TrainingFolder
+    from gpuinfer.workloads.train.stepping import Stepper
+
+MODELS = ("blobnet", "blobnet-small", "module:factory")
+LATEST = 100  # steps: the loss that is told is their mean
+
+Made = TypeVar("Made")
+
+
+class Train(Workload):
+    """Train a network on the positions that self-play has left: policy on the visits, values on the outcomes."""
+
+    class Options(api.Options):
+        records: list[Path] = Field(description="folders that selfplay --out wrote, oldest first")
+        out: Path = Field(description="folder for checkpoints and, in the end, weights.safetensors")
+        model: str = Field("blobnet", description="blobnet, blobnet-small or module:factory")
+        weights: Path | None = Field(
+            None, description="begin with these: safetensors, or a torch file of plain tensors"
+        )
+        steps: int = Field(1000, ge=1, le=10**9, description="steps of the optimizer")
+        batch_size: int = Field(256, ge=1, le=65_536, description="positions in each step")
+        learning_rate: float = Field(1e-3, gt=0, le=10, description="at its highest")
+        schedule: Schedule = Field("cosine", description="of the learning rate, after the warm-up")
+        warmup_steps: int = Field(100, ge=0, description="in which the learning rate rises")
+        weight_decay: float = Field(0.01, ge=0, le=10, description="of AdamW, of matrices")
+        clip_norm: float = Field(1.0, gt=0, le=1e9, description="the most that the norm of all gradients may be")
+        value_weight: float = Field(1.0, ge=0, le=1e6, description="of the values' error beside the policy's")
+        window: int | None = Field(None, ge=1, description="train on so many of the newest positions alone [all]")
+        validation_share: float = Field(0.05, ge=0, lt=1, description="of the games, kept apart to validate on")
+        checkpoint_every: int = Field(500, ge=1, description="steps from one checkpoint to the next")
+        resume: bool = Field(False, description="go on with the last checkpoint in --out")
+
+    options: Options
+    goes_on_by, writes_to = ("resume",), ("out",)
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        own = self.options
+        if own.model not in MODELS and ":" not in own.model:
+            raise UnknownName("model", own.model, MODELS, label="Choices")
+        if own.weights is not None and not own.weights.is_file():
+            raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
+        if not own.records:
+            raise UsageError("--records names no folder. Give the one that `gpuinfer selfplay --out` wrote.")
+        if twice := next((one for one in own.records if own.records.count(one) > 1), None):
+            raise UsageError(f"--records names {twice} twice. Name each folder once.")
+
+    def model(self) -> ModelSpec:
+        """As large as the records say. Raises `UsageError` where there are none."""
+        own, sizes = self.options, sizes_of(self.options.records)
+        return ModelSpec(
+            own.model,
+            str(own.weights) if own.weights else None,
+            sizes.features,
+            sizes.dtype,
+            {"actions": sizes.actions, "seats": sizes.seats},
+            kind="gradients",
+        )
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        with ThreadPoolExecutor(1, "gpuinfer-train") as thread:
+            training = _Training(self, infer, thread)
+            async for progress in training.prepared():
+                yield progress
+            try:
+                async for progress in training.trained():
+                    yield progress
+            finally:
+                training.folder.release()
+
+    def deciding_settings(self, positions: Positions) -> dict[str, Any]:
+        """All that decides which weights come out: a run with others does not go on with this one."""
+        own = self.options
+        names = ("model", "batch_size", "learning_rate", "schedule", "warmup_steps", "weight_decay", "clip_norm")
+        return {
+            **{name: getattr(own, name) for name in (*names, "value_weight", "validation_share")},
+            "weights": hashlib.sha256(own.weights.read_bytes()).hexdigest() if own.weights else None,
+            "records": {"positions": len(positions), "digest": positions.digest()},
+            "steps": own.steps if own.schedule == "cosine" else None,  # which decides the learning rate of each step
+            "seed": self.setup.seed,
+            "dtype": self.setup.dtype,
+        }
+
+
+class _Training:
+    """One run of the workload. All that computes here is done in the one thread that it is given."""
+
+    folder: TrainingFolder
+
+    def __init__(self, workload: Train, infer: Infer, thread: ThreadPoolExecutor) -> None:
+        self._workload, self._own, self._infer, self._thread = workload, workload.options, infer, thread
+        self._lane = infer.lane("trainer")
+        self._step = self._begun = self._kept = 0
+        self._loss_name = ""
+        self._latest: deque[Gradients] = deque(maxlen=LATEST)
+        self._facts: dict[str, float] = {}
+        self._spent = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
+
+    async def prepared(self) -> AsyncIterator[Progress]:
+        """Records read, the folder claimed, weights and optimizer where they were."""
+        yield Progress(0, note="reading the records", unit="steps", setup=True)
+        own, workload = self._own, self._workload
+        positions = await self._do(positions_of, own.records, own.window)
+        settings = await self._do(workload.deciding_settings, positions)
+        yield Progress(0, note="making the model ready", unit="steps", setup=True)
+        await self._do(self._open, positions, settings)
+        try:
+            limits = await self._infer.ready()
+            if self._batches.size > limits.max_rows:
+                raise UsageError(
+                    f"batches of {self._batches.size} rows are more than the {limits.max_rows} that the backend takes. "
+                    "Give a smaller --batch-size, or raise -B max_rows."
+                )
+        except BaseException:
+            self.folder.release()
+            raise
+
+    def _open(self, positions: Positions, settings: Mapping[str, Any]) -> None:
+        from gpuinfer.workloads.train.checkpoints import TrainingFolder
+        from gpuinfer.workloads.train.stepping import Stepper
+
+        own, setup = self._own, self._workload.setup
+        self._batches = Batches(positions, own.batch_size, setup.seed, own.validation_share)
+        self._stepper: Stepper = Stepper(self._workload.model(), setup.seed, own.weight_decay, own.clip_norm)
+        self.folder = TrainingFolder(own.out)
+        if self.folder.claim(settings, own.resume) and (last := self.folder.last()) is not None:
+            self._step, self._loss_name, state = last
+            self._begun = self._kept = self._step
+            if self._step > own.steps:
+                self.folder.release()
+                raise UsageError(f"{own.out} is at step {self._step} already. Ask for more with --steps.")
+            self._stepper.restore(state)
+
+    async def trained(self) -> AsyncIterator[Progress]:
+        own = self._own
+        yield self._progress()
+        with self._infer.client() as me:
+            while self._step < own.steps and not self._infer.stopping.is_set():
+                await self._one_step(me)
+                if self._step % own.checkpoint_every == 0 and self._step < own.steps:
+                    await self._validate(me)
+                    await self._keep()
+                yield self._progress()
+            if self._step == own.steps and self._step > self._begun:
+                await self._validate(me)
+        if self._step > self._kept:
+            await self._keep()
+        if self._step == own.steps:
+            await self._do(self.folder.finish, self._step, self._loss_name, self._stepper.state())
+        yield self._progress()
+
+    async def _one_step(self, me: Hashable) -> None:
+        self._lane.enter("input")
+        found = await self._ask(self._batches.at(self._step), me)
+        own = self._own
+        rate = rate_at(
+            self._step,
+            peak=own.learning_rate,
+            warmup=own.warmup_steps,
+            steps=own.steps,
+            schedule=own.schedule,
+        )
+        self._lane.enter("optimizer")
+        began = time.perf_counter()
+        norm = await self._do(self._stepper.step, found, rate)
+        self._lane.enter("idle")
+        self._step += 1
+        self._latest.append(replace(found, by_name={}, buffers={}))
+        self._spent["forward_s"] += found.forward_s
+        self._spent["backward_s"] += found.backward_s
+        self._spent["optimizer_s"] += time.perf_counter() - began
+        told = {
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "activation_bytes": found.activation_bytes,
+            **self._mean(list(self._latest), "loss"),
+        }
+        self._facts.update({"first_loss": found.loss} | self._facts | told)
+
+    async def _ask(self, batch: TrainingBatch, me: Hashable) -> Gradients:
+        own, step = self._own, self._step
+        settings = {"value_weight": own.value_weight}
+        batch = replace(batch, weights=self._stepper.weights, version=step, settings=settings)
+        self._lane.enter("idle")
+        found: Gradients = await self._infer(batch, rows=len(batch.features), client=me)
+        if self._loss_name not in ("", found.loss_name):
+            raise UsageError(
+                f"{own.out} was made with the loss '{self._loss_name}', and this run has '{found.loss_name}'. "
+                f"Use that with -B loss={self._loss_name}, or give another folder with --out."
+            )
+        self._loss_name = found.loss_name
+        return found
+
+    async def _validate(self, me: Hashable) -> None:
+        found = [await self._ask(replace(batch, backward=False), me) for batch in self._batches.validating()]
+        if found:
+            rows = [len(batch.features) for batch in self._batches.validating()]
+            self._facts.update(self._mean(found, "validation", rows))
+
+    @staticmethod
+    def _mean(found: list[Gradients], name: str, weights: list[int] | None = None) -> dict[str, float]:
+        """Of losses and their parts, over batches; as facts."""
+        shares = weights or [1] * len(found)
+        sums = {name: math.fsum(one.loss * share for one, share in zip(found, shares, strict=True))}
+        for part in found[0].parts:
+            sums[f"{name}: {part}"] = math.fsum(
+                one.parts.get(part, 0.0) * share for one, share in zip(found, shares, strict=True)
+            )
+        return {key: value / sum(shares) for key, value in sums.items()}
+
+    async def _keep(self) -> None:
+        self._lane.enter("record")
+        await self._do(self.folder.keep, self._step, self._loss_name, self._stepper.state())
+        self._lane.enter("idle")
+        self._kept = self._step
+
+    async def _do(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _progress(self) -> Progress:
+        batches = self._batches
+        facts = {
+            "training_steps": self._step,
+            "batch_size": batches.size,
+            "training_positions": len(batches.rows),
+            "validation_positions": len(batches.validation),
+            "epochs": self._step / batches.an_epoch,
+            "checkpoint": self._kept,
+            **self._spent,
+            **self._facts,
+        }
+        counts = {"steps": self._step - self._begun}
+        return Progress(self._step, self._own.steps, "steps", counts, facts, before=self._begun)

@@ -1,0 +1,248 @@
+"""Gradients of a loss: those of plain torch, with and without checkpoints, and clear words about what is no loss."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn import functional
+from train_models import ACTIONS, FEATURES, SEATS, batch_of, positions
+
+from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendError, GpuinferError, UsageError
+from gpuinfer.models.load import trainable
+from gpuinfer.models.losses import policy_value
+
+
+def spec(name="blobnet-small", **changes):
+    sizes = {"actions": ACTIONS, "seats": SEATS}
+    return ModelSpec(name, None, FEATURES, "uint8", sizes, **{"kind": "gradients", **changes})
+
+
+async def answers(*batches, model=None, setup=None, **options):
+    backend = InProcess(setup or Setup(model=model or spec(), devices=("cpu",)), threads=1, **options)
+    await backend.start(BackendContext())
+    try:
+        return await backend.infer([Request(one, len(one.features)) for one in batches])
+    finally:
+        await backend.close()
+
+
+async def gradients(*batches, **options):
+    found = await answers(*batches, **options)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def plain(model, batch, value_weight=1.0):
+    """The same by hand: loss and gradients of the module in training."""
+    module = trainable(model, 0).train()
+    if batch.weights is not None:
+        module.load_state_dict({name: torch.tensor(one) for name, one in batch.weights.items()})
+    targets = {name: torch.tensor(one) for name, one in batch.targets.items()}
+    logits, values = module(torch.tensor(batch.features).float())
+    likelihoods = torch.where(targets["legal"], logits, torch.tensor(-1e9)).softmax(1)
+    policy = functional.cross_entropy(
+        torch.where(targets["legal"], logits, torch.tensor(-1e9)), targets["policy"], reduction="mean"
+    )
+    assert likelihoods.isfinite().all()
+    loss = policy + value_weight * ((values - targets["value"]) ** 2).mean()
+    loss.backward()
+    return float(loss.detach()), {name: one.grad.numpy() for name, one in module.named_parameters()}
+
+
+def assert_same(found, expected, tolerance=1e-6):
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, expected[name], rtol=1e-4, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["blobnet-small", "blobnet"])
+async def test_gradients_are_those_of_a_plain_torch_loop(name):
+    batch = batch_of(40, settings={"value_weight": 0.5})
+    [found] = await gradients(batch, model=spec(name))
+    loss, expected = plain(spec(name), batch, 0.5)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.parts["policy"] + 0.5 * found.parts["value"] == pytest.approx(loss, rel=1e-5)
+    assert_same(found.by_name, expected)
+    assert found.activation_bytes > 0
+
+
+async def test_weights_of_the_batch_are_computed_with_and_its_own_come_back():
+    other = {name: one.numpy() + 0.01 for name, one in trainable(spec(), 7).state_dict().items()}
+    own, given_ones = batch_of(16), batch_of(16, weights=other, version=3)
+    first, second, again = await gradients(own, given_ones, own)
+    assert_same(second.by_name, plain(spec(), given_ones)[1])
+    assert_same(again.by_name, dict(first.by_name), 0)
+
+
+async def test_weights_of_one_version_are_taken_once():
+    weights = {name: one.numpy().astype(np.float64) for name, one in trainable(spec(), 7).state_dict().items()}
+    other = {name: one * 2 for name, one in weights.items()}
+    asked = [
+        batch_of(8, weights=weights, version=1),
+        batch_of(8, weights=other, version=1),
+        batch_of(8, weights=other, version=2),
+    ]
+    first, same, changed = await gradients(*asked)
+    assert first.loss == same.loss != changed.loss
+
+
+async def test_the_loss_alone_costs_no_way_back():
+    whole, alone = await gradients(batch_of(16), batch_of(16, backward=False))
+    assert (alone.by_name, alone.backward_s) == ({}, 0.0)
+    assert alone.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, "auto"])
+@pytest.mark.parametrize("model", ["blobnet", "train_models:Deep"])
+async def test_checkpointed_gradients_are_those_without(model, segments):
+    [without] = await gradients(batch_of(12), model=spec(model))
+    [found] = await gradients(batch_of(12), model=spec(model), checkpoint_segments=segments)
+    assert found.loss == pytest.approx(without.loss, abs=1e-6)
+    assert_same(found.by_name, dict(without.by_name))
+
+
+async def test_four_segments_of_24_layers_hold_under_half_of_the_activations():
+    batch = batch_of(512)
+    [without] = await gradients(batch, model=spec("train_models:Deep"))
+    [found] = await gradients(batch, model=spec("train_models:Deep"), checkpoint_segments=4)
+    assert found.activation_bytes < 0.45 * without.activation_bytes
+
+
+async def test_dropout_is_drawn_from_the_seed_and_the_version():
+    weights = {name: one.numpy() for name, one in trainable(spec("train_models:Deep"), 0).state_dict().items()}
+    asked = [batch_of(8, weights=weights, version=version) for version in (1, 1, 2)]
+    first, same, other = await gradients(*asked, model=spec("train_models:Deep"))
+    assert first.loss == same.loss != other.loss
+
+
+async def test_running_means_come_back_with_the_gradients():
+    [found, again] = await gradients(batch_of(8), batch_of(8), model=spec("train_models:Normed"))
+    assert set(found.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert found.buffers["norm.num_batches_tracked"] == again.buffers["norm.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("per_row", r"returned a tensor \[4\] of torch.float32, and not one number"),
+        ("broken", r"raised KeyError: 'visits'.*given answers \[4, 7\] and \[4, 2\] and the targets policy"),
+        ("nothing", "is nan. Lower the learning rate"),
+        ("apart", "does not depend on the model's parameters"),
+    ],
+)
+async def test_what_is_no_loss_is_refused(loss, said):
+    [found] = await answers(batch_of(4), loss=f"train_models:{loss}")
+    assert isinstance(found, BackendError)
+    with pytest.raises(BackendError, match=said):
+        raise found
+
+
+async def test_a_loss_takes_the_settings_that_it_names():
+    once, thrice = await gradients(
+        batch_of(4, settings={"value_weight": 1.0, "other": 2.0}),
+        batch_of(4, settings={"value_weight": 3.0}),
+        loss="train_models:weighed",
+    )
+    assert thrice.loss == pytest.approx(3 * once.loss)
+    assert once.loss_name == "train_models:weighed"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"loss": "crossentropy"}, "Write -B loss=module:function", id="no module"),
+        pytest.param({"loss": "train_models:los"}, "no loss in module 'train_models' named 'los'", id="no function"),
+        pytest.param({"checkpoint_segments": 25}, "has 24 layers. Give no more", id="more segments than layers"),
+        pytest.param({"in_flight": 2}, "one batch at a time", id="several at once"),
+        pytest.param({"compile": True}, "not for gradients", id="compiled"),
+        pytest.param({"checkpoint_segments": 2, "checkpoint_layers": "rows"}, "It has: layers", id="no such attribute"),
+    ],
+)
+async def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(UsageError, match=said):
+        await answers(batch_of(4), model=spec("train_models:Deep"), **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "train_models:Twice",
+            "layers, tower are all rows of alike layers. Name one of them: -B checkpoint_layers=layers",
+        ),
+        ("train_models:Skipping", "they cannot be taken in segments. Leave -B checkpoint_segments out"),
+        ("blobnet-small", "it has no ModuleList or Sequential of alike layers"),
+    ],
+)
+async def test_layers_that_cannot_be_told_apart_are_refused(model, said):
+    with pytest.raises(UsageError, match=said):
+        await answers(batch_of(4), model=spec(model), checkpoint_segments=2)
+
+
+async def test_the_attribute_can_be_named():
+    model = spec("train_models:Twice")
+    [without] = await gradients(batch_of(4), model=model)
+    [found] = await gradients(batch_of(4), model=model, checkpoint_segments=2, checkpoint_layers="layers")
+    assert_same(found.by_name, dict(without.by_name))
+
+
+async def test_what_is_no_batch_of_training_is_refused():
+    rows = positions(3)["observation"]
+    [found] = await answers(batch_of(3), setup=Setup(model=spec(kind="rows"), devices=("cpu",)), backward=True)
+    assert found.by_name
+    backend = InProcess(Setup(model=spec(), devices=("cpu",)))
+    await backend.start(BackendContext())
+    plain_rows, short = await backend.infer([Request(rows, 3), Request(_short(), 3)])
+    await backend.close()
+    assert "TrainingBatch, and this is ndarray" in str(plain_rows)
+    assert "the target 'value' is [2, 2] for 3 rows" in str(short)
+
+
+def _short():
+    made = batch_of(3)
+    return type(made)(made.features, {**made.targets, "value": made.targets["value"][:2]})
+
+
+@pytest.mark.parametrize("dtype", ["float16"])
+async def test_a_format_in_which_gradients_vanish_is_refused(dtype):
+    with pytest.raises(UsageError, match="Use --dtype bfloat16"):
+        await answers(batch_of(4), setup=Setup(model=spec(), devices=("cpu",), dtype=dtype))
+
+
+async def test_bfloat16_gives_about_the_same():
+    setup = Setup(model=spec(), devices=("cpu",), dtype="bfloat16")
+    [found] = await gradients(batch_of(32), setup=setup, compute="bfloat16")
+    loss, expected = plain(spec(), batch_of(32))
+    assert found.loss == pytest.approx(loss, rel=0.05)
+    assert found.by_name.keys() == expected.keys()
+
+
+def test_training_options_without_gradients_are_refused():
+    with pytest.raises(GpuinferError, match=r"-B loss is for gradients\. Add -B backward=true"):
+        InProcess(Setup(model=spec(kind="rows")), loss="train_models:weighed")
+
+
+@given(st.integers(1, 6), st.integers(0, 1000), st.floats(0, 10))
+@settings(max_examples=20)
+def test_the_built_in_loss_is_finite_where_moves_are_forbidden(rows, seed, weight):
+    made = positions(rows, seed)
+    legal = torch.tensor(made["legal"])
+    logits = torch.randn(rows, ACTIONS, requires_grad=True)
+    values = torch.randn(rows, SEATS)
+    masked = torch.where(legal, logits, torch.tensor(float("-inf")))
+    targets = {name: torch.tensor(made[name]) for name in ("policy", "value")}
+    loss, _ = policy_value((masked, values), targets, weight)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad is not None
+    assert (logits.grad[~legal] == 0).all()
+    again, _ = policy_value((logits, values), {**targets, "legal": legal}, weight)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5)
