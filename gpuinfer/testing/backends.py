@@ -11,12 +11,12 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from msgspec import structs
 
-from gpuinfer.api import Backend, BackendContext, Event, Limits, Request, Result
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Request, Result
 from gpuinfer.engine.answering import find_fault
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import GpuinferError, UsageError
@@ -174,9 +174,9 @@ class _Examination:
 
     def _serves(self) -> str | None:
         kinds = self.backend.serves
-        if isinstance(kinds, tuple | list) and kinds and set(kinds) <= {"rows", "text"}:
+        if isinstance(kinds, tuple | list) and kinds and set(kinds) <= set(get_args(ModelKind)):
             return None
-        return f'it serves {kinds!r}. Set `serves` to a tuple of the kinds of model: "rows", "text" or both.'
+        return f'it serves {kinds!r}. Set `serves` to a tuple of kinds of model: {", ".join(get_args(ModelKind))}.'
 
     async def _connects(self) -> str | None:
         """After the start: a remote backend connects to what it has started."""
