@@ -176,7 +176,7 @@ class _Examination:
         kinds = self.backend.serves
         if isinstance(kinds, tuple | list) and kinds and set(kinds) <= set(get_args(ModelKind)):
             return None
-        return f'it serves {kinds!r}. Set `serves` to a tuple of kinds of model: {", ".join(get_args(ModelKind))}.'
+        return f"it serves {kinds!r}. Set `serves` to a tuple of kinds of model: {', '.join(get_args(ModelKind))}."
 
     async def _connects(self) -> str | None:
         """After the start: a remote backend connects to what it has started."""
