@@ -184,6 +184,9 @@ class BackendContext:
     stepped: Callable[[int, float], None] = lambda rows, seconds: None
     """A backend with slots tells it the rows and seconds of each forward step, on the event loop: those are the run's
     batches, not what was admitted at once."""
+    lane: Callable[[str], Lane] = lambda name: _Untold()
+    """A new lane of this name in the ledger, for a thread of the backend's own beside those that serve batches. Of a
+    model in stages each has one: "stage 0", "stage 1", …"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +447,13 @@ class Lane(Protocol):
     def enter(self, station: str) -> None:
         """Leave the present station and enter this one: search, encode, transfer, forward, reply, idle, …"""
         ...
+
+
+class _Untold:
+    """A lane where nobody keeps a ledger."""
+
+    def enter(self, station: str) -> None:
+        pass
 
 
 forward_lane: ContextVar[Lane | None] = ContextVar("forward_lane", default=None)

@@ -17,7 +17,7 @@ SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
 COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
-DONE_BY_A_DEVICE = ("tokens", "steps")  # each name → how much until now
+DONE_BY_A_DEVICE = ("tokens", "steps", "stages")  # each name → how much until now
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 
 

@@ -52,6 +52,8 @@ def names(values, *compare, timed=False):
                      ["8 max rows, 4 strategy.max rows", "8 max rows, 5 strategy.max rows",
                       "9 max rows, 4 strategy.max rows", "9 max rows, 5 strategy.max rows"],
                      id="one key of backend and strategy"),
+        pytest.param({"backend": "parrot"}, ["seconds=0,1ms"], ["0 seconds", "1ms seconds"],
+                     id="an option of the backend"),
         pytest.param({"backend": "parrot", "strategy": "at-once", "strategy_options": ["at-once.some-key=1,2"]}, [],
                      ["at-once.some key 1", "at-once.some key 2"], id="a plugin with a hyphen"),
         pytest.param({"workers": "1,2", "backend": "parrot"}, [], ["1 worker", "2 workers"], id="a grid"),
@@ -90,6 +92,14 @@ def test_a_run_by_the_clock_has_more_to_do_than_it_can_and_its_command_has_not()
     assert made.build(0).workload.options.games == 7
 
 
+def test_options_that_go_with_another_value_are_left_out_of_a_variant():
+    found = expand("count", {"backend_options": ["stages=3"]}, ["parallel=data,layers,pipeline"], timed=False)
+    assert [one.name for one in found] == ["parallel data", "parallel layers", "parallel pipeline"]
+    assert ["stages=3" in one.command for one in found] == [False, True, True]
+    for one in found:
+        one.build(0)
+
+
 @pytest.mark.parametrize(
     ("values", "compare", "error", "said"),
     [
@@ -97,6 +107,13 @@ def test_a_run_by_the_clock_has_more_to_do_than_it_can_and_its_command_has_not()
         pytest.param({}, ["json=a,b"], UnknownName, "no setting to compare", id="a flag that is no part of a run"),
         pytest.param({}, ["workers="], UsageError, "Write --compare workers=a,b", id="nothing"),
         pytest.param({"workers": "1"}, ["workers=1,2"], UsageError, "Leave one of them out", id="twice"),
+        pytest.param(
+            {"backend": "parrot", "backend_options": ["seconds=1"]},
+            ["seconds=1,2"],
+            UsageError,
+            "--compare and -B both name values of 'seconds'",
+            id="an option twice",
+        ),
         pytest.param(
             {"backend_options": ["parot.seconds=1"]},
             ["parrot"],

@@ -63,7 +63,40 @@ SMALL = {
 }  # fmt: skip
 NEIGHBOUR = {"others_cores": 1.1, "cpu_s": 9.0, "cpu_wait_s": 20.0}
 
+STAGED = {
+    "parallel": "pipeline", "active_share": 0.95, "bubble_share": 0.2, "fits_one": True,
+    "stages": [{"layers": [0, 3], "busy_share": 0.9}, {"layers": [4, 7], "busy_share": 0.62}],
+}  # fmt: skip
+CUT = {
+    "lanes": (lane("worker 0: search", search=2.0), lane("worker 0: forward 0", stages=9.5),
+              lane("worker 0: stage 0", forward=9.0), lane("worker 0: stage 1", forward=6.2)),
+    "options": {"-B": {"parallel": "layers", "stages": 2}, "-S": {}, "--": {}},
+    "command": "gpuinfer selfplay -B stages=2 -B parallel=pipeline",
+}  # fmt: skip
+
 CASES = [
+    pytest.param(
+        a_run(**CUT, staged=STAGED, roofline=ROOFLINE),
+        "pipeline bubbles",
+        "The 2 stages were busy 90%, 62% of the time, and 20% of what they had was bubbles: a batch was there, and not "
+        "with them. Stage 0 takes longest. It is 50% of what whole models do beside one another",
+        "gpuinfer selfplay -B parallel=data",
+        id="a pipeline, where whole models have room on the same cores",
+    ),
+    pytest.param(
+        a_run(**CUT, staged={**STAGED, "parallel": "layers", "fits_one": False}, on_cpu=False),
+        "pipeline bubbles",
+        "Of layers one stage at a time computes.",
+        "gpuinfer selfplay -B stages=2 -B parallel=pipeline",
+        id="layers of a model that fits on no device",
+    ),
+    pytest.param(
+        a_run(**CUT, staged={**STAGED, "fits_one": False}, on_cpu=False),
+        "pipeline bubbles",
+        "20% of what they had was bubbles",
+        None,
+        id="a pipeline of a model that fits on no device",
+    ),
     pytest.param(
         a_run(*SHARED, **{**SMALL, "reasons": {"full": 99, "clients": 1}}),
         "batch cap too small",
@@ -319,6 +352,13 @@ def test_every_class_of_the_schema_has_a_case():
         *("engine saturated", "too little concurrency", "environment slow"),
     }
     assert {case.values[1] for case in CASES} | of_generation | of_masks | of_games == set(CLASSES)
+
+
+def test_stages_that_wait_for_work_or_are_always_busy_are_no_bubbles():
+    for changes in ({"active_share": 0.4}, {"bubble_share": 0.01}):
+        told = judge(a_run(**CUT, staged={**STAGED, **changes}))
+        assert told["class"] != "pipeline bubbles"
+        assert told["station"] != "transfer"  # the forward lanes wait for the stages
 
 
 def test_threads_of_others_are_not_laid_at_this_runs_door():

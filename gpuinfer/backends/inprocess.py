@@ -7,16 +7,27 @@ import contextvars
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Roofline, Setup
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.models import processor
 from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
+from gpuinfer.models.stages.options import (
+    LAYERS,
+    MICRO_BATCH_ROWS,
+    MOST_STAGES,
+    PARALLEL,
+    SPLIT_POINTS,
+    STAGES,
+    WITH_STAGES,
+    Parallel,
+    complaint_of,
+)
 from gpuinfer.text import arithmetic
 from gpuinfer.text.adapter_options import (
     ADAPTERS,
@@ -60,6 +71,21 @@ class InProcess(Backend):
         checkpoint_layers: str | None = Field(
             None, description="the attribute that holds those layers, where it cannot be told"
         )
+        parallel: Parallel = Field("data", description=PARALLEL)
+        stages: Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"] = Field(
+            "auto", description=STAGES, json_schema_extra=WITH_STAGES
+        )
+        split_points: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+            None, description=SPLIT_POINTS, json_schema_extra=WITH_STAGES
+        )
+        micro_batch_rows: int | None = Field(None, ge=1, description=MICRO_BATCH_ROWS, json_schema_extra=WITH_STAGES)
+        layers: str | None = Field(None, min_length=1, description=LAYERS, json_schema_extra=WITH_STAGES)
+
+        @model_validator(mode="after")
+        def _stages_fit(self) -> Self:
+            if complaint := complaint_of(self):
+                raise ValueError(complaint)
+            return self
 
     options: Options
     serves = ("rows", "text", "gradients")
@@ -101,6 +127,12 @@ class InProcess(Backend):
                 "the backend 'inprocess' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
+        if self.options.parallel != "data" and (spec.kind != "rows" or self._trains):
+            what = "text" if spec.kind == "text" else "gradients"
+            raise UsageError(
+                f"parallel={self.options.parallel} cuts models that answer rows, and of {what} a model is whole. Leave "
+                "-B parallel out."
+            )
         if spec.kind == "text":
             self._text = await TextModel.open(spec, self.setup, self.options, context.stepped)
             self.limits = self._text.limits
@@ -109,15 +141,19 @@ class InProcess(Backend):
             self._gradients = await asyncio.to_thread(self._open_gradients, spec)
             self.limits = self._gradients.limits
         else:
-            self._opened = await asyncio.to_thread(self._open, spec, context.roofline)
+            self._opened = await asyncio.to_thread(self._open, spec, context)
             self.limits = self._opened.limits
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
-    def _open(self, spec: ModelSpec, roofline: Roofline | None) -> Opened:
+    def _open(self, spec: ModelSpec, context: BackendContext) -> Opened:
+        if self.options.parallel != "data":
+            from gpuinfer.models.stages.open_staged import open_staged
+
+            return open_staged(spec, self.setup, self.options, context.roofline, context.lane)
         from gpuinfer.models.open_model import open_model
 
-        return open_model(spec, self.setup, self.options, roofline)
+        return open_model(spec, self.setup, self.options, context.roofline)
 
     def _open_gradients(self, spec: ModelSpec) -> OpenedGradients:
         from gpuinfer.models.gradients import open_gradients
@@ -208,7 +244,10 @@ class InProcess(Backend):
         return serving.device() if serving is not None else {}
 
     async def close(self) -> None:
-        threads, self._threads, self._opened, self._gradients = self._threads, None, None, None
+        threads, self._threads, self._gradients = self._threads, None, None
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await asyncio.to_thread(opened.close)
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
         text, self._text = self._text, None

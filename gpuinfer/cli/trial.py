@@ -141,8 +141,11 @@ def _with(merged: Settings, change: Change) -> Settings:
         return replace(settings, common=settings.common.model_copy(update=known))
     kind = TABLES[change.flag]
     plugin = merged.common.backend if kind == "backends" else merged.common.strategy
-    key = f"{table_name(kind, plugin)}.{change.name}"
-    return replace(settings, given={**settings.given, key: Given(change.value, " ".join(change.words))})
+    table = table_name(kind, plugin)
+    gone = {f"{table}.{name}" for name in change.without}
+    kept = {key: given for key, given in settings.given.items() if key not in gone}
+    changed = {f"{table}.{change.name}": Given(change.value, " ".join(change.words))}
+    return replace(settings, given={**kept, **changed})
 
 
 def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, Any]:

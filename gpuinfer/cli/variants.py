@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ def expand(target: str, values: Values, compare: Sequence[str], *, timed: bool) 
     `compare` holds `a,b` (backends) or `key=a,b`. With `timed` each run has more work than it will ever do.
     """
     plugin = registry.load("workloads", target)
-    axes = _comparisons(compare, {**options.fields_of(plugin.Options), **flags.common()})
-    for key, _ in axes:
-        if values.get(key) is not None:
-            raise UsageError(f"--compare and {flags.flag(key)} both name values of '{key}'. Leave one of them out.")
+    known = {**options.fields_of(plugin.Options), **flags.common()}
+    axes = _comparisons(compare, known, functools.partial(_setter, target, values))
+    for key, option in axes:
+        if _given_twice(values, key, option):
+            short = SHORTS.get(key) or flags.flag(key)
+            raise UsageError(f"--compare and {short} both name values of '{option or key}'. Leave one of them out.")
     axes |= dict(_grids(plugin, values, axes.get(("backend", ""), [])))
     found = (
         variant(target, values, dict(zip(axes, chosen, strict=True)), timed=timed)
@@ -52,7 +55,10 @@ def variant(target: str, values: Values, chosen: Mapping[Axis, str], *, timed: b
     common = merge(target, {**own, **dict.fromkeys(KINDS)}).common
     chosen = {axis: value for axis, value in chosen.items() if _concerns(axis, common)}
     for flag, kind in KINDS.items():
-        own[flag] = addressed(own.get(flag) or [], kind, getattr(common, _owner(flag)))
+        name = getattr(common, _owner(flag))
+        own[flag] = _in_place(
+            addressed(own.get(flag) or [], kind, name), kind, name, {key for axis, key in chosen if axis == flag}
+        )
     fixed = {key: place for key, place in KEPT_NOWHERE.items() if _has(target, key)}
     fixed |= {key: amount for key, amount in ENDLESS.items() if timed and _has(target, key) and own.get(key) is None}
     return Variant(
@@ -93,6 +99,20 @@ def addressed(words: Sequence[str], kind: str, plugin: str) -> list[str]:
     return found
 
 
+def _in_place(words: Sequence[str], kind: str, plugin: str, compared: Collection[str]) -> list[str]:
+    """The words without those that go with another value of what is compared: of `-B stages=3 --compare
+    parallel=data,pipeline` the first variant has no stages.
+    """
+    given = {_key(word): word.partition("=")[2] for word in words}
+    if not compared & given.keys():
+        return list(words)
+    try:
+        idle = options.out_of_place(registry.load(kind, plugin).Options, given)
+    except UsageError:  # said when the variant is built
+        return list(words)
+    return [word for word in words if _key(word) not in idle]
+
+
 def _concerns(axis: Axis, common: Any) -> bool:
     """Whether an option's axis is about the plugin in force."""
     owner, dot, _ = axis[1].partition(".")
@@ -104,23 +124,41 @@ def parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _comparisons(words: Sequence[str], known: Mapping[str, Any]) -> dict[Axis, list[str]]:
+def _setter(target: str, values: Values, key: str) -> str | None:
+    """The flag that sets this option of the backend or of the strategy in force; None where neither has it."""
+    common = merge(target, {**values, **dict.fromkeys(KINDS)}).common
+    for flag, kind in KINDS.items():
+        if any(_field(kind, name, key) for name in parts(getattr(common, _owner(flag)))):
+            return flag
+    return None
+
+
+def _given_twice(values: Values, flag: str, option: str) -> bool:
+    if option:
+        return any(_key(word) == option for word in values.get(flag) or [])
+    return values.get(flag) is not None
+
+
+def _comparisons(
+    words: Sequence[str], known: Mapping[str, Any], setter: Callable[[str], str | None]
+) -> dict[Axis, list[str]]:
     """What all the words compare: two about one setting are one list."""
     axes: dict[Axis, list[str]] = {}
     for word in words:
-        axis, named = _compared(word, known)
+        axis, named = _compared(word, known, setter)
         axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *named]))
     return axes
 
 
-def _compared(word: str, known: Mapping[str, Any]) -> tuple[Axis, list[str]]:
+def _compared(word: str, known: Mapping[str, Any], setter: Callable[[str], str | None]) -> tuple[Axis, list[str]]:
     key, _, listed = word.partition("=") if "=" in word else ("backend", "", word)
     key = key.strip().removeprefix("--").replace("-", "_")
-    if key not in known or key in (*SINGLE, *KINDS):
+    flag = None if key in known or key in KINDS else setter(key)
+    if flag is None and (key not in known or key in (*SINGLE, *KINDS)):
         raise UnknownName("setting to compare", key, set(known) - {*SINGLE, *KINDS}, label="Settings")
     if not parts(listed):
         raise UsageError(f"--compare {word}: names nothing to compare. Write --compare {key}=a,b.")
-    return (key, ""), parts(listed)
+    return (flag, key) if flag else (key, ""), parts(listed)
 
 
 def _grids(plugin: Any, values: Values, backends: Sequence[str]) -> Iterator[tuple[Axis, list[str]]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Flag = Literal["-B", "-S", "--"]  # an option of the backend, of the strategy, of the workload or of every command
 
@@ -17,6 +17,7 @@ class Change:
     flag: Flag
     name: str
     value: int | float | str
+    without: Sequence[str] = ()  # options of the same plugin that go with the old value alone: they are left out
 
     @property
     def words(self) -> list[str]:
@@ -24,6 +25,12 @@ class Change:
         if self.flag == "--":
             return [f"--{self.name.replace('_', '-')}", f"{self.value}"]
         return [self.flag, f"{self.name}={self.value}"]
+
+    def plain(self) -> dict[str, Any]:
+        """Its fields, without those that say nothing: `Change(**plain)` is the same."""
+        found = asdict(self)
+        without = {"without": list(found.pop("without"))}
+        return {**found, **without} if self.without else found
 
     def in_command(self, command: str) -> str:
         """The command with this change: what it said of the option before is gone from it."""
@@ -43,4 +50,5 @@ class Change:
         """Whether this word, with the one after it, gives the option a value."""
         if self.flag == "--":
             return word.partition("=")[0] == self.words[0]
-        return word == self.flag and after.partition("=")[0].replace("-", "_") == self.name
+        named = after.partition("=")[0].replace("-", "_")
+        return word == self.flag and named in (self.name, *self.without)

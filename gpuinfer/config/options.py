@@ -143,6 +143,20 @@ def repeatable(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("repeatable"))
 
 
+def out_of_place(model: type[BaseModel], given: Mapping[str, Any]) -> set[str]:
+    """Of the options that are given, those that go with other values of another option: `only_with` in the field's
+    `json_schema_extra` maps that one's name to the values.
+    """
+    fields, found = fields_of(model), set[str]()
+    for key in given.keys() & fields.keys():
+        extra = fields[key].json_schema_extra
+        wanted = extra.get("only_with") if isinstance(extra, dict) else None
+        for other, values in wanted.items() if isinstance(wanted, dict) else ():
+            if isinstance(values, list) and given.get(other, fields[other].default) not in values:
+                found.add(key)
+    return found
+
+
 def _natural_of(field: FieldInfo, value: Any) -> Any:
     return list(value) if isinstance(value, Several) and repeatable(field) else natural(value, field.annotation)
 

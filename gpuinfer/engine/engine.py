@@ -73,6 +73,7 @@ class Engine:
         self._given_strategy = strategy  # which a remote backend takes to where batches form
         # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
         self.lanes: list[Lane] = []
+        self._own_lanes: list[Lane] = []  # the backend's, which stand behind these
         self._max_queue_rows = max_queue_rows
         self._clock = clock
         self._patience_s = patience_s
@@ -100,7 +101,9 @@ class Engine:
         self._hurried = self._loop.create_future()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open = True
-        context = BackendContext(strategy=self._given_strategy, roofline=roofline, stepped=self._stepped)
+        context = BackendContext(
+            strategy=self._given_strategy, roofline=roofline, stepped=self._stepped, lane=self._lane
+        )
         try:
             with blame.calling(self.backend, "start"):
                 await self._start_backend(context)
@@ -118,6 +121,11 @@ class Engine:
                 raise self._given_up or _closed()
         finally:
             self._doing = ""
+
+    def _lane(self, name: str) -> Lane:
+        """Another one, for a thread of the backend's own. Any thread may ask, until `start` has returned."""
+        self._own_lanes.append(Lane(name, clock=self._clock))
+        return self._own_lanes[-1]
 
     def _stepped(self, rows: int, seconds: float) -> None:
         self._longest_s = max(self._longest_s, seconds)
@@ -214,7 +222,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment."""
-        return self._core.snapshot(self.lanes)
+        return self._core.snapshot([*self.lanes, *self._own_lanes])
 
     # Cutting
 

@@ -115,6 +115,57 @@ class FrozenLayer(nn.Module):
         return self.norm(self.shrink.plus(self.grow.relu(tokens), tokens))  # type: ignore[no-any-return]
 
 
+Carried = tuple[Tensor, Tensor]
+"""What goes from one segment of a network to the next: its tokens, and the legal mask [rows, actions]."""
+
+
+class Enter(nn.Module):
+    """The first segment: takes the features, and keeps of them only the mask."""
+
+    def __init__(self, first: nn.Module, actions: int) -> None:
+        super().__init__()
+        self.first, self.actions = first, actions
+
+    def forward(self, features: Tensor) -> Carried:
+        return self.first(features), features[:, : self.actions].clone()
+
+
+class Between(nn.Module):
+    """Any segment in the middle."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, carried: Carried) -> Carried:
+        tokens, legal = carried
+        return self.layer(tokens), legal
+
+
+class Leave(nn.Module):
+    """The last segment: policy logits and values, as the network answers them."""
+
+    def __init__(self, heads: Affine, actions: int) -> None:
+        super().__init__()
+        self.heads, self.actions = heads, actions
+
+    def forward(self, carried: Carried) -> tuple[Tensor, Tensor]:
+        tokens, legal = carried
+        answer = self.heads(tokens)
+        return masked(answer[:, : self.actions], legal), answer[:, self.actions :]
+
+
+class WithRelu(nn.Module):
+    """A product and the ReLU behind it."""
+
+    def __init__(self, affine: Affine) -> None:
+        super().__init__()
+        self.affine = affine
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.affine.relu(inputs)
+
+
 class FrozenBlobNet(nn.Module):
     """`BlobNet` for inference. `heads` answers policy logits and values side by side."""
 
@@ -131,6 +182,11 @@ class FrozenBlobNet(nn.Module):
         answer = self.heads(self.layers(self.norm(self.embed(features))))
         return masked(answer[:, : self.actions], features[:, : self.actions]), answer[:, self.actions :]
 
+    def segments(self) -> list[nn.Module]:
+        """Its steps as modules to be called one after the other: embedding, each layer, heads."""
+        first = Enter(nn.Sequential(self.embed, self.norm), self.actions)
+        return [first, *map(Between, self.layers), Leave(self.heads, self.actions)]
+
 
 class FrozenBlobNetSmall(nn.Module):
     """`BlobNetSmall` for inference."""
@@ -144,3 +200,8 @@ class FrozenBlobNetSmall(nn.Module):
         """The same promise as `BlobNet.forward`."""
         answer = self.heads(self.second.relu(self.first.relu(features)))
         return masked(answer[:, : self.actions], features[:, : self.actions]), answer[:, self.actions :]
+
+    def segments(self) -> list[nn.Module]:
+        """Its steps as modules to be called one after the other."""
+        first, second = Enter(WithRelu(self.first), self.actions), Between(WithRelu(self.second))
+        return [first, second, Leave(self.heads, self.actions)]

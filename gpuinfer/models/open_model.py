@@ -61,6 +61,7 @@ class Opened:
     answer: AnswerLayout  # what `forward` answers to each block
     device: Callable[[], Mapping[str, Any]]
     pin: Callable[[NDArray[Any]], Registration]  # memory that blocks will lie in, so that the device fetches them there
+    close: Callable[[], None] = lambda: None  # ends threads of its own, within seconds, and fails what they are at
 
 
 def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Opened:

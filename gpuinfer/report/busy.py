@@ -50,7 +50,7 @@ def forwards(case: Case) -> Verdict | None:
     searching = case.binds("search") and case.reached("search") > case.reached(limit)
     if not run.forwards or run.busy(run.forwards) < BUSY or searching:
         return None
-    moving, computing = station_s(run.forwards, "transfer"), station_s(run.forwards, "forward")
+    moving, computing = station_s(run.answering, "transfer"), station_s(run.answering, "forward")
     if moving > computing:
         return _transfer(case, moving, computing)
     best = case.curve.best() if case.curve else 0.0
@@ -149,7 +149,7 @@ def all_cores(case: Case) -> Verdict | None:
         return None
     why = f"{run.cores_busy:.1f} of {run.cores} cores were at work"
     why += f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."
-    searching, answering = busy_s(run.work), busy_s(run.forwards)
+    searching, answering = busy_s(run.work), busy_s(run.answering)
     if searching > answering:
         advice = "All cores are at work: only more cores, or less work for each row, make this faster."
         return Verdict("search-bound", "search", f"Searching took most of the time, and {why}", advice)

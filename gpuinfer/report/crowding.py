@@ -147,7 +147,7 @@ def _for_a_cap(case: Case, best: float) -> Verdict | None:
 def _gain(case: Case, rows: float) -> float:
     """Of batches of so many rows, if the time that the forwards save is the searches' and theirs."""
     run = case.run
-    forwards = busy_s(run.forwards) / (busy_s(run.forwards) + busy_s(run.work))
+    forwards = busy_s(run.answering) / (busy_s(run.answering) + busy_s(run.work))
     return 1 / (1 - forwards + forwards / max(case.faster(rows), 1.0)) if rows > run.rows_usual else 1.0
 
 

@@ -42,6 +42,7 @@ class Evidence:
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
     others_cores: float | None = None  # cores that other programs had, on average; None: not known
     stolen_cores: float | None = None  # that the machine below this one gave to others, on average; None: not known
+    staged: Mapping[str, Any] = field(default_factory=dict)  # of a model in stages: `report.stages.of_stages`
     on_cpu: bool = True
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller
@@ -58,8 +59,19 @@ class Evidence:
         return [lane for lane in self.lanes if is_forward(lane["name"])]
 
     @property
+    def stages(self) -> list[Lane]:
+        """Of a model that is cut into stages: what computes, while the forward lanes wait for it."""
+        return [lane for lane in self.lanes if is_stage(lane["name"])]
+
+    @property
+    def answering(self) -> list[Lane]:
+        """The lanes whose time is the model's."""
+        return self.stages or self.forwards
+
+    @property
     def work(self) -> list[Lane]:
-        return [lane for lane in self.lanes if not (is_forward(lane["name"]) or is_aside(lane["name"]))]
+        others = (is_forward, is_stage, is_aside)
+        return [lane for lane in self.lanes if not any(is_one(lane["name"]) for is_one in others)]
 
     @property
     def block_rows(self) -> float:
@@ -84,7 +96,8 @@ class Evidence:
     def threads_busy(self) -> float:
         """How many threads were at work at once, on average, by the ledger."""
         each = self.facts.get("threads", 1)
-        return (busy_s(self.forwards) * (each - 1) + busy_s(self.lanes)) / self.wall_s
+        lanes = [lane for lane in self.lanes if not (self.stages and is_forward(lane["name"]))]
+        return (busy_s(self.answering) * (each - 1) + busy_s(lanes)) / self.wall_s
 
     @property
     def cores_busy(self) -> float:
@@ -158,6 +171,11 @@ class Evidence:
 def is_forward(name: str) -> bool:
     """Whether a lane of this name serves batches: "forward 0", or "worker 1: forward 0"."""
     return name.rpartition(": ")[2].startswith("forward")
+
+
+def is_stage(name: str) -> bool:
+    """Whether a lane of this name is a stage of a model: "stage 0", or "worker 1: stage 0"."""
+    return name.rpartition(": ")[2].startswith("stage ")
 
 
 ASIDE = ("records", "input", "output", "prompts")

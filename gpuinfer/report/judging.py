@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuinfer.config.change import Change
-from gpuinfer.report import busy, crowding, playing, text, unmasking, waits
+from gpuinfer.report import busy, crowding, playing, stages, text, unmasking, waits
 from gpuinfer.report.case import Case, Verdict
 from gpuinfer.report.evidence import Evidence
 
@@ -23,6 +23,7 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     busy.at_the_roofline,
     waits.for_arrivals,
     crowding.too_many_threads,
+    stages.bubbles,
     crowding.others_have_the_cores,
     crowding.small_batches,
     busy.forwards,
@@ -94,7 +95,7 @@ def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str
         "share": run.share(verdict.station) if measured else 0.0,
         "why": verdict.why,
         "advice": verdict.advice,
-        "change": asdict(change) if change else None,
+        "change": change.plain() if change else None,
         "command": change.in_command(run.command) if change else None,
         "gain": asdict(verdict.gain),
         "trial": None,
@@ -118,7 +119,7 @@ QUICK = {
         "step_tokens",
         "chunk_rows",
     ),
-    *("threads", "in_flight"),
+    *("threads", "in_flight", "parallel"),
 }
 UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval around 1 does not say that nothing is won
 

@@ -19,6 +19,7 @@ from gpuinfer.models.processor import has_bfloat16
 from gpuinfer.report import learning, sharing, strength, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
+from gpuinfer.report.stages import of_stages
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.unmasked import Unmasked
 
@@ -78,6 +79,7 @@ def build(run: Run) -> dict[str, Any]:
         "throughput": throughput(run),
         "batches": batches(snapshot),
         "unmasking": unmasking(snapshot),
+        "stages": of_stages(snapshot, run.wall_s),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
         "first_token_s": summarise(snapshot.first_token),
@@ -299,6 +301,7 @@ def evidence(run: Run) -> Evidence:
         cpu_wait_s=snapshot.cpu_wait_s,
         others_cores=_on_average(run, "others_s"),
         stolen_cores=_on_average(run, "stolen_s"),
+        staged=of_stages(snapshot, run.wall_s) or {},
         on_cpu=on_cpu,
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,

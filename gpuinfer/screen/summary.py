@@ -44,6 +44,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from training.rows(report.get("training"))
     yield from _batches(report.get("batches") or {})
     yield from _unmasking(report.get("unmasking") or {})
+    yield from _stages(report.get("stages") or {})
     yield from _times(report)
     yield from _roofline(report.get("roofline") or {})
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
@@ -108,6 +109,19 @@ def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
     idle = f"{found['idle_share']:.0%} committed nothing" if found["idle_forwards"] else ""
     anew = f"{found['computed_share']:.0%} of positions computed anew"
     yield PanelRow("forwards", ", ".join(filter(None, [whole(found["forwards"]), tokens, idle, anew])))
+
+
+def _stages(found: Mapping[str, Any]) -> Iterator[PanelRow]:
+    """Of a model that is cut."""
+    if not found:
+        return
+    busy = ", ".join(f"{_layers(*stage['layers'])} {stage['busy_share']:.0%}" for stage in found["stages"])
+    micro = f"{whole(found['micro_batches'])} micro-batches, {found['bubble_share']:.0%} bubbles"
+    yield PanelRow("stages", f"{found['parallel']}, busy: {busy}; {micro}")
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layers {first} to {last}" if last > first else f"layer {first}"
 
 
 def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:

@@ -1,0 +1,86 @@
+"""Batches of blocks through the stages of a model: cut into micro-batches, and put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpuinfer.api import enter_station
+from gpuinfer.models.forward import GRAIN, padded
+from gpuinfer.models.memory import StepSize, is_out_of_memory
+from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.stages.stage import Rows
+from gpuinfer.models.staging import Block, Blocks, joined, like, tensors_of
+
+Range = tuple[int, int]
+
+FILLED = 4  # micro-batches of a lone batch for each stage: 4 s / (5 s - 1) of the time is work, over 0.8
+LEAST_ROWS = 128  # of a micro-batch, unless somebody says otherwise: with fewer the model itself becomes slow
+
+
+class StagedForward:
+    """The model's answers by way of a pipeline. As many threads as batches may be in flight share one.
+
+    `rows` is the most in a micro-batch; with `even` a batch that finds the stages empty is cut into smaller ones, so
+    that all of them soon have work. With `fixed_shape` each goes through as exactly `rows` rows, see `CpuForward`. With
+    `alone` a micro-batch enters only once the one before it is through.
+    """
+
+    def __init__(self, pipeline: Pipeline, rows: int, *, even: bool, fixed_shape: bool, alone: bool) -> None:
+        self.pipeline = pipeline
+        self.step = StepSize(rows)
+        self._even, self._fixed_shape, self._alone = even, fixed_shape, alone
+
+    def __call__(self, blocks: Sequence[Block]) -> list[Any]:
+        """The same promise as `CpuForward.__call__`."""
+        enter_station("stages")
+        run = Blocks(blocks)
+        answers: dict[Range, Any] = {}
+        left = self._ranges(0, run.rows)
+        while left:
+            step, failed = self.step.rows, list[tuple[Range, BaseException]]()
+            for span, outcome in zip(left, self._through(run, left, step), strict=True):
+                if not isinstance(outcome, BaseException):
+                    answers[span] = outcome
+                elif is_out_of_memory(outcome):
+                    failed.append((span, outcome.with_traceback(None)))  # its frames hold on to the memory
+                else:
+                    raise outcome
+            for (start, stop), error in failed[:1]:
+                self.step.halve(step if self._fixed_shape else stop - start, error)
+            left = [part for (start, stop), _ in failed for part in self._ranges(start, stop)]
+        with torch.inference_mode():
+            return run.split(joined([answers[span] for span in sorted(answers)]))
+
+    def _ranges(self, start: int, stop: int) -> list[Range]:
+        rows = self.step.rows
+        if self._even and self.pipeline.under_way == 0:
+            wanted = math.ceil((stop - start) / (FILLED * len(self.pipeline.stages)))
+            rows = min(rows, max(LEAST_ROWS, padded(wanted)))
+            count = math.ceil((stop - start) / rows)
+            rows = min(rows, -(-math.ceil((stop - start) / count) // GRAIN) * GRAIN)
+        return [(at, min(at + rows, stop)) for at in range(start, stop, rows)]
+
+    def _through(self, run: Blocks, spans: Sequence[Range], step: int) -> list[Any]:
+        """An answer to each of these ranges of rows, or the exception in its place."""
+        values = [self._rows(run, start, stop, step) for start, stop in spans]
+        if self._alone:
+            outcomes = [outcome for value in values for outcome in self.pipeline.run([value])]
+        else:
+            outcomes = self.pipeline.run(values)
+        return [_of_rows(outcome, value.rows) for outcome, value in zip(outcomes, values, strict=True)]
+
+    def _rows(self, run: Blocks, start: int, stop: int, step: int) -> Rows:
+        rows = stop - start
+        shape = step if self._fixed_shape else min(step, padded(rows))
+        return Rows(run.pieces(start, stop), rows, max(shape, rows))  # another thread may have made the step smaller
+
+
+def _of_rows(outcome: Any, rows: int) -> Any:
+    """An answer to that many rows, without those that they were padded with."""
+    if isinstance(outcome, BaseException):
+        return outcome
+    return like(outcome, [tensor[:rows] for tensor in tensors_of(outcome)])

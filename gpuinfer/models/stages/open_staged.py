@@ -1,0 +1,152 @@
+"""From a run's setup to a model in stages that answers blocks: cut, tried out, split, and each stage at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.models.device import MEGABYTE, Gauge
+from gpuinfer.models.frozen import unpack
+from gpuinfer.models.layouts import row_dtype
+from gpuinfer.models.load import build, called, probe, resolve_device, resolve_dtype
+from gpuinfer.models.memory import first_line, keep_freed_memory
+from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
+from gpuinfer.models.pinned import register
+from gpuinfer.models.processor import computed_in
+from gpuinfer.models.stages.cutting import segments_of
+from gpuinfer.models.stages.forward import StagedForward
+from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.stages.placing import Placed, stages_at
+from gpuinfer.models.stages.planning import StageTuning, bytes_of, count_for, fits_one, rows_for, split_for, times_on
+from gpuinfer.models.staging import tensors_of
+
+HOST = torch.device("cpu")
+CHECKED_ROWS = 2  # as few as a model is tried with in any case
+TOLERANCE = 1e-3  # between a model and its own segments: the same operations, so that it hardly needs any
+
+
+def open_staged(
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: StageTuning,
+    roofline: Roofline | None = None,
+    lane: Callable[[str], Lane] | None = None,
+) -> Opened:
+    """Build the model, cut it, and put each stage where it runs. Sets threads and the allocator for the whole process.
+
+    `lane` gives a lane of the ledger for each stage. Raises `UsageError` when the model cannot be had or not be cut.
+    """
+    row_dtype(spec)  # refuses one that is unknown before anything is built
+    devices = [resolve_device(name) for name in setup.devices]
+    on_cpu = all(device.type == "cpu" for device in devices)
+    computed = computed_in(setup.dtype, tuning.compute, on_cpu)
+    dtype = resolve_dtype(computed)
+    keep_freed_memory()
+    torch.set_num_threads(1 if setup.deterministic else cores_of(setup))
+    module = build(spec, device=HOST, dtype=resolve_dtype(setup.dtype), seed=setup.seed, compute=dtype)
+    if not on_cpu:
+        unpack(module)
+    answer = probe(module, spec, device=HOST, dtype=dtype)
+    segments = segments_of(module, spec.name, tuning.layers)
+    check_alike(module, segments, spec, dtype)
+
+    count = count_for(tuning, devices, len(segments), spec.name)
+    places = [devices[number * len(devices) // count] for number in range(count)]
+    rows = rows_for(setup, tuning, on_cpu)
+    features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
+    times = times_on(places, segments, features, setup, tuning)
+    split = split_for(tuning, places, segments, times, spec.name)
+    cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, segments)}
+    stages = stages_at(places, split, segments, times, spec, setup, tuning, dtype)
+    cut["stages"] = [told_of(*one) for one in zip(stages, split, strict=True)]
+
+    limits = limits_of(setup, tuning, places, rows, roofline)
+    pipeline = Pipeline(stages, lane or BackendContext().lane)
+    torch.set_num_threads(1)  # of those who call `forward`: they only join what the stages have computed
+    forward = StagedForward(
+        pipeline,
+        rows,
+        even=on_cpu and tuning.parallel == "pipeline" and not (setup.deterministic or tuning.micro_batch_rows),
+        fixed_shape=setup.deterministic,
+        alone=tuning.parallel == "layers",
+    )
+    gauges = [Gauge(device) for device in dict.fromkeys(places)]
+    threads = max(stage.threads for stage in stages)
+    in_force = {
+        "max_rows": limits.max_rows,
+        "in_flight": limits.in_flight,
+        "threads": threads,
+        "stages": count,
+        "micro_batch_rows": rows,
+    }
+    facts = {"computes_in": computed, "threads": threads, "in_force": in_force, "parallel": cut}
+
+    def device() -> Mapping[str, Any]:
+        return {**reading(gauges), **facts, "stages": pipeline.counts()}
+
+    return Opened(spec, limits, forward, answer, device, partial(register, device=places[0]), pipeline.close)
+
+
+def check_alike(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raises `UsageError` unless the segments, one after the other, answer as the model itself."""
+    features = torch.ones(CHECKED_ROWS, spec.inputs, dtype=dtype)
+    cure = "Mend its segments(), or name the attribute with its layers, -B layers=attribute."
+    with torch.inference_mode():
+        whole = tensors_of(module(features.clone()))
+        value: Any = features
+        try:
+            for segment in segments:
+                value = segment(value)
+            found = tensors_of(value)
+        except Exception as error:
+            raise UsageError(
+                f"{called(spec.name)} cannot be called layer by layer: {type(error).__name__}: {first_line(error)}. "
+                f"{cure}"
+            ) from error
+    if len(whole) != len(found) or not all(map(_alike, whole, found)):
+        raise UsageError(f"{called(spec.name)} answers otherwise when it is called layer by layer. {cure}")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(
+        one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
+    )
+
+
+def limits_of(
+    setup: Setup, tuning: StageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
+) -> Limits:
+    """As many batches in flight as keep all stages at work where each is but one micro-batch; of `layers` one."""
+    usual = limits_for(places[0], setup, tuning, roofline)
+    in_flight = 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
+    enough = min(usual.max_rows, rows * len(places)) if places[0].type == "cpu" else None
+    return replace(usual, in_flight=in_flight, enough_rows=enough)
+
+
+def told_of(stage: Placed, layers: tuple[int, int]) -> dict[str, Any]:
+    """What the report says of a stage, in plain values."""
+    return {
+        "layers": [layers[0], layers[1] - 1],
+        "device": str(stage.device),
+        "threads": stage.threads,
+        "weights_mb": sum(map(bytes_of, stage.segments)) / MEGABYTE,
+    }
+
+
+def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
+    """Of all devices together: memory added up, the mean utilisation."""
+    parts = [gauge.read() for gauge in gauges]
+    found: dict[str, Any] = {"name": ", ".join(dict.fromkeys(str(part["name"]) for part in parts))}
+    for key in ("allocated_mb", "reserved_mb"):
+        if known := [part[key] for part in parts if key in part]:
+            found[key] = sum(known)
+    if used := [part["utilisation"] for part in parts if "utilisation" in part]:
+        found["utilisation"] = sum(used) / len(used)
+    return found

@@ -1,0 +1,87 @@
+"""How a model is cut into stages, as a user says it. No torch: a command line is checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from pydantic.config import JsonDict
+
+Parallel = Literal["data", "layers", "pipeline"]
+
+STAGED = ("layers", "pipeline")
+OF_STAGES = ("stages", "split_points", "micro_batch_rows", "layers")  # options that go with those two alone
+MOST_STAGES = 1024
+WITH_STAGES: JsonDict = {"only_with": {"parallel": list(STAGED)}}
+"""For the fields of these options: a comparison leaves them out of `data`."""
+PARALLEL = (
+    "data: each batch goes through a whole model; layers: the model's layers over the devices, one batch at a time; "
+    "pipeline: the same with micro-batches of several batches in flight"
+)
+STAGES = "of layers and pipeline: how many; auto: one a device, two on a single CPU"
+SPLIT_POINTS = "of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and memory"
+MICRO_BATCH_ROWS = "of layers and pipeline: rows that go through a stage at once; default by the batch, 512 at most"
+LAYERS = (
+    "of layers and pipeline: the attribute that holds the layers of a model that is no Sequential, as encoder.blocks"
+)
+
+
+class StageOptions(Protocol):
+    """What an options class with these has."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def stages(self) -> int | Literal["auto"]: ...
+    @property
+    def split_points(self) -> Sequence[int] | None: ...
+    @property
+    def micro_batch_rows(self) -> int | None: ...
+    @property
+    def layers(self) -> str | None: ...
+    @property
+    def in_flight(self) -> int | None: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+def complaint_of(given: StageOptions) -> str | None:
+    """What is wrong with these together, with the cure; None when nothing is."""
+    said: Mapping[str, Any] = {
+        "stages": None if given.stages == "auto" else given.stages,
+        "split_points": None if given.split_points is None else ",".join(map(str, given.split_points)),
+        "micro_batch_rows": given.micro_batch_rows,
+        "layers": given.layers,
+    }
+    if given.parallel == "data":
+        name = next((name for name in OF_STAGES if said[name] is not None), None)
+        return name and (
+            f"{name}={said[name]} says how a model is cut into stages, and with parallel=data it is not cut. Add "
+            f"-B parallel=pipeline or -B parallel=layers, or leave {name} out"
+        )
+    return _points(given, said["split_points"]) or _whole(given)
+
+
+def _points(given: StageOptions, said: str | None) -> str | None:
+    points = given.split_points
+    if points is None:
+        return None
+    if not points or list(points) != sorted(set(points)):
+        return f"split_points={said} do not ascend. Name the layers at which stages begin in their order, such as 2,4"
+    if given.stages not in ("auto", len(points) + 1):
+        return (
+            f"split_points={said} make {len(points) + 1} stages, and stages={given.stages} asks for another number. "
+            "Leave one of them out"
+        )
+    return None
+
+
+def _whole(given: StageOptions) -> str | None:
+    if given.compile:
+        return f"compile=true compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
+    if given.parallel == "layers" and (given.in_flight or 1) > 1:
+        return (
+            f"in_flight={given.in_flight} batches at once, and with parallel=layers there is one. Use "
+            "parallel=pipeline, or leave in_flight out"
+        )
+    return None

@@ -1,0 +1,91 @@
+"""One stage of a model on a CUDA device: a stream of its own, and events between it and the stages beside it.
+
+Nothing waits for a device that need not: the stage after this one is given what is only launched, and its stream waits
+for the event. The thread stays one micro-batch behind its device, so that there is always one to go on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.api import Lane
+from gpuinfer.models.stages.stage import Load, mapped
+
+BEHIND = 1  # micro-batches that a device may still be at when the next is launched
+
+
+class Launched:
+    """A value on `stream`'s device, there once `event` has come."""
+
+    def __init__(self, value: Any, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self._value, self._stream, self._event = value, stream, event
+
+    def for_stream(self, stream: torch.cuda.Stream) -> Any:
+        """The value on that stream's device, to be used in its order. Copies to another device go from a stream that
+        has waited for the event, behind the back of the stage that made it.
+        """
+        if stream.device == self._stream.device:
+            stream.wait_event(self._event)
+            return mapped(self._value, lambda tensor: _used_on(tensor, stream))
+        source = torch.cuda.Stream(self._stream.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(source):
+            source.wait_event(self._event)
+            mapped(self._value, lambda tensor: _used_on(tensor, source))
+            return mapped(self._value, lambda tensor: tensor.to(stream.device, non_blocking=True))
+
+
+def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Its memory is nobody else's before that stream is done with it."""
+    tensor.record_stream(stream)
+    return tensor
+
+
+class CudaStage:
+    """`segments`, called in turn on `device`. The first stage has `load`, the last has `unload`: see `CpuStage`."""
+
+    def __init__(
+        self,
+        name: str,
+        segments: Sequence[nn.Module],
+        device: torch.device,
+        load: Load | None = None,
+        unload: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.name, self.segments, self.device = name, segments, device
+        self._load, self._unload = load, unload
+        self.threads = 1
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._behind: deque[torch.cuda.Event] = deque()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)  # weights were put there on another stream
+        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def compute(self, value: Any, lane: Lane) -> Any:
+        lane.enter("transfer")
+        value = self._load(value.pieces, value.shape) if self._load is not None else value.for_stream(self._stream)
+        lane.enter("forward")
+        for segment in self.segments:
+            value = segment(value)
+        if self._unload is not None:
+            value = self._unload(value)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps
+        event.record(self._stream)
+        self._behind.append(event)
+        self._wait(0 if self._unload is not None else BEHIND)
+        return value if self._unload is not None else Launched(value, self._stream, event)
+
+    def settle(self) -> None:
+        self._wait(0)
+
+    def _wait(self, behind: int) -> None:
+        while len(self._behind) > behind:
+            self._behind.popleft().synchronize()

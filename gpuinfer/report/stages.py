@@ -1,0 +1,96 @@
+"""A model in stages: how busy each was, how much of their time was bubbles, and whether the cut pays.
+
+A *bubble* is the time of a stage that has nothing to compute while a batch is in the pipeline (Huang et al., "GPipe",
+NeurIPS 2019, section 2.3). With one batch at a time over s equal stages it is (s - 1) / s of their time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuinfer.models.stages.options import OF_STAGES
+from gpuinfer.report.case import Case, Verdict
+from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place
+from gpuinfer.report.forecast import Gain
+from gpuinfer.stats import Snapshot
+
+BUSY = 0.8  # of the time there was a batch in the stages: with less it is not they who hold the run back
+BUBBLES = 0.03  # of the stages' time: less is what any queue costs
+UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is to blame
+
+
+def of_stages(snapshot: Snapshot, wall_s: float) -> dict[str, Any] | None:
+    """What the report says of them; None of a model that is not cut. Several processes with stages of their own are
+    taken together.
+    """
+    cut, counted = snapshot.device.get("parallel"), snapshot.device.get("stages")
+    lanes = [lane for lane in snapshot.lanes if is_stage(lane["name"])]
+    if not cut or not counted or not lanes or wall_s <= 0:
+        return None
+    each = [
+        {**stage, "busy_share": _busy(_of_number(lanes, number), wall_s)} for number, stage in enumerate(cut["stages"])
+    ]
+    processes = len({place(lane["name"]) for lane in lanes})
+    active_s = min(float(counted["active_s"]), wall_s * processes)
+    could = active_s * len(each)
+    return {
+        "parallel": cut["mode"],
+        "stages": each,
+        "batches": round(counted["batches"]),
+        "micro_batches": round(counted["micro_batches"]),
+        "active_share": active_s / (wall_s * processes),
+        "bubble_share": max(0.0, 1 - busy_s(lanes) / could) if could else 0.0,
+        "fits_one": cut["fits_one"],
+    }
+
+
+def _of_number(lanes: Sequence[Lane], number: int) -> list[Lane]:
+    return [lane for lane in lanes if lane["name"].rpartition(": ")[2] == f"stage {number}"]
+
+
+def _busy(lanes: Sequence[Lane], wall_s: float) -> float:
+    return min(1.0, busy_s(lanes) / (wall_s * len(lanes))) if lanes else 0.0
+
+
+def bubbles(case: Case) -> Verdict | None:
+    """The stages hold the run back, and part of their time is bubbles: whole models would have none."""
+    run = case.run
+    if not run.staged or run.staged["active_share"] < BUSY or run.staged["bubble_share"] < BUBBLES:
+        return None
+    gain = Gain.up_to(min(1 / (1 - run.staged["bubble_share"]), 1 / run.efficiency if run.efficiency else math.inf))
+    advice, value = _advice(run, run.staged)
+    change = run.change("-B", value, "parallel") if value else None
+    if change and value == "data":
+        change = replace(change, without=OF_STAGES)
+    return Verdict("pipeline bubbles", "forward", _why(run, run.staged), advice, change, gain)
+
+
+def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
+    used = [stage["busy_share"] for stage in staged["stages"]]
+    shares = ", ".join(f"{share:.0%}" for share in used)
+    why = (
+        f"The {len(used)} stages were busy {shares} of the time, and {staged['bubble_share']:.0%} of what they had was "
+    )
+    why += "bubbles: a batch was there, and not with them."
+    if staged["parallel"] == "layers":
+        why += " Of layers one stage at a time computes."
+    elif sum(used) < UNEVEN * max(used) * len(used):
+        why += f" Stage {used.index(max(used))} takes longest."
+    if run.efficiency:
+        why += (
+            f" It is {run.efficiency:.0%} of what whole models do beside one another on the same cores (the roofline)."
+        )
+    return why
+
+
+def _advice(run: Evidence, staged: Mapping[str, Any]) -> tuple[str, str | None]:
+    """And the value of `parallel` that it speaks of."""
+    if staged["fits_one"]:
+        where = "the same cores" if run.on_cpu else "each of these devices"
+        return f"The model fits whole: parallel=data on {where} has no bubbles, and is the better choice.", "data"
+    if staged["parallel"] == "layers":
+        return "Keep several micro-batches in flight.", "pipeline"
+    return "Have more rows outstanding, make micro-batches smaller, or cut it elsewhere (split_points).", None
