@@ -152,6 +152,7 @@ class Setup:
     patience: float = 10.0  # seconds for which a plugin may hold something before it is named
     give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.engine.watchdog`)
     max_queue_rows: int | None = None  # rows that may wait in each queue; None: as many as the engine thinks right
+    share: float = 1.0  # of the device, beside those of other models in the same run
 
     @property
     def device(self) -> str:
@@ -335,9 +336,10 @@ class Backend(Plugin, ABC):
         """A picklable way in for a worker process. The default gives each process its own copy of this backend."""
         return OwnCopy(type(self), self.setup, self.options.model_dump())
 
-    def beside(self, spec: ModelSpec) -> Backend:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """Another backend of this class and these options, for this other model, not started: for `Infer.beside`.
 
+        `share` becomes its `Setup.share`: of a device that both compute on, where the backend can give each its own.
         Raises `UsageError` where one cannot be had. The default is one for backends whose batches form here.
         """
         if self.remote:
@@ -345,7 +347,8 @@ class Backend(Plugin, ABC):
                 f"the backend '{type(self).__name__.lower()}' is a way to a server with one model, and "
                 f"'{spec.name}' would be another beside it. Choose one that loads models itself: --backend inprocess."
             )
-        return type(self)(replace(self.setup, model=spec), **self.options.model_dump(exclude_unset=True))
+        setup = replace(self.setup, model=spec, share=share)
+        return type(self)(setup, **self.options.model_dump(exclude_unset=True))
 
     async def stats(self) -> Mapping[str, Any] | None:
         """What the far side has measured until now: `Snapshot.to_wire()` of its queue and forward lanes. None when
@@ -565,8 +568,10 @@ class Infer(ABC):
         """Room for `rows` rows that travel to the model without a copy, or None: see `Backend.block`. After `ready`."""
         return None
 
-    def beside(self, spec: ModelSpec) -> Infer:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Infer:
         """A way to another model, beside the run's own: a backend of the same class and options, an engine of its own.
+
+        Where both want the device at once, it has `share` of it and the run's own model 1 (`Setup.share`).
 
         It starts with its first request or at its `ready`, and is closed with this one; the run counts both. The same
         spec gives the same way. Raises `UsageError` where there can be none.

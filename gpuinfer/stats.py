@@ -17,7 +17,7 @@ SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
 COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
-DONE_BY_A_DEVICE = ("tokens", "steps", "stages")  # each name → how much until now
+DONE_BY_A_DEVICE = ("tokens", "steps", "stages", "turns")  # each name → how much until now
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 
 
@@ -207,6 +207,23 @@ def _any_counted(count: Mapping[str, Any]) -> bool:
     return bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values()))
 
 
+def _models_added(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: {key: rule.add([part[name][key] for part in parts if name in part]) for key, rule in OF_A_MODEL.items()}
+        for name in names
+    }
+
+
+def _models_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {key: rule.beyond(line[key], early[name][key]) for key, rule in OF_A_MODEL.items()}
+        if name in early
+        else line
+        for name, line in late.items()
+    }
+
+
 def _lanes_beyond(late: Sequence[Mapping[str, Any]], early: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Matched by name; one that was not there counts from its opening."""
     earlier = {lane["name"]: lane for lane in early}
@@ -266,10 +283,20 @@ SUMS = Rule(_sums_added, sums_beyond)
 HISTOGRAM = Rule(merge_histograms, _histogram_beyond)
 OF_A_CLASS = {"requests": COUNT, "rows": COUNT, "errors": COUNTS, "latency": HISTOGRAM, "queue_wait": HISTOGRAM}
 CLASSES = Rule(_classes_added, _classes_beyond)
-LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
-PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
 SECONDS = Rule(math.fsum, lambda late, early: max(0.0, late - early))  # threads that ended take theirs along
 FIRST = Rule(lambda parts: next(filter(None, parts), ""))
+OF_A_MODEL: Mapping[str, Rule] = {
+    **dict.fromkeys(("requests", "rows"), COUNT),
+    **dict.fromkeys(("tokens", "errors"), COUNTS),
+    **dict.fromkeys(("latency", "queue_wait"), HISTOGRAM),
+    **dict.fromkeys(("device_s", "turn_wait_s"), SECONDS),
+    "kind": FIRST,
+    "share": Rule(lambda parts: max(parts, default=1.0)),  # the same in every process
+    "waiting": Rule(sum),
+}
+MODELS = Rule(_models_added, _models_beyond)
+LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
+PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
 WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
 LANES = Rule(lambda parts: tuple(itertools.chain.from_iterable(parts)), _lanes_beyond, _joined)
 DEVICE = Rule(_devices_added, _done_beyond, in_turn=lambda parts: next(filter(None, reversed(parts)), {}))
@@ -302,6 +329,7 @@ class Snapshot:
     errors: Mapping[str, int] = _counter(COUNTS, dict)  # requests, by ERRORS
     failure: str = _counter(FIRST, "")  # what the first of those that failed was told
     classes: Mapping[str, Mapping[str, Any]] = _counter(CLASSES, dict)  # name → `ClassCount.to_wire()`
+    models: Mapping[str, Mapping[str, Any]] = _counter(MODELS, dict)  # of several in one run: name → `of_model`
     notices: tuple[str, ...] = _counter(WORDS, ())  # what the strategy has to say to the user
     waiting: int = _counter(LEVEL)  # rows in the queue now
     slots: int = _counter(LEVEL)  # rows that may be generated at once: batches are then forward steps. 0: no slots
@@ -327,6 +355,31 @@ RULES: Mapping[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Sn
 def tokens_of(snapshot: Snapshot) -> dict[str, float]:
     """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
     return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
+
+
+def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
+    """What one model of several has counted. `device_s`: of a device that they take turns at, in seconds of all of it;
+    where they do not, the time for which its forward lanes were at work.
+    """
+    turns = counted.device.get("turns") or {}
+    return {
+        "kind": kind,
+        "share": share,
+        "requests": counted.requests,
+        "rows": counted.rows,
+        "tokens": dict(counted.device.get("tokens") or {}),
+        "errors": dict(counted.errors),
+        "device_s": turns["had_s"] if "had_s" in turns else _forward_s(counted.lanes),
+        "turn_wait_s": turns.get("waited_s", 0.0),
+        "latency": counted.latency,
+        "queue_wait": counted.queue_wait,
+        "waiting": counted.waiting,
+    }
+
+
+def _forward_s(lanes: Sequence[Mapping[str, Any]]) -> float:
+    forwards = (lane["stations"] for lane in lanes if lane["name"].rpartition(": ")[2].startswith("forward"))
+    return math.fsum(seconds for stations in forwards for name, seconds in stations.items() if name != "idle")
 
 
 def merge(parts: Iterable[Snapshot]) -> Snapshot:

@@ -183,10 +183,10 @@ class Central(Remote):
             raise UsageError("the backend 'central' has not been started. Await start() before connect().")
         return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
 
-    def beside(self, spec: ModelSpec) -> Backend:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """A server of its own."""
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
-        return Central(replace(self.setup, model=spec), **options)
+        return Central(replace(self.setup, model=spec, share=share), **options)
 
     @property
     def updates(self) -> bool:

@@ -62,14 +62,15 @@ class Remote(Backend):
             raise UsageError("there is no server to connect to. Start one with the backend 'fleet'.")
         looking = Caller(self._way, 1)
         try:
-            served = await looking.served()
+            own = None if self.setup.model is None else Described(setup=self.setup).name
+            served = await looking.served(self._name or own)
             self._check(served)
             replicas = await looking.replicas()
         finally:
             await looking.close()
         self._slots = served.slots or 0
         self.limits, connections = _limits(served, replicas)
-        self._caller = Caller(self._way, connections)
+        self._caller = Caller(self._way, connections, looking.model)
 
     def _check(self, served: Served) -> None:
         """Raises `UsageError` for another model than the run's."""
@@ -295,7 +296,7 @@ class FleetBackend(Remote):
         file = self._owned.key_file if self._owned else self.options.key_file
         return Connection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
 
-    def beside(self, spec: ModelSpec) -> Backend:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """A fleet of its own. Raises `UsageError` for a server that runs already, which has one model."""
         if self.options.endpoint is not None:
             raise UsageError(
@@ -303,7 +304,7 @@ class FleetBackend(Remote):
                 "Leave -B endpoint out, and both are started for the run; or choose --backend inprocess."
             )
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
-        return FleetBackend(replace(self.setup, model=spec), **options)
+        return FleetBackend(replace(self.setup, model=spec, share=share), **options)
 
     @property
     def updates(self) -> bool:

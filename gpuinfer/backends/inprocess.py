@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, enter_station
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.models import processor
+from gpuinfer.models.gate import NoPlace, Place, gate_of
 from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
 from gpuinfer.models.stages.options import (
@@ -86,6 +88,7 @@ class InProcess(Backend):
             if complaint := complaint_of(self):
                 raise ValueError(complaint)
             return self
+        gate: bool = Field(True, description="models of one run take turns at the device; false: all compute at once")
 
     options: Options
     serves = ("rows", "text", "gradients")
@@ -98,6 +101,9 @@ class InProcess(Backend):
         else:
             self._refuse_training_options()
             self.notices = arithmetic.notices(self.setup, self.options.compute)
+        self._gate = gate_of(self.setup) if self.options.gate else None  # the same one for all models of a run
+        self._place: Place = NoPlace()
+        self._width = 1  # cores of one forward
         self._opened: Opened | None = None
         self._gradients: OpenedGradients | None = None
         self._text: TextModel | None = None
@@ -133,8 +139,10 @@ class InProcess(Backend):
                 f"parallel={self.options.parallel} cuts models that answer rows, and of {what} a model is whole. Leave "
                 "-B parallel out."
             )
+        if self._gate is not None:
+            self._place = self._gate.join(self.setup.share)
         if spec.kind == "text":
-            self._text = await TextModel.open(spec, self.setup, self.options, context.stepped)
+            self._text = await TextModel.open(spec, self.setup, self.options, context.stepped, self._place)
             self.limits = self._text.limits
             return
         if self._trains:
@@ -143,6 +151,7 @@ class InProcess(Backend):
         else:
             self._opened = await asyncio.to_thread(self._open, spec, context)
             self.limits = self._opened.limits
+        self._width = int(self.device().get("threads") or 1)
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
@@ -184,7 +193,8 @@ class InProcess(Backend):
             return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        answers = await loop.run_in_executor(self._threads, context.run, answers_to, self._opened.forward, blocks)
+        compute = partial(answers_to, self._opened.forward, blocks)
+        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
@@ -196,7 +206,13 @@ class InProcess(Backend):
 
         context, payloads = contextvars.copy_context(), [request.payload for request in batch]
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, context.run, gradients.answers_to, opened.passed, payloads)
+        answers = partial(gradients.answers_to, opened.passed, payloads)
+        return await loop.run_in_executor(threads, context.run, self._in_turn, answers)
+
+    def _in_turn(self, answers: Callable[[], list[Any]]) -> list[Any]:
+        """In a thread of its own, once it is its turn at the device."""
+        with self._place.turn(self._width, enter_station):
+            return answers()
 
     @property
     def streams(self) -> bool:
@@ -234,16 +250,19 @@ class InProcess(Backend):
         else:
             await self._text.unload_adapter(adapter)
 
-    def beside(self, spec: ModelSpec) -> Backend:
-        """Without the adapters, which are of this model."""
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
+        """Without the adapters, which are of this model. Both take turns at the device."""
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
-        return InProcess(replace(self.setup, model=spec), **options)
+        other = InProcess(replace(self.setup, model=spec, share=share), **options)
+        other._gate = self._gate
+        return other
 
     def device(self) -> Mapping[str, Any]:
         serving = self._opened or self._gradients or self._text
-        return serving.device() if serving is not None else {}
+        return {**serving.device(), "turns": self._place.told()} if serving is not None else {}
 
     async def close(self) -> None:
+        self._place.leave()
         threads, self._threads, self._gradients = self._threads, None, None
         opened, self._opened = self._opened, None
         if opened is not None:

@@ -196,7 +196,7 @@ class Vllm(Remote):
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
         return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
 
-    def beside(self, spec: ModelSpec) -> Backend:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """An engine of its own, without the adapters, which are of this model. What an option says of the device's
         memory holds for each of them.
         """
@@ -206,7 +206,7 @@ class Vllm(Remote):
                 "Leave -B endpoint out, or leave that model out."
             )
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters", "log"})
-        return Vllm(replace(self.setup, model=spec), **options)
+        return Vllm(replace(self.setup, model=spec, share=share), **options)
 
     async def stats(self) -> Mapping[str, Any] | None:
         if self._served is not None:

@@ -17,7 +17,7 @@ from gpuinfer.cli.serving_fleet import FleetOptions
 from gpuinfer.host import leaving
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.terminal import show_status
-from gpuinfer.serving.options import check_address, spec_of, usual_unmasking
+from gpuinfer.serving.options import check_address, models_of
 
 if TYPE_CHECKING:
     from gpuinfer.config.described import Described
@@ -90,7 +90,7 @@ def execute(values: Mapping[str, Any]) -> int:
         return await Replica(described, backend, strategy, place, spans).run(say)
 
     if not merged.common.quiet:
-        show_status(f"loading {described.name}")
+        show_status(f"loading {' and '.join(described.names)}")
     try:
         return loop.run(serve())
     finally:
@@ -125,17 +125,23 @@ def described_by(own: FleetOptions, merged: Settings) -> Described:
 
     if own.setup_file is not None:
         return described.read(own.setup_file)
-    spec = spec_of(own)
-    setup = replace(setup_of(merged.common), model=spec, deterministic=own.deterministic)
-    backend_options, strategy_options = served_plainly(NAME, setup, merged)
+    chosen = models_of(own)
+    first, *others = chosen
+    common = setup_of(merged.common)
+    setups = [replace(common, model=one.spec, deterministic=own.deterministic, share=one.share) for one in chosen]
+    (backend_options, strategy_options), *_ = [served_plainly(NAME, setup, merged) for setup in setups]
     return described.Described(
-        setup=setup,
+        setup=setups[0],
         backend=merged.common.backend,
         backend_options=backend_options,
         strategy=merged.common.strategy,
         strategy_options=strategy_options,
-        unmasking=usual_unmasking(own, spec),
-        served_model_name=own.served_model_name,
+        unmasking=first.unmasking,
+        served_model_name=first.name,
+        beside=tuple(
+            described.Beside(name=str(one.name), model=one.spec, share=one.share, unmasking=one.unmasking)
+            for one in others
+        ),
     )
 
 
@@ -164,8 +170,11 @@ def _welcome(described: Described, own: FleetOptions, host: str, port: int) -> s
     who = "with a key" if own.api_key_file else "anybody who reaches it" if own.insecure else "from this machine alone"
     model = described.setup.model
     if described.kind == "text":
-        path, body = "/v1/completions", json.dumps({"prompt": "Hello", "max_tokens": 16})
+        named = {"model": described.name} if described.beside else {}
+        path, body = "/v1/completions", json.dumps({**named, "prompt": "Hello", "max_tokens": 16})
     else:
-        path, body = "/v1/evaluate", f'{{"x": [{"0, " * min(2, model.inputs - 1 if model else 0)}…]}}'
+        which = f'"model": "{described.name}", ' if described.beside else ""
+        path, body = "/v1/evaluate", f'{{{which}"x": [{"0, " * min(2, model.inputs - 1 if model else 0)}…]}}'
     key = " -H 'Authorization: Bearer KEY'" if own.api_key_file else ""
-    return f"{described.name} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"
+    names = " and ".join(described.names)
+    return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"

@@ -12,13 +12,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gpuinfer.api import Backend, Setup, Strategy
+from gpuinfer.api import Backend, ModelSpec, Setup, Strategy
 from gpuinfer.config import blame, registry
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Unmasking
 from gpuinfer.host.files import write_whole
 
 MOST_BYTES = 1 << 20
+
+
+class Beside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another model that the same server serves, with an engine, a queue and a strategy of its own."""
+
+    name: str  # by which clients name it
+    model: ModelSpec
+    share: float = 1.0  # of the device, where several want it: `Setup.share` is the first one's
+    unmasking: Unmasking | None = None
 
 
 class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +40,7 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     strategy_options: Mapping[str, Any] = {}
     unmasking: Unmasking | None = None  # how masks are filled in where a request does not say
     served_model_name: str | None = None  # by which clients name the model; None: see `name`
+    beside: tuple[Beside, ...] = ()  # the others that are served
 
     @property
     def name(self) -> str:
@@ -43,18 +53,23 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Path(model.weights or model.name).resolve().name if model.kind == "text" else model.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of all models."""
+        return (self.name, *(one.name for one in self.beside))
+
+    @property
     def kind(self) -> str:
         """text or rows."""
         return "rows" if self.setup.model is None else self.setup.model.kind
 
     def plugins(self) -> tuple[Backend, Strategy]:
         """The backend and the strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
-        backend = registry.load("backends", self.backend)
+        backend = blame.make(registry.load("backends", self.backend), self.setup, dict(self.backend_options))
         strategy = registry.load("strategies", self.strategy)
-        return (
-            blame.make(backend, self.setup, dict(self.backend_options)),
-            blame.make(strategy, self.setup, dict(self.strategy_options)),
-        )
+        for one in self.beside:  # made again once there is something to stand beside: here it is refused in time
+            with blame.calling(backend, "beside"):
+                backend.beside(one.model, one.share)
+        return backend, blame.make(strategy, self.setup, dict(self.strategy_options))
 
     def write(self, path: Path) -> None:
         """For the owner's eyes alone."""

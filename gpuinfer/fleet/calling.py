@@ -10,9 +10,10 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
@@ -85,21 +86,25 @@ class Way:
 
 
 class Caller:
-    """Asks. `connections`: how many questions may be under way at once; more wait for their turn."""
+    """Asks. `connections`: how many questions may be under way at once; more wait for their turn. `model`: which is
+    meant, of several over there.
+    """
 
-    def __init__(self, way: Way, connections: int) -> None:
+    def __init__(self, way: Way, connections: int, model: str | None = None) -> None:
         self._way = way
         bearer = [("Authorization", f"Bearer {way.key}")] if way.key else []
         self._client = Client(way.url, connections=connections, timeout_s=ANSWER_S, headers=bearer)
+        self.model = model
 
     async def close(self) -> None:
         await self._client.close()
 
     # What there is
 
-    async def served(self) -> Served:
-        """The model over there. Raises `UsageError` for a server that is none of ours, and at once where there is none:
-        one that still loads its model is waited for.
+    async def served(self, name: str | None = None) -> Served:
+        """The model over there; of several the one of this name, which is `model` from then on. Raises `UsageError` for
+        a server that is none of ours or has none of that name, and at once where there is none: one that still loads
+        its model is waited for.
         """
         try:
             await self._asked("GET", "/health")
@@ -111,17 +116,28 @@ class Caller:
                 f"{self._way.url} wants a key, and not this one: {_words(response)}\nGive -B key_file=FILE."
             )
         try:
-            (found,) = (one for one in msgspec.json.decode(response.body, type=_Models).data if one.parent is None)
-        except (ValueError, msgspec.MsgspecError):
+            all_of_them = [one for one in msgspec.json.decode(response.body, type=_Models).data if one.parent is None]
+            found = all_of_them[0]
+        except (IndexError, msgspec.MsgspecError):
             raise UsageError(
                 f"{self._way.url} is no server of gpuinfer's: its /v1/models says nothing of rows and slots. "
                 "Start one with `gpuinfer serve`."
             ) from None
+        if len(all_of_them) > 1:
+            found = self._of_several(all_of_them, name)
         if not (1 <= found.max_rows <= MOST_WIDTH and 1 <= (found.slots or 1) <= MOST_SLOTS):
             raise UsageError(
                 f"{self._way.url} says that it takes {found.max_rows} rows. Let both ends run one version."
             )
         return found
+
+    def _of_several(self, found: Sequence[Served], name: str | None) -> Served:
+        chosen = next((one for one in found if one.id == name), None)
+        if chosen is None:
+            names = ", ".join(one.id for one in found)
+            raise UsageError(f"{self._way.url} serves {names}. Say which is this run's model: -B model=NAME.")
+        self.model = chosen.id
+        return chosen
 
     async def replicas(self) -> int:
         """How many can be asked at once behind this address; 1 where nobody says."""
@@ -146,10 +162,16 @@ class Caller:
 
     async def counters(self) -> dict[str, Any] | None:
         """`Snapshot.to_wire()` of all there is; None where nobody tells."""
-        response = await self._asked("GET", "/stats?form=wire")
+        response = await self._asked("GET", self._to("/stats?form=wire"))
         if response.status != 200 or not response.headers.get("content-type", "").startswith("application/msgpack"):
             return None
         return msgspec.msgpack.decode(response.body, type=dict[str, Any])
+
+    def _to(self, path: str) -> str:
+        """The path, and which model is meant."""
+        if self.model is None:
+            return path
+        return f"{path}{'&' if '?' in path else '?'}model={quote(self.model, safe='')}"
 
     async def _asked(self, method: str, path: str) -> Response:
         return await self._client.request(method, path, timeout_s=WORD_S)
@@ -165,7 +187,7 @@ class Caller:
         head = [("Content-Type", bodies.MEDIA_TYPE)]
 
         async def ask() -> Response:
-            return await self._client.request("POST", "/v1/evaluate", body, [*head, *_headers(request)])
+            return await self._client.request("POST", self._to("/v1/evaluate"), body, [*head, *_headers(request)])
 
         response = await self._persist(ask)
         if response.status != 200:
@@ -178,7 +200,8 @@ class Caller:
     async def change(self, path: str, body: Mapping[str, Any]) -> None:
         """Have it change its weights or adapters. Raises `UsageError` for what it refuses, and a key of no admin."""
         json = [("Content-Type", "application/json")]
-        response = await self._client.request("POST", path, msgspec.json.encode(body), json)
+        asked = body if self.model is None else {**body, "model": self.model}
+        response = await self._client.request("POST", path, msgspec.json.encode(asked), json)
         if response.status in (401, 403):
             raise UsageError(
                 f"{self._way.url} changes its weights for its admin alone: {_words(response)}\n"
@@ -194,7 +217,7 @@ class Caller:
     async def generate(self, request: Request, reads: Callable[[Part], None]) -> Generation:
         """The answer to a prompt. `reads` is told its parts as they come, where the request wants any."""
         body, had = frames.prompt_to_body(request.payload), Had(request.payload)
-        path = "/v1/generations" if request.parts else "/v1/generations?parts=0"
+        path = self._to("/v1/generations" if request.parts else "/v1/generations?parts=0")
 
         def tell(part: Part) -> None:
             if (fresh := had.fresh(part)) is not None:

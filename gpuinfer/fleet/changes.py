@@ -20,6 +20,7 @@ from gpuinfer.text.adapter_options import FIRST
 ANSWER_S = 3600.0  # weights are read from disks that may be slow, and answers under way may have to end
 UPDATE, UNLOAD = "/v1/update_weights", "/v1/unload_lora_adapter"
 Life = tuple[int, int]  # id and number of start
+Whose = tuple[str | None, str | None]  # model (None: the only one), and adapter (None: the model itself)
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Changes:
 
     def __init__(self, admin_key: str) -> None:
         self._headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
-        self._standing: dict[str | None, Change] = {}  # by adapter; None: the model itself
-        self._unloaded: dict[str, Change] = {}  # that each start may bring back
+        self._standing: dict[Whose, Change] = {}
+        self._unloaded: dict[Whose, Change] = {}  # that each start may bring back
         self._had: dict[Life, int] = {}  # the number of the latest change that it has
         self._number = 0
         self._one_at_a_time = asyncio.Lock()
@@ -53,8 +54,8 @@ class Changes:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Those that were loaded since the start, and their newest versions."""
-        named = [(name, one.body["version"]) for name, one in self._standing.items() if name is not None]
-        return tuple(sorted(text for name, version in named for text in (name, f"{name}@{version}")))
+        named = [(name, one.body["version"]) for (_, name), one in self._standing.items() if name is not None]
+        return tuple(sorted({text for name, version in named for text in (name, f"{name}@{version}")}))
 
     async def update(self, workers: Iterable[Worker], body: Mapping[str, Any]) -> None:
         """Have all replicas that are up change so, and those that come up later. Raises `UsageError` when the first one
@@ -64,21 +65,22 @@ class Changes:
             first, *others = self._there(workers)
             await self._ask(first, UPDATE, body)
             self._number += 1
-            self._standing[body.get("adapter")] = Change(self._number, UPDATE, body)
+            self._standing[body.get("model"), body.get("adapter")] = Change(self._number, UPDATE, body)
             await self._all((first, *others), others, UPDATE, body)
 
-    async def unload(self, workers: Iterable[Worker], adapter: str) -> None:
-        """The same of an adapter that no prompt may ask for any more."""
+    async def unload(self, workers: Iterable[Worker], adapter: str, model: str | None = None) -> None:
+        """The same of an adapter that no prompt may ask for any more; of several models: of which one."""
         async with self._one_at_a_time:
             first, *others = self._there(workers)
-            await self._ask(first, UNLOAD, {"lora_name": adapter})
+            body = {"lora_name": adapter, **({} if model is None else {"model": model})}
+            await self._ask(first, UNLOAD, body)
             name, _, version = adapter.partition("@")
-            if (one := self._standing.get(name)) is not None and version in ("", one.body["version"]):
-                del self._standing[name]
+            if (one := self._standing.get((model, name))) is not None and version in ("", one.body["version"]):
+                del self._standing[model, name]
             self._number += 1
             if version in ("", FIRST):
-                self._unloaded[adapter] = Change(self._number, UNLOAD, {"lora_name": adapter})
-            await self._all((first, *others), others, UNLOAD, {"lora_name": adapter})
+                self._unloaded[model, adapter] = Change(self._number, UNLOAD, body)
+            await self._all((first, *others), others, UNLOAD, body)
 
     async def catch_up(self, worker: Worker) -> None:
         """Tell it all that stands and that it has not had. One that has just started has had nothing."""
@@ -95,7 +97,7 @@ class Changes:
         except UsageError:
             if change.path == UPDATE:
                 raise
-            self._unloaded.pop(change.body["lora_name"], None)  # no start brings it back
+            self._unloaded.pop((change.body.get("model"), change.body["lora_name"]), None)  # no start brings it back
 
     def next_version(self) -> str:
         """Of an adapter that is loaded without one: it is the same at all replicas."""

@@ -47,7 +47,7 @@ class View(Protocol):
     @property
     def changes(self) -> Changes: ...
     async def update(self, body: Mapping[str, Any]) -> None: ...
-    async def unload(self, adapter: str) -> None: ...
+    async def unload(self, adapter: str, model: str | None = None) -> None: ...
 
 
 class Adding(msgspec.Struct, forbid_unknown_fields=True):
@@ -137,7 +137,7 @@ class Control:
     async def _metrics(self, exchange: Exchange) -> None:
         more = [*of_workers(self._fleet.workers()), *of_router(self._fleet.totals())]
         if model := self._fleet.about().get("model"):
-            more.append(serving(model))
+            more.append(serving(model.split(", ")))
         text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), more, self._floor)
         exchange.respond(200, text, CONTENT_TYPE)
 
@@ -172,11 +172,11 @@ class Control:
             asked: Any = msgspec.json.decode(exchange.body, type=form)
             if isinstance(asked, LoadBody):
                 version = asked.version or self._fleet.changes.next_version()
-                asked = UpdateBody(version=version, weights=asked.lora_path, adapter=asked.lora_name)
+                asked = UpdateBody(version=version, weights=asked.lora_path, adapter=asked.lora_name, model=asked.model)
             if isinstance(asked, UpdateBody):
                 await self._fleet.update(msgspec.to_builtins(asked))
             else:
-                await self._fleet.unload(asked.lora_name)
+                await self._fleet.unload(asked.lora_name, asked.model)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             exchange.refuse(400, f"{error}. Correct it.")
         except UsageError as error:

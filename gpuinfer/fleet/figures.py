@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuinfer.report import report
+from gpuinfer.report import models, report
 from gpuinfer.stats import ERRORS, Snapshot, summarise, tokens_of
 
 
@@ -25,6 +25,7 @@ def figures(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, A
         "between_tokens_s": summarise(snapshot.between_tokens),
         "tokens": tokens_of(snapshot),
         "unmasking": report.unmasking(snapshot),
+        "models": models.lines(snapshot, 0.0),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "notices": list(snapshot.notices),
     }

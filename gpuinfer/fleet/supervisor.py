@@ -106,9 +106,9 @@ class Fleet:
         """
         await self.changes.update(self._members.all.values(), body)
 
-    async def unload(self, adapter: str) -> None:
+    async def unload(self, adapter: str, model: str | None = None) -> None:
         """The same of an adapter that is unloaded."""
-        await self.changes.unload(self._members.all.values(), adapter)
+        await self.changes.unload(self._members.all.values(), adapter, model)
 
     @property
     def status(self) -> str:

@@ -41,7 +41,8 @@ class Lives:
 
 def _left(last: Snapshot) -> Snapshot:
     device = {what: last.device[what] for what in DONE_BY_A_DEVICE if what in last.device}
-    return replace(last, waiting=0, slots=0, rss_peak_mb=0.0, device=device)
+    models = {name: {**line, "waiting": 0} for name, line in last.models.items()}
+    return replace(last, waiting=0, slots=0, rss_peak_mb=0.0, device=device, models=models)
 
 
 def _together(parts: list[Snapshot]) -> Snapshot:

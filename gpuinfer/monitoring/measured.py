@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpuinfer import __version__
@@ -14,6 +14,7 @@ from gpuinfer.unmasked import Unmasked
 
 MEGABYTE = 1 << 20
 MOST_LANES, MOST_STATIONS = 16, 24  # kinds of lanes, and stations of each: what comes after them is `other`
+MOST_MODELS = 32
 OTHER = "other"
 NAME = 100  # characters of a name from outside
 
@@ -26,6 +27,36 @@ def measured(snapshot: Snapshot) -> Iterator[Family]:
     yield from _batches(snapshot)
     yield from _lanes(snapshot)
     yield from _machine(snapshot)
+    yield from _models(snapshot)
+
+
+def _models(snapshot: Snapshot) -> Iterator[Family]:
+    """A line each, where there are several."""
+    lines = {short(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
+    if not lines:
+        return
+
+    def by_model(what: str) -> list[tuple[dict[str, str], float]]:
+        return [({"model": name}, line[what]) for name, line in lines.items()]
+
+    for name, told in (
+        ("requests", "Of several models in one server: requests that a model answered."),
+        ("rows", "Rows of these."),
+    ):
+        yield Family(f"gpuinfer_model_{name}", told, "counter", by_model(name))
+    for way, told in (("input", "Tokens of a model's prompts."), ("output", "Tokens of its answers.")):
+        tokens = [({"model": name}, line["tokens"].get(way, 0)) for name, line in lines.items()]
+        yield Family(f"gpuinfer_model_{way}_tokens", told, "counter", tokens)
+    told = "Device time that it had, of all of the device."
+    yield Family("gpuinfer_model_device_seconds", told, "counter", by_model("device_s"))
+    told = "For how long its forwards waited while others had the device."
+    yield Family("gpuinfer_model_turn_wait_seconds", told, "counter", by_model("turn_wait_s"))
+    yield Family("gpuinfer_model_waiting_rows", "Rows that wait in its queue now.", "gauge", by_model("waiting"))
+    waited: list[tuple[dict[str, str], Distribution]] = [
+        ({"model": name}, durations(line["queue_wait"])) for name, line in lines.items()
+    ]
+    told = "From a request's arrival to its batch."
+    yield Family("gpuinfer_model_queue_wait_seconds", told, "histogram", waited)
 
 
 def _requests(snapshot: Snapshot) -> Iterator[Family]:
@@ -138,9 +169,10 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
     yield _info("gpuinfer_build_info", "What is running.", versions)
 
 
-def serving(model: str) -> Family:
-    """Which model a server serves: its snapshot does not know."""
-    return _info("gpuinfer_model_info", "The model that is served.", {"name": model})
+def serving(models: Sequence[str]) -> Family:
+    """Which models a server serves: its snapshot does not know."""
+    samples = [({"name": short(model)}, 1.0) for model in models]
+    return Family("gpuinfer_model_info", "The models that are served.", "gauge", samples)
 
 
 def _info(name: str, help: str, facts: Mapping[str, Any]) -> Family:

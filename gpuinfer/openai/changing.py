@@ -24,6 +24,7 @@ class LoadBody(Struct, forbid_unknown_fields=True):
     version: Name | None = None  # none: the next whole number
     load_inplace: bool = True  # of vLLM: a name that is loaded already is loaded again
     lora_int_id: int | None = None  # of vLLM: not used
+    model: Name | None = None  # of several in one server: whose
 
 
 class UnloadBody(Struct, forbid_unknown_fields=True):
@@ -31,6 +32,7 @@ class UnloadBody(Struct, forbid_unknown_fields=True):
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=257)]
     lora_int_id: int | None = None
+    model: Name | None = None
 
 
 class UpdateBody(Struct, forbid_unknown_fields=True):
@@ -40,6 +42,7 @@ class UpdateBody(Struct, forbid_unknown_fields=True):
     weights: Place
     adapter: Name | None = None
     drain: bool = True
+    model: Name | None = None
 
 
 CHANGES: Mapping[str, tuple[type[Struct], str]] = {

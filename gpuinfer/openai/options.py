@@ -16,6 +16,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Prompt, Rendering, Sampling
 from gpuinfer.openai.schema import MOST_TOKENS
+from gpuinfer.openai.several import refuse_several
 
 if TYPE_CHECKING:
     from gpuinfer.text.language import Language
@@ -83,6 +84,7 @@ class DrawingOptions(api.Options):
 
 def check_model(own: ModelOptions, command: str) -> None:
     """Raises `UsageError` unless they name one model that may be run."""
+    refuse_several(own.model, command)
     given = [flag for flag in ("model", "checkpoint", "dcp_path") if getattr(own, flag) is not None]
     if len(given) != 1:
         flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in given)

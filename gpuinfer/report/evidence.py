@@ -49,6 +49,7 @@ class Evidence:
     bfloat16_pays: bool = True  # the device multiplies bfloat16 itself: elsewhere it is no faster, and often slower
     options: Mapping[Flag, Mapping[str, Any]] = field(default_factory=dict)  # name → value in force; None: not known
     command: str = "gpuinfer"  # that does the work again
+    models: Sequence[Mapping[str, Any]] = ()  # a line each (`report.models`), where there are several
 
     @property
     def efficiency(self) -> float:

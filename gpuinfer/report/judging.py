@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuinfer.config.change import Change
-from gpuinfer.report import busy, crowding, playing, stages, text, unmasking, waits
+from gpuinfer.report import busy, crowding, playing, side, stages, text, unmasking, waits
 from gpuinfer.report.case import Case, Verdict
 from gpuinfer.report.evidence import Evidence
 
@@ -22,6 +22,7 @@ CAUSES: Sequence[Callable[[Case], Verdict | None]] = (
     busy.numbers_do_not_add_up,
     busy.at_the_roofline,
     waits.for_arrivals,
+    side.by_side,
     crowding.too_many_threads,
     stages.bubbles,
     crowding.others_have_the_cores,
@@ -40,6 +41,7 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     busy.numbers_do_not_add_up,
     waits.for_arrivals,
     playing.trainer,
+    side.by_side,
     crowding.others_have_the_cores,
     playing.environment,
     playing.few_groups,
@@ -69,7 +71,7 @@ def judge(run: Evidence) -> dict[str, Any]:
     causes = GENERATION if run.slots else CAUSES
     fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
     verdict = crowding.beside_others(next(fitting, None) or waits.no_cause_fits(case), run)
-    return _told(_beside(verdict, run), run, dict(case.bounds))
+    return _told(_beside(side.in_turns(verdict, run), run), run, dict(case.bounds))
 
 
 def _done_already(verdict: Verdict, run: Evidence) -> bool:
@@ -119,7 +121,7 @@ QUICK = {
         "step_tokens",
         "chunk_rows",
     ),
-    *("threads", "in_flight", "parallel"),
+    *("threads", "in_flight", "parallel", "gate"),
 }
 UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval around 1 does not say that nothing is won
 

@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import learning, sharing, strength, training
+from gpuinfer.report import learning, models, sharing, strength, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.report.stages import of_stages
@@ -98,6 +98,7 @@ def build(run: Run) -> dict[str, Any]:
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "models": models.lines(snapshot, run.wall_s),
         "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
         "notices": list(snapshot.notices),
         "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
@@ -308,6 +309,7 @@ def evidence(run: Run) -> Evidence:
         bfloat16_pays=not on_cpu or has_bfloat16(),
         options=options(run),
         command=run.command,
+        models=models.lines(snapshot, run.wall_s),
     )
 
 

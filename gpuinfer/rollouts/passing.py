@@ -45,8 +45,8 @@ class Passing(Infer):
     def block(self, rows: int) -> Any:
         return self._own.block(rows)
 
-    def beside(self, spec: ModelSpec) -> Infer:
-        return self._own.beside(spec)
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Infer:
+        return self._own.beside(spec, share)
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         await self._own.update(version, weights, adapter=adapter, drain=drain)

@@ -33,6 +33,7 @@ class Counting:
         self.lanes: list[stats.Lane] = []
         self.workers: list[Workers] = []
         self.started = False  # the backend
+        self.model = ""  # by which name it is told apart from others in the run; "": it is the only one
         self._backend, self._engine, self._of_process = backend, engine, of_process
         self._warned: set[str] = set()  # of the backend's methods
         self._mark = Snapshot()
@@ -79,13 +80,23 @@ class Counting:
         With a remote backend: requests, rows, latency and errors as those who asked saw them, the rest of the far side.
         `beside`: names of other models in the same run, and their counters.
         """
-        parts = [since(self._counted(), self._mark)]
+        parts = [own := since(self._counted(), self._mark)]
         for workers in self.workers:
             found = sorted(workers.snapshots.items())
             parts += [_named(f"worker {worker}", part) for worker, part in found]
-        parts.append(_served(since(self._far, self._far_mark)))
+        parts.append(far := _served(since(self._far, self._far_mark)))
+        if self.model:
+            parts.append(Snapshot(models={self.model: self._line(merge([own, far]))}))
         parts += [_beside(name, part) for name, part in beside]
         return merge(parts)
+
+    def own(self) -> Snapshot:
+        """Those of this model alone, without workers."""
+        return merge([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
+
+    def _line(self, counted: Snapshot) -> Mapping[str, Any]:
+        setup = self._backend.setup
+        return stats.of_model(counted, "rows" if setup.model is None else setup.model.kind, setup.share)
 
     def _counted(self) -> Snapshot:
         """This process alone, since its start."""

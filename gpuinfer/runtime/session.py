@@ -55,6 +55,7 @@ class Session(Infer):
         self.roofline = roofline
         self.stopping = asyncio.Event() if within is None else within.stopping
         self._name, self._within, self._beside = name, within, list[Session]()
+        self.called = ""  # what the run's own model is told apart by from those beside it; "": by its path
         self._backend, self._strategy = backend, strategy
         self._recorder = _recorder(backend, strategy)
         patience = Patience.of(backend.setup)
@@ -136,6 +137,11 @@ class Session(Infer):
         """What the longest batch, or forward step, has taken until now."""
         return max(one._engine.longest_s for one in self._all())
 
+    @property
+    def own(self) -> OwnPulse:
+        """Its own model's alone, without those beside it."""
+        return OwnPulse(self._engine, self._counting)
+
     async def ready(self) -> Limits:
         if self._starting is None:
             self._starting = asyncio.create_task(self._engine.start(self.roofline))
@@ -201,19 +207,28 @@ class Session(Infer):
         with blame.calling(self._backend, "block"):
             return self._backend.block(rows)
 
-    def beside(self, spec: ModelSpec) -> Session:
+    def beside(self, spec: ModelSpec, share: float = 1.0) -> Session:
         known = next((one for one in self._beside if one._backend.setup.model == spec), None)
-        return self._open_beside(spec) if known is None else known
+        return self.open_beside(spec, share=share) if known is None else known
 
-    def _open_beside(self, spec: ModelSpec) -> Session:
+    def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
+        """`beside`, by this name, and always another one: the same model may be served twice."""
         with blame.calling(self._backend, "beside"):
-            backend = self._backend.beside(spec)
+            backend = self._backend.beside(spec, share)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
-        name = free_name(os.path.basename(spec.name.rstrip("/")), (one._name for one in self._beside))
+        name = free_name(name or called(spec), (one._name for one in self._beside))
         one = Session(backend, strategy, name=name, within=self)  # what the report calls its model, and its lanes
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
         self._beside.append(one)
+        one._counting.model = name
+        self._counting.model = self._own_name()
         return one
+
+    def _own_name(self) -> str:
+        """By which the run's own model is told apart from those beside it."""
+        model = self._backend.setup.model
+        name = self.called or (called(model) if model is not None else type(self._backend).__name__.lower())
+        return f"own {name}" if name in {one._name for one in self._beside} else name
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
@@ -315,6 +330,37 @@ class Session(Infer):
                 pauses.restore()
             if self._recorder is not None:
                 self._recorder.close()
+
+
+class OwnPulse:
+    """One engine of several: what `Session` tells of all of them together."""
+
+    def __init__(self, engine: Engine, counting: Counting) -> None:
+        self._engine, self._counting = engine, counting
+
+    @property
+    def serving(self) -> bool:
+        return self._counting.started and self._engine.serving
+
+    @property
+    def waiting_rows(self) -> int:
+        return self._engine.waiting_rows if self._counting.started else 0
+
+    @property
+    def moved(self) -> int:
+        return self._engine.moved if self._counting.started else 0
+
+    @property
+    def longest_s(self) -> float:
+        return self._engine.longest_s
+
+    def snapshot(self) -> Snapshot:
+        return self._counting.own()
+
+
+def called(spec: ModelSpec) -> str:
+    """What people call a model: a path's last part."""
+    return os.path.basename(spec.name.rstrip("/"))
 
 
 def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpuinfer.screen import rollouts, strength, training
@@ -46,6 +46,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from _unmasking(report.get("unmasking") or {})
     yield from _stages(report.get("stages") or {})
     yield from _times(report)
+    yield from _models(report.get("models") or ())
     yield from _roofline(report.get("roofline") or {})
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
     for notice in report.get("notices") or ():
@@ -122,6 +123,20 @@ def _stages(found: Mapping[str, Any]) -> Iterator[PanelRow]:
 
 def _layers(first: int, last: int) -> str:
     return f"layers {first} to {last}" if last > first else f"layer {first}"
+
+
+def _models(lines: Sequence[Mapping[str, Any]]) -> Iterator[PanelRow]:
+    """A line each: what it did, what it had of the device, and how long it waited."""
+    for index, line in enumerate(lines):
+        did = f"{whole(line['output_tokens'])} tokens" if line["output_tokens"] else f"{whole(line['rows'])} rows"
+        waits = [("in the queue", (line["queue_wait_s"] or {}).get("mean")), ("for turns", line["turn_wait_s"])]
+        waited = [f"{short(seconds)} {what}" for what, seconds in waits if seconds]
+        parts = [
+            did,
+            f"{line['device_share']:.0%} of the device time",
+            *(["waited " + ", ".join(waited)] if waited else []),
+        ]
+        yield PanelRow("" if index else "models", f"{line['name']}: {', '.join(parts)}")
 
 
 def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:

@@ -73,6 +73,7 @@ class ViewLines:
             done_of(update),
             *rates_of(rates),
             *batch_of(update.snapshot),
+            *models_of(update.snapshot),
             *rollouts.live(update.progress.facts),
             *strength.live(update.progress.facts),
             *training.live(update.progress.facts),
@@ -188,6 +189,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     snapshot = update.snapshot
     parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
     parts += unmasked_of(snapshot)
+    parts += models_of(snapshot)
     parts += rollouts.live(update.progress.facts)
     parts += strength.live(update.progress.facts)
     parts += training.live(update.progress.facts)
@@ -209,6 +211,13 @@ def unmasked_of(snapshot: Snapshot) -> Iterator[str]:
     if found := Unmasked.of(snapshot.device.get("steps")):
         yield f"{found.tokens_per_forward:.2g} tokens a forward"
         yield f"{found.computed_share:.0%} of positions computed anew"
+
+
+def models_of(snapshot: Snapshot) -> Iterator[str]:
+    """Of several models, what each has had of the device."""
+    had = {name: line["device_s"] for name, line in snapshot.models.items()}
+    if total := math.fsum(had.values()):
+        yield f"device: {', '.join(f'{name} {seconds / total:.0%}' for name, seconds in had.items())}"
 
 
 def device_of(device: Mapping[str, Any]) -> Iterator[str]:

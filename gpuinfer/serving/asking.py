@@ -55,6 +55,12 @@ def asking_of(headers: Mapping[str, str], behind_router: bool) -> Asking:
     return asking
 
 
+def bytes_begun(headers: Mapping[str, str], behind_router: bool) -> int:
+    """How many bytes stand before a body (`Asking.begun`); 0 where that is not told, or is no number."""
+    text = headers.get("x-gpuinfer-begun", "") if behind_router else ""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else 0
+
+
 def new_id() -> str:
     """Not to be guessed from outside, and never twice."""
     return f"{_prefix}-{next(_numbers):x}"

@@ -68,6 +68,7 @@ class _Changes:
                 asked = decoder.decode(exchange.body)
             except (ValueError, RecursionError) as error:
                 raise unreadable(error, body, exchange.body, "request") from error
+            self._service.adapter_of(asked.model)  # whose name it must be, or one of its adapters'
             try:
                 told = await work(asked)
             except UsageError as error:

@@ -30,13 +30,14 @@ class Evaluate:
     async def __call__(self, exchange: Exchange, asking: Asking) -> None:
         """In JSON or safetensors; the answer in the form of the question, unless `Accept` names the other."""
         kind, wanted = exchange.headers.get("content-type", ""), exchange.headers.get("accept", "")
-        binary, alone, body = kind.startswith(MEDIA_TYPE), False, exchange.body
+        binary, alone, body, name = kind.startswith(MEDIA_TYPE), False, exchange.body, None
         if binary:
             block = self._reader.from_tensors(body)
         elif len(body) <= LARGE:
-            block, alone = self._reader.from_json(body)
+            block, alone, name = self._reader.from_json(body)
         else:
-            block, alone = await self._service.decoded(self._reader.from_json, body)
+            block, alone, name = await self._service.decoded(self._reader.from_json, body)
+        self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
         result = await self._session(
             block, rows=len(block), priority=asking.priority, timeout=asking.timeout_s, client=asking.client
         )

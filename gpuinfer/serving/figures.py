@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuinfer.report import report
+from gpuinfer.report import models, report
 from gpuinfer.stats import ERRORS, Snapshot, since, summarise, tokens_of
 
 EVERY_S, KEPT_S = 1.0, 10.0  # a look at the counters, and how far back the rates of /stats look
@@ -66,6 +66,7 @@ def figures(snapshot: Snapshot, recent: Recent, about: dict[str, Any]) -> dict[s
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "memory": report.memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "models": models.lines(snapshot, wall_s),
         "notices": list(snapshot.notices),
         "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
+
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.http.exchange import ClientGone, Exchange
 from gpuinfer.serving.answers import SAID, plain_headers
@@ -22,7 +24,10 @@ class Generations:
         self._service = service
 
     async def __call__(self, exchange: Exchange, asking: Asking) -> None:
+        adapter = self._service.adapter_of(exchange.query.get("model"))
         prompt = await self._service.decoded(prompt_from_body, exchange.body)
+        if adapter is not None and not prompt.adapter:
+            prompt = msgspec.structs.replace(prompt, adapter=adapter)
         check_request(prompt, self._service.widest)
         if exchange.query.get("parts") == "0":
             found = await self._service.session(prompt, rows=prompt.samples, **ways(asking))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -49,14 +49,6 @@ class Health:
     _still: int = 0  # looks since something moved, with work there
     _moved: int = -1
     _spent_s: float = 0.0  # of processor time, when it moved
-
-    async def look(self, on_look: Callable[[], None] = lambda: None) -> None:
-        """Look again and again, until it is cancelled. `on_look` is called each time."""
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                self.look_once()
-                on_look()
-                await asyncio.sleep(LOOK_S)
 
     def look_once(self) -> None:
         moved = self.pulse.moved
@@ -105,3 +97,13 @@ class Health:
             "model": self.model,
             "kind": self.kind,
         }
+
+
+async def look(at: Sequence[Health], on_look: Callable[[], None]) -> None:
+    """Look at all of them again and again, until it is cancelled. `on_look` is called each time."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            for one in at:
+                one.look_once()
+            on_look()
+            await asyncio.sleep(LOOK_S)

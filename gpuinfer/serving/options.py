@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,6 +16,7 @@ from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.layouts import INPUT_DTYPES
 from gpuinfer.openai.adapters import AdapterOptions, adapters_of
 from gpuinfer.openai.options import ModelOptions, check_model, model_of, try_out
+from gpuinfer.openai.several import by_name, models_in
 from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
 
 NETWORKS = ("blobnet", "blobnet-small")  # `models.networks` imports torch
@@ -22,15 +26,23 @@ WANTED = (
     "--model blobnet or --model module:factory for a network of rows."
 )
 HERE = ("127.0.0.1", "::1", "localhost")
+MOST_SHARE = 1000.0  # of one model, where another has 1
+OF_ROWS = ("weights", "features", "actions", "seats")  # flags of networks of rows
+OF_TEXT = (*FIELDS, "mask_token_id")
 
 
 class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     """One server's flags."""
 
     model: str | None = Field(
-        None, description="a folder with a checkpoint, tiny, blobnet, blobnet-small, or module:factory"
+        None,
+        description="a folder with a checkpoint, tiny, blobnet, blobnet-small, or module:factory; "
+        "several at once as NAME=DIR,NAME=DIR",
     )
-    weights: Path | None = Field(None, description="of a network of rows: its weights, a safetensors file")
+    share: str | None = Field(None, description="of several models: of the device, as NAME=2,NAME=1 [equal]")
+    weights: Path | None = Field(
+        None, description="of a network of rows: its weights, a safetensors file; of several NAME=FILE,NAME=FILE"
+    )
     features: int | None = Field(None, ge=1, le=1 << 20, description="of a network of rows: values in one row")
     actions: int | None = Field(None, ge=1, le=1 << 20, description="of a network for games: its moves")
     seats: int | None = Field(None, ge=1, le=1 << 10, description="of a network for games: its players")
@@ -56,8 +68,102 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     behind_router: bool = Field(False, description="believe what only our own router may say of a request")
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One of the models that the flags name."""
+
+    name: str | None  # by which clients ask for it; None: as it is called
+    spec: ModelSpec
+    unmasking: Unmasking | None = None  # where a request does not say
+    share: float = 1.0
+
+
+def models_of(own: ServeOptions) -> list[Chosen]:
+    """The models that the flags name, at least one. Raises `UsageError`."""
+    named = None if own.model is None else models_in(own.model)
+    if named is None:
+        if own.share is not None:
+            raise UsageError("--share divides a device between several models. Leave it out, or give --model A=…,B=….")
+        spec = spec_of(own)
+        return [Chosen(own.served_model_name, spec, usual_unmasking(own, spec))]
+    if own.served_model_name is not None:
+        raise UsageError("--served-model-name is of one model, and --model names them. Leave it out.")
+    texts = [name for name, place in named.items() if not is_of_rows(place)]
+    networks = [name for name in named if name not in texts]
+    _refuse_what_is_of_one(own, texts)
+    weights, shares, adapters = _weights(own, networks), _shares(own, named), _adapters(own, texts)
+    found = []
+    for name, place in named.items():
+        told: dict[str, Any] = {"model": place, "weights": weights.get(name), "adapter": adapters.get(name, [])}
+        told |= dict.fromkeys(OF_ROWS if name in texts else OF_TEXT)
+        one = own.model_copy(update=told)
+        spec = spec_of(one)
+        unmasking = usual_unmasking(one, spec) if name in texts else None
+        found.append(Chosen(name, spec, unmasking, shares.get(name, 1.0)))
+    return found
+
+
+def _refuse_what_is_of_one(own: ServeOptions, texts: Sequence[str]) -> None:
+    for name in ("checkpoint", "meta", "dcp_path", "base_model"):
+        if getattr(own, name) is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} names a model, and --model does that already. Serve it alone, or leave it out.")
+    for name in OF_TEXT:
+        if len(texts) > 1 and getattr(own, name) not in (None, {}):
+            flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} is said of one model of text, and there are {len(texts)}: {', '.join(texts)}. "
+                "Leave it out, and say it in the requests."
+            )
+
+
+def _weights(own: ServeOptions, networks: Sequence[str]) -> dict[str, Path]:
+    """Of each network of rows. A file alone is that of the only one."""
+    if own.weights is None:
+        return {}
+    if not networks:
+        raise UsageError("--weights is said of a network of rows, and none is served. Leave it out.")
+    if len(networks) == 1 and "=" not in str(own.weights):
+        return {networks[0]: own.weights}
+    known = dict.fromkeys(networks, "")
+    found = by_name("--weights", str(own.weights), known, "NAME=FILE,NAME=FILE")
+    return {name: Path(file) for name, file in found.items()}
+
+
+def _shares(own: ServeOptions, named: Mapping[str, str]) -> dict[str, float]:
+    if own.share is None:
+        return {}
+    found = {}
+    for name, text in by_name("--share", own.share, named, "NAME=2,NAME=1").items():
+        try:
+            share = float(text)
+        except ValueError:
+            share = math.nan
+        if not 1 / MOST_SHARE <= share <= MOST_SHARE:
+            raise UsageError(
+                f"--share {own.share}: {text} is no share. Write a number from {1 / MOST_SHARE:g} to {MOST_SHARE:g}."
+            )
+        found[name] = share
+    return found
+
+
+def _adapters(own: ServeOptions, texts: Sequence[str]) -> dict[str, list[str]]:
+    """`MODEL:NAME=DIR` of each model of text; without a model those of the only one."""
+    found: dict[str, list[str]] = {}
+    for word in own.adapter:
+        model, colon, rest = word.partition(":")
+        if colon and model in texts and "=" in rest:
+            found.setdefault(model, []).append(rest)
+        elif len(texts) == 1:
+            found.setdefault(texts[0], []).append(word)
+        else:
+            names = f"Choose from {', '.join(texts)}: " if texts else "No model of text is served: leave it out. "
+            raise UsageError(f"--adapter {word}: of which model? {names}--adapter MODEL:NAME=DIR.")
+    return found
+
+
 def spec_of(own: ServeOptions) -> ModelSpec:
-    """The model that the flags name. Raises `UsageError`."""
+    """The one model that the flags name. Raises `UsageError`."""
     if own.model is None and own.checkpoint is None and own.dcp_path is None:
         raise UsageError(WANTED)
     check_model(own, "serve")
@@ -90,7 +196,7 @@ def is_of_rows(name: str) -> bool:
 
 
 def _refuse_rows_flags(own: ServeOptions) -> None:
-    for name in ("weights", "features", "actions", "seats"):
+    for name in OF_ROWS:
         if getattr(own, name) is not None:
             raise UsageError(
                 f"--{name} is said of a network of rows, and {model_of(own).name} is a model of text. "
@@ -101,7 +207,7 @@ def _refuse_rows_flags(own: ServeOptions) -> None:
 def _refuse_text_flags(own: ServeOptions) -> None:
     if own.adapter:
         raise UsageError(f"--adapter is said of a model of text, and {own.model} takes rows. Leave it out.")
-    for name in (*FIELDS, "mask_token_id"):
+    for name in OF_TEXT:
         if getattr(own, name) not in (None, {}):
             flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is said of a diffusion model, and {own.model} takes rows. Leave it out.")

@@ -24,6 +24,7 @@ class PredictBody(Struct, forbid_unknown_fields=True):
     num_samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1
     max_new_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] = 128
     temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] = 1.0
+    model: str | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
 
 
@@ -38,12 +39,15 @@ class Predict:
 
     async def __call__(self, exchange: Exchange, asking: Asking) -> None:
         asked = await self._service.decoded(_read, exchange.body)
+        adapter = self._service.adapter_of(asked.model or exchange.query.get("model"))
         usual = self._service.usual(asked.max_new_tokens)
         sampling = msgspec.structs.replace(
             usual, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed
         )
         key = "" if asked.seed is not None else asking.id
         prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
+        if adapter is not None:
+            prompt = msgspec.structs.replace(prompt, adapter=adapter)
         check_request(prompt, self._service.widest)
         found = await self._service.session(prompt, rows=prompt.samples, **ways(asking))
         asking.span.generated(found)

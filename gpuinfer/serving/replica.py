@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from gpuinfer.api import Backend, Strategy
-from gpuinfer.config.described import Described
+from gpuinfer.config.described import Beside, Described
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
@@ -25,10 +25,11 @@ from gpuinfer.http.limits import HttpLimits
 from gpuinfer.http.paths import Paths
 from gpuinfer.http.server import HttpServer
 from gpuinfer.runtime.session import Session
-from gpuinfer.serving.health import Health
+from gpuinfer.serving import health
 from gpuinfer.serving.options import HERE
 from gpuinfer.serving.routes import routes
 from gpuinfer.serving.service import Service
+from gpuinfer.serving.several import Served
 from gpuinfer.serving.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ Say = Callable[[str, int], None]
 
 
 class Replica:
-    """One model behind HTTP. Made and run on one event loop."""
+    """One model behind HTTP, or several. Made and run on one event loop."""
 
     def __init__(
         self, described: Described, backend: Backend, strategy: Strategy, place: Place, spans: Spans = NO_SPANS
@@ -76,19 +77,27 @@ class Replica:
             raise UsageError("a server without a model has nothing to serve. Give it one.")
         self._place, self._spans = place, spans
         self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
-        self.health = Health(self.session, described.name, described.kind)
-        self.service = Service(
-            self.session,
-            self.health,
-            described.setup.model,
-            unmasking=described.unmasking,
-            behind_router=place.behind_router,
-            spans=spans,
-        )
+        if described.beside:
+            self.session.called = described.name
+        first = Beside(name=described.name, model=described.setup.model, unmasking=described.unmasking)
+        sessions = [self.session]
+        sessions += [self.session.open_beside(one.model, one.name, one.share) for one in described.beside]
+        models = (first, *described.beside)
+        self.served = Served([self._service(one, session) for one, session in zip(models, sessions, strict=True)])
         self._loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()  # asked to end
         self._at_once = asyncio.Event()  # asked again
         self._failure: WorkError | None = None
+
+    def _service(self, model: Beside, session: Session) -> Service:
+        return Service(
+            session,
+            health.Health(session.own, model.name, model.model.kind),
+            model.model,
+            unmasking=model.unmasking,
+            behind_router=self._place.behind_router,
+            spans=self._spans,
+        )
 
     async def run(self, say: Say = lambda host, port: None) -> int:
         """Serve until a signal comes, or the model is gone. The exit code: 3 where something was broken off.
@@ -96,11 +105,11 @@ class Replica:
         Raises `UsageError` for an address that cannot be had and for a model that cannot be loaded, and `WorkError`
         once its backend was given up.
         """
-        paths = Paths(routes(self.service), self._place.access())
+        paths = Paths(routes(self.served), self._place.access())
         server = HttpServer(paths, self._place.limits, quick=paths.quick)
-        self.service.http_counts = lambda: server.counts
+        self.served.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port)
-        looking = asyncio.create_task(self.health.look(self._look))
+        looking = asyncio.create_task(health.look([one.health for one in self.served.services], self._look))
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
@@ -120,14 +129,13 @@ class Replica:
                 self._place.ready_file.unlink(missing_ok=True)
 
     async def _serve(self, server: HttpServer, port: int, say: Say) -> int:
-        loading = asyncio.create_task(self.session.ready())
+        loading = asyncio.create_task(self._load())
         if not await self._unless_stopped(loading):
             loading.cancel()
             await asyncio.wait({loading}, timeout=1.0)
             return DONE
         loading.result()
-        await self.service.look_at_model()
-        self.health.phase = "ready"
+        self.served.become("ready")
         if self._place.ready_file is not None:
             told = {"host": self._place.host, "port": port, "pid": os.getpid()}
             write_whole(self._place.ready_file, msgspec.json.encode(told))
@@ -137,6 +145,12 @@ class Replica:
             raise self._failure
         return await self._drain(server)
 
+    async def _load(self) -> None:
+        """One after the other: none finds memory free that another is about to take."""
+        for one in self.served.services:
+            await one.session.ready()
+            await one.look_at_model()
+
     async def _unless_stopped(self, task: asyncio.Task[object]) -> bool:
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,14 +159,14 @@ class Replica:
 
     async def _drain(self, server: HttpServer) -> int:
         """Take nothing new, and finish what is there. New requests are told so, and /health too, until the end."""
-        self.health.phase = "draining"
-        for end in self.service.at_drain:
+        self.served.become("draining")
+        for end in self.served.at_drain:
             end()
         until = time.monotonic() + self._place.drain_s
-        while self.health.in_flight and time.monotonic() < until and not self._at_once.is_set():
+        while self.served.in_flight and time.monotonic() < until and not self._at_once.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._at_once.wait(), LOOK_S)
-        left = self.health.in_flight
+        left = self.served.in_flight
         if left:
             self.session.hurry()
             log.warning("%d %s broken off.", left, "request was" if left == 1 else "requests were")
@@ -163,15 +177,22 @@ class Replica:
     def _look(self) -> None:
         """Four times a second."""
         now = time.monotonic()
-        if self.health.phase != "starting" and self.service.recent.due(now):
-            self.service.recent.take(now, self.session.snapshot())
+        if self._starting or not self.served.recent.due(now):
+            return
+        self.served.recent.take(now, self.session.snapshot())
+        for one in self.served.services:
+            one.recent.take(now, one.session.own.snapshot())
+
+    @property
+    def _starting(self) -> bool:
+        return self.served.services[0].health.phase == "starting"
 
     # Who wants it to end
 
     def _asked(self, number: int) -> None:
         """The first signal, from another thread."""
         first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if self.health.phase == "starting":
+        if self._starting:
             log.warning("%s: stopping. The model was not loaded yet.", first)
         else:
             limit_s = self._place.drain_s
@@ -191,7 +212,8 @@ class Replica:
 
     def _fault(self, error: WorkError) -> None:
         """The backend was given up."""
-        self.health.dead = True
+        for one in self.served.services:
+            one.health.dead = True
         self._failure = error
         self.stop.set()
 

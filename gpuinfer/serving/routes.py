@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,22 +24,22 @@ from gpuinfer.serving.generations import Generations
 from gpuinfer.serving.openapi import answers, holding
 from gpuinfer.serving.predict import Predict, PredictBody
 from gpuinfer.serving.service import Service
+from gpuinfer.serving.several import Served
 from gpuinfer.serving.watched import watched
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
 CHOICES = holding("id", "object", "created", "model", "choices", "usage")
 
 
-def routes(service: Service) -> list[Route]:
+def routes(served: Served) -> list[Route]:
     """Those of models of the other kind are there too: they say which to ask instead."""
+    each = [_of_a_model(service) for service in served.services]
     table = [
-        _health(service),
-        Route("GET", "/v1/models", _models(service), "api", "The model and its limits.", _MODELS),
-        *(_text(service) if service.health.kind == "text" else _rows(service)),
-        *changing(service),
-        *_others(service),
-        Route("GET", "/stats", _stats(service), "api", "Counters, times and rates of the last seconds.", _STATS),
-        *watched(service),
+        _health(served),
+        Route("GET", "/v1/models", _models(served), "api", "The models and their limits.", _MODELS),
+        *(each[0] if len(each) == 1 else _chosen(served, each)),
+        Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
+        *watched(served),
     ]
     found: list[Route] = []
     found.append(Route("GET", "/openapi.json", _document(found), "api", "This document.", _PLAIN))
@@ -46,9 +47,31 @@ def routes(service: Service) -> list[Route]:
     return found
 
 
-def _health(service: Service) -> Route:
+def _of_a_model(service: Service) -> list[Route]:
+    own = _text(service) if service.health.kind == "text" else _rows(service)
+    return [*own, *changing(service), *_others(service)]
+
+
+def _chosen(served: Served, each: Sequence[Sequence[Route]]) -> list[Route]:
+    """One route for each path, which the model answers that a request names."""
+    found: dict[str, Route] = {}
+    handlers: dict[str, dict[str, Handler]] = {}
+    for service, table in zip(served.services, each, strict=True):
+        for route in table:
+            handlers.setdefault(route.path, {})[service.name] = route.handler
+            known = found.get(route.path)
+            if known is None or known.openapi.get("hidden"):
+                found[route.path] = route
+    kinds: Mapping[str, Sequence[str]] = {"/v1/evaluate": ("rows",)}
+    return [
+        replace(route, handler=served.choosing(handlers[path], kinds.get(path, ("text",))))
+        for path, route in found.items()
+    ]
+
+
+def _health(served: Served) -> Route:
     def now(exchange: Exchange) -> None:
-        exchange.respond(service.health.code, encode(service.health.told()))
+        exchange.respond(served.code, encode(served.told()))
 
     async def handle(exchange: Exchange) -> None:
         now(exchange)
@@ -101,35 +124,37 @@ def _others(service: Service) -> list[Route]:
     return [Route("POST", url, service.handler(work), "api", "Not of this model.", HIDDEN) for url in urls]
 
 
-def _models(service: Service) -> Handler:
-    """What OpenAI's clients read, and beside it what the model takes."""
+def _models(served: Served) -> Handler:
+    """What OpenAI's clients read, and beside it what each model takes."""
 
     async def handle(exchange: Exchange) -> None:
-        own: dict[str, Any] = {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "gpuinfer",
-        }
-        own |= service.facts()
-        adapters = [{**own, "id": name, "parent": service.name} for name in service.session.adapters]
-        told = encode({"object": "list", "data": [own, *adapters]})
+        told = encode({"object": "list", "data": [one for service in served.services for one in _listed(service)]})
         exchange.respond(200, told, headers=plain_headers(new_id()))
 
     return handle
 
 
-def _stats(service: Service) -> Handler:
-    """With `?form=wire` the snapshot itself, as msgpack: for whoever adds up several servers."""
+def _listed(service: Service) -> list[dict[str, Any]]:
+    """A model, and its adapters."""
+    own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created, "owned_by": "gpuinfer"}
+    own |= service.facts()
+    return [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
+
+
+def _stats(served: Served) -> Handler:
+    """With `?form=wire` the snapshot itself, as msgpack: for whoever adds up several servers; with `model=NAME` that of
+    one of several models.
+    """
 
     async def handle(exchange: Exchange) -> None:
-        await service.session.refresh()
-        snapshot = service.session.snapshot()
+        await served.session.refresh()
+        one = next((one for one in served.services if one.name == exchange.query.get("model")), None)
+        snapshot = served.session.snapshot() if one is None else one.session.own.snapshot()
         if exchange.query.get("form") == "wire":
             exchange.respond(200, msgspec.msgpack.encode(snapshot.to_wire()), "application/msgpack")
             return
-        about = {**service.health.told(), "http": service.http_counts()}
-        told = await asyncio.to_thread(lambda: encode(figures(snapshot, service.recent, about)))
+        about = {**served.told(), "http": served.http_counts()}
+        told = await asyncio.to_thread(lambda: encode(figures(snapshot, served.recent, about)))
         exchange.respond(200, told, headers=plain_headers(new_id()))
 
     return handle
@@ -147,6 +172,6 @@ def _asked(field: str) -> dict[str, Any]:
     return {"body": RequestBody, "required": [field], "responses": whole}
 
 
-_MODELS = {"responses": answers("The model, and its adapters.", holding("object", "data"))}
+_MODELS = {"responses": answers("The models, and their adapters.", holding("object", "data"))}
 _STATS = {"responses": answers("The counters.", holding("requests", "latency_s", "errors"), "application/msgpack")}
 _PLAIN = {"responses": answers("OpenAPI 3.1.", holding("openapi", "paths"))}

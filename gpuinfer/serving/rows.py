@@ -33,7 +33,11 @@ _encode = msgspec.json.Encoder().encode
 def body_of(spec: ModelSpec) -> Any:
     """The structure of a request in JSON: rows of this model."""
     element: Any = ELEMENTS[spec.input_dtype]
-    fields: Any = [("rows", list[list[element]] | None, None), ("x", list[element] | None, None)]
+    fields: Any = [
+        ("rows", list[list[element]] | None, None),
+        ("x", list[element] | None, None),
+        ("model", str | None, None),
+    ]
     return msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
 
 
@@ -47,8 +51,8 @@ class RowReader:
         self._dtype, self._inputs = row_dtype(spec), spec.inputs
         self._bits, self._floats = spec.input_dtype == BITS, self._dtype.kind == "f"
 
-    def from_json(self, body: bytes) -> tuple[Block, bool]:
-        """The block [rows, …], and whether it was one row, given as `x`. Raises `BadRequest`."""
+    def from_json(self, body: bytes) -> tuple[Block, bool, str | None]:
+        """The block [rows, …], whether it was one row, given as `x`, and the model named. Raises `BadRequest`."""
         try:
             given = self._decode(body)
         except (ValueError, RecursionError) as error:
@@ -65,7 +69,8 @@ class RowReader:
                 )
         with np.errstate(over="ignore"):  # becomes inf, which is refused
             block = np.array(rows, self._dtype)
-        return self._checked(np.packbits(block, axis=1, bitorder="little") if self._bits else block), alone
+        block = np.packbits(block, axis=1, bitorder="little") if self._bits else block
+        return self._checked(block), alone, given.model
 
     def from_tensors(self, body: bytes) -> Block:
         """The block, a view of `body`. Raises `BadRequest`."""

@@ -42,9 +42,7 @@ class Service:
     behind_router: bool = False
     recent: Recent = field(default_factory=Recent)
     spans: Spans = NO_SPANS
-    http_counts: Callable[[], Mapping[str, int]] = dict
     created: int = field(default_factory=lambda: int(time.time()))
-    at_drain: list[Callable[[], None]] = field(default_factory=list)  # ends what would go on for ever
 
     @property
     def name(self) -> str:
@@ -72,20 +70,21 @@ class Service:
         """What the model takes, as far as that is known yet."""
         told: dict[str, Any] = {"kind": self.health.kind}
         if self.health.kind == "rows":
-            told |= {"features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
+            told |= {"family": self.spec.name, "features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
         if self.health.phase != "starting":
             told |= {name: self.model[name] for name in ("family", "diffusion") if name in self.model}
             told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
         return told
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request means by the model it names; None: the model itself, which one that names none
-        means too. Raises `NoSuchModel`.
+        """The adapter that a request means by the model it names (`policy`, or `MODEL:policy`); None: the model itself,
+        which one that names none means too. Raises `NoSuchModel`.
         """
         if name is None or name == self.name:
             return None
-        if name in self.session.adapters:
-            return name
+        for adapter in (name, name.removeprefix(f"{self.name}:")):
+            if adapter in self.session.adapters:
+                return adapter
         raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
 
     def handler(self, work: Work) -> Handler:
@@ -143,7 +142,7 @@ class Service:
     def retry_s(self) -> float | None:
         """When there may be room in the queue, by the rate at which rows are answered; None: not known."""
         rate = self.recent.rows_per_s
-        return self.session.waiting_rows / rate if rate else None
+        return self.health.pulse.waiting_rows / rate if rate else None
 
     @staticmethod
     async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:

@@ -14,40 +14,40 @@ from gpuinfer.monitoring.events import Seen, Watching
 from gpuinfer.monitoring.measured import serving
 from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.monitoring.page import FILES, send_file
-from gpuinfer.serving.service import Service
+from gpuinfer.serving.several import Served
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
 TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-def watched(service: Service) -> list[Route]:
+def watched(served: Served) -> list[Route]:
     """The files of the page hold nothing of this server's and need no key; what it is told does."""
-    watching = Watching(lambda: _see(service))
-    service.at_drain.append(watching.close)
+    watching = Watching(lambda: _see(served))
+    served.at_drain.append(watching.close)
     return [
-        Route("GET", "/metrics", _metrics(service), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
+        Route("GET", "/metrics", _metrics(served), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
         Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
         *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
     ]
 
 
-async def _see(service: Service) -> Seen:
-    await service.session.refresh()
+async def _see(served: Served) -> Seen:
+    await served.session.refresh()
     about = {
-        "model": service.name,
-        "status": service.health.status,
+        "model": ", ".join(served.names),
+        "status": served.status,
         "version": __version__,
-        "up_s": time.monotonic() - service.recent.began,
+        "up_s": time.monotonic() - served.recent.began,
     }
-    return Seen(service.session.snapshot(), about=about)
+    return Seen(served.session.snapshot(), about=about)
 
 
-def _metrics(service: Service) -> Handler:
+def _metrics(served: Served) -> Handler:
     floor: Floor = {}
 
     async def handle(exchange: Exchange) -> None:
-        await service.session.refresh()
-        snapshot, more = service.session.snapshot(), [serving(service.name)]
+        await served.session.refresh()
+        snapshot, more = served.session.snapshot(), [serving(served.names)]
         exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
 
     return handle

@@ -19,6 +19,7 @@ from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 
 if TYPE_CHECKING:
+    from gpuinfer.models.gate import Place
     from gpuinfer.text.generator import Driver, Prepared
     from gpuinfer.text.generator.setup import Options
 
@@ -57,13 +58,19 @@ class TextModel:
 
     @classmethod
     async def open(
-        cls, spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None]
+        cls,
+        spec: ModelSpec,
+        setup: Setup,
+        options: Options,
+        stepped: Callable[[int, float], None],
+        place: Place | None = None,
     ) -> TextModel:
-        """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step.
+        """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step; each has a turn of
+        `place`, beside those of other models.
 
         Raises `UsageError` when the model cannot be had on this device.
         """
-        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options)
+        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options, place)
         return cls(driver, stepped, gauge)
 
     @property
@@ -301,13 +308,15 @@ class _Answers:
         return arrived
 
 
-def _drive(spec: ModelSpec, setup: Setup, options: Options) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
+def _drive(
+    spec: ModelSpec, setup: Setup, options: Options, place: Place | None
+) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
     """The model at work, and what reads its device."""
     import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge
     from gpuinfer.text.generator import Driver, open_generator
 
-    driver = Driver(open_generator(spec, setup, options))
+    driver = Driver(open_generator(spec, setup, options), place=place)
     return driver, Gauge(driver.generator.device).read
 
 

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
 
 def everything() -> Sequence[Metric]:
     """All families, of a fleet of text that has counted everything."""
-    more = [serving("tiny"), *of_workers([worker(0), worker(1)]), *of_router({"connections": 3, "requests": 7})]
+    more = [serving(["tiny"]), *of_workers([worker(0), worker(1)]), *of_router({"connections": 3, "requests": 7})]
     text = exposition(Server().step(), more)
     return list(text_string_to_metric_families(text.decode()))
 

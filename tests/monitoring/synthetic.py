@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer.stats import ClassCount, Histogram, Lane, Snapshot, merge_histograms
+from gpuinfer.stats import ClassCount, Histogram, Lane, Snapshot, merge_histograms, of_model
 
 TIMES = {"forward": 0.72, "transfer": 0.06, "encode": 0.04, "idle": 0.18}
 STEPS = {"rows": 16, "output_tokens": 48, "committed": 64, "idle": 1, "positions": 2_688, "tokens": 680}  # of an answer
@@ -89,6 +89,7 @@ class Server:
             "rss_peak_mb": 1_830.0,
             "device": device,
         }
+        values["models"] = {name: of_model(Snapshot(**values), "text", 1.0) for name in ("chat", "small")}
         return Snapshot(**{**values, **changes})
 
 

@@ -109,7 +109,7 @@ def test_names_from_outside_are_escaped_and_bounded():
         {"name": f"{HOSTILE} lane-{lane}", "stations": {f"station {number} {HOSTILE}": 1.0 for number in range(100)}}
         for lane in "abcdefghijklmnopqrstuvwxyz"
     )
-    text = exposition(Server().snapshot(lanes=lanes), [serving(HOSTILE), *of_workers([worker(0, id=HOSTILE)])])
+    text = exposition(Server().snapshot(lanes=lanes), [serving([HOSTILE]), *of_workers([worker(0, id=HOSTILE)])])
     samples = read(text)
     seconds = [value for (name, _), value in samples.items() if name == "gpuinfer_lane_seconds_total"]
     assert len(seconds) <= 17 * 25
@@ -125,7 +125,7 @@ def test_scrapes_share_nothing():
 
 @pytest.mark.system
 def test_promtool_has_nothing_to_say(snapshot):
-    more = [serving(HOSTILE), *of_workers(WORKERS), *of_router({"requests": 7})]
+    more = [serving([HOSTILE]), *of_workers(WORKERS), *of_router({"requests": 7})]
     for text in (exposition(Snapshot()), exposition(snapshot, more)):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False

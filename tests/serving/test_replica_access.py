@@ -12,6 +12,7 @@ from gpuinfer.monitoring.page import FILES
 from gpuinfer.serving.health import Health
 from gpuinfer.serving.routes import routes
 from gpuinfer.serving.service import Service
+from gpuinfer.serving.several import Served
 
 KEY = "a-key-of-the-tests"
 OPEN = {"/health", *FILES}
@@ -24,7 +25,7 @@ class Nothing:
 
 def table(kind: str) -> list:
     health = Health(Nothing(), "m", kind)
-    return routes(Service(Nothing(), health, ModelSpec("m", inputs=2, kind=kind)))
+    return routes(Served([Service(Nothing(), health, ModelSpec("m", inputs=2, kind=kind))]))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import cast
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendDied, Closed, UsageError
 from gpuinfer.generation import Generation, Part
+from gpuinfer.models.gate import NoPlace, Place
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.protocol import Stepped, TextGenerator
@@ -74,7 +75,7 @@ class Driver:
 
     Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the (ticket, part)
     that came before them, or one by one to the `done` of their submission, which gets no parts. Neither may block.
-    `on_step` is told the rows and seconds of each step.
+    `on_step` is told the rows and seconds of each step. With `place` each step waits for its turn at the device.
     """
 
     def __init__(
@@ -84,8 +85,11 @@ class Driver:
         lane: Lane | None = None,
         deliver: Deliver | None = None,
         on_step: Callable[[int, float], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         self.generator, self.on_step = generator, on_step
+        self._place = place or NoPlace()
+        self._width = 1 if place is None else int(generator.facts.get("threads") or 1)
         self.deliver = deliver
         self._lane: Lane | None = None
         self._wake = threading.Condition()
@@ -258,9 +262,13 @@ class Driver:
     def _step(self) -> None:
         if not self.generator.busy:
             return
-        started = time.perf_counter()
-        stepped = self.generator.step()
-        seconds = time.perf_counter() - started
+        turn = self._place.begin(self._width, self.generator.enter)
+        try:
+            started = time.perf_counter()
+            stepped = self.generator.step()
+            seconds = time.perf_counter() - started
+        finally:
+            self._place.end(turn, again=self.generator.busy)
         if stepped.rows:
             self._counters.add(stepped, seconds)
             if self.on_step is not None:

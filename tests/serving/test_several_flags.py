@@ -1,0 +1,89 @@
+"""`--model a=…,b=…` and the flags that go with it: what it means, and how it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuinfer.errors import UsageError
+from gpuinfer.openai.several import models_in
+from gpuinfer.serving.options import ServeOptions, models_of
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("tiny", None),
+        ("chat=tiny,net=blobnet", {"chat": "tiny", "net": "blobnet"}),
+        ("chat = tiny , net = blobnet", {"chat": "tiny", "net": "blobnet"}),
+        ("a=runs/lr=0.1", {"a": "runs/lr=0.1"}),
+        ("runs/lr=0.1", None),
+        ("./lr=0.1", None),
+        ("net=package.module:make", {"net": "package.module:make"}),
+    ],
+)
+def test_a_list_is_told_from_a_path(text, found):
+    assert models_in(text) == found
+
+
+def test_a_folder_that_is_there_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=0.1").mkdir()
+    assert models_in("lr=0.1") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a=x,a=y", "'a' is there twice"),
+        ("=x,b=y", "has no name"),
+        ("a=,b=y", "'a' has no model"),
+        ("my model=x,b=y", "'my model' is no name"),
+        ("a=/data/x,y,b=z", "a folder with a comma in its path"),
+        ("a=x,", "has no name"),
+        ("a=x,b", "'b' has no name"),
+    ],
+)
+def test_a_list_that_is_none_is_refused(text, why):
+    with pytest.raises(UsageError, match=why):
+        models_in(text)
+
+
+def chosen(**given):
+    return models_of(ServeOptions(**given))
+
+
+def test_each_model_has_its_own():
+    chat, net = chosen(model="chat=tiny,net=blobnet", share="chat=2", weights="w.safetensors", context=64)
+    assert (chat.name, chat.share, chat.spec.kind) == ("chat", 2.0, "text")
+    assert (net.name, net.share, net.spec.kind, net.spec.weights) == ("net", 1.0, "rows", "w.safetensors")
+    assert chat.spec.arguments == {"context": 64}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        pytest.param({"model": "tiny", "share": "tiny=1"}, "several models", id="a share of one"),
+        pytest.param({"model": "a=tiny,b=tiny", "share": "c=1"}, "no model 'c'", id="a share of a stranger"),
+        pytest.param({"model": "a=tiny,b=tiny", "share": "a=0"}, "0 is no share", id="no share"),
+        pytest.param({"model": "a=tiny,b=tiny", "share": "a=nan"}, "nan is no share", id="not a number"),
+        pytest.param({"model": "a=tiny,b=tiny", "share": "2"}, "NAME=2", id="a share of nobody"),
+        pytest.param({"model": "a=tiny,b=tiny", "served_model_name": "x"}, "--model names them", id="named twice"),
+        pytest.param({"model": "a=tiny,b=tiny", "adapter": ["p=x"]}, "MODEL:NAME=DIR", id="whose adapter"),
+        pytest.param({"model": "a=blobnet,b=blobnet", "weights": "x"}, "NAME=FILE", id="whose weights"),
+        pytest.param({"model": "a=tiny,b=tiny", "weights": "x"}, "none is served", id="weights of text"),
+        pytest.param({"model": "a=tiny,b=tiny", "mask_token_id": 3}, "one model of text", id="whose mask"),
+        pytest.param({"model": "a=tiny,b=tiny", "checkpoint": "x"}, "--checkpoint names a model", id="one more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, why):
+    with pytest.raises(UsageError, match=why):
+        chosen(**given)
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hi"], ["chat"]])
+def test_commands_that_run_one_model_say_where_several_are_served(gpuinfer, words):
+    code, _, said = gpuinfer(*words, "--model", "a=tiny,b=tiny")
+    assert code == 2
+    assert "gpuinfer serve --model a=tiny,b=tiny" in said
