@@ -2,12 +2,12 @@
 
     python benchmarks/models.py [--pair rows|text|mixed] [--rounds 5] [--seconds 4] [--clients 4]
 
-`one` serves both models on all cores, in turns (`gpuinfer serve --model a=…,b=…`), `threads=1` the same with one thread in
-each forward, `at once` with `-B gate=false`; `halves` are two servers, each held to half the cores (`taskset`). Blocks
-of 256 rows go to `blobnet` as safetensors, prompts of 32 tokens for 64 more to `--text`. All servers are up all the time,
-and asked one way after the other. Shown is, of each way, the rate of each model (rows or tokens a second) in the median,
-and the mean over the models of the ratio to `halves`, round by round; then the same for each second of processor time that
-the servers took, which others on the machine disturb less.
+`one` serves both models on all cores, in turns (`gpuinfer serve --model a=…,b=…`), `threads=1` the same with one thread
+in each forward, `at once` with `-B gate=false`; `halves` are two servers, each held to half the cores (`taskset`).
+Blocks of 256 rows go to `blobnet` as safetensors, prompts of 32 tokens for 64 more to `--text`. All servers are up all
+the time, and asked one way after the other. Shown is, of each way, the rate of each model (rows or tokens a second) in
+the median, the cores that its servers had, and the mean over the models of the ratio to `halves`, round by round; then
+the same for each second of processor time that the servers took, which others on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def main() -> None:
         ]
         paid = [ratio * all_of / own for ratio, own, all_of in zip(ratios, cores[way], cores["halves"], strict=True)]
         each = ", ".join(f"{statistics.median(column):,.0f}" for column in zip(*rounds, strict=True))
-        print(f"{way:>10}: {each}/s on {statistics.median(cores[way]):.2f} cores, {spread(ratios)}; paid {spread(paid)}")
+        print(
+            f"{way:>10}: {each}/s on {statistics.median(cores[way]):.2f} cores, {spread(ratios)}; paid {spread(paid)}"
+        )
 
 
 def spread(ratios: Sequence[float]) -> str:

@@ -88,6 +88,7 @@ class InProcess(Backend):
             if complaint := complaint_of(self):
                 raise ValueError(complaint)
             return self
+
         gate: bool = Field(True, description="models of one run take turns at the device; false: all compute at once")
 
     options: Options
