@@ -285,9 +285,18 @@ class GradientPass:
     @contextlib.contextmanager
     def _random(self, version: int) -> Iterator[None]:
         drawn = np.random.SeedSequence([self._seed, version & (1 << 63) - 1]).generate_state(1, np.uint64)[0]
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(int(drawn) >> 1)
+        # not torch.manual_seed, which has every kind of device remember the call, and takes milliseconds for it
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        before = [one.get_state() for one in generators]
+        try:
+            for one in generators:
+                one.manual_seed(int(drawn) >> 1)
             yield
+        finally:
+            for one, state in zip(generators, before, strict=True):
+                one.set_state(state)
 
     @contextlib.contextmanager
     def _counted(self, rows: int) -> Iterator[None]:
