@@ -29,6 +29,7 @@ BRIEFER = {  # what makes a command shorter that runs games
     "bench serve": ["--duration", "1s", "--warmup", "0"],
     "bench rollouts": [],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
+    "train": ["--steps", "10"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
 ALONE = (

@@ -29,6 +29,7 @@ from gpuinfer.models.processor import computed_in
 from gpuinfer.models.staging import as_tensor, like, tensors_of
 
 MAX_ROWS = 65_536
+SPREAD = 0x9E3779B97F4A7C15  # odd and large: seeds that follow one another draw other numbers at all steps
 TRIED_ROWS = 3  # for whether a model in segments still answers as it did
 
 
@@ -284,7 +285,7 @@ class GradientPass:
 
     @contextlib.contextmanager
     def _random(self, version: int) -> Iterator[None]:
-        drawn = np.random.SeedSequence([self._seed, version & (1 << 63) - 1]).generate_state(1, np.uint64)[0]
+        drawn = (self._seed * SPREAD + version) % 2**63
         # not torch.manual_seed, which has every kind of device remember the call, and takes milliseconds for it
         generators = [torch.default_generator]
         if self._device.type == "cuda":
@@ -292,7 +293,7 @@ class GradientPass:
         before = [one.get_state() for one in generators]
         try:
             for one in generators:
-                one.manual_seed(int(drawn) >> 1)
+                one.manual_seed(drawn)
             yield
         finally:
             for one, state in zip(generators, before, strict=True):
