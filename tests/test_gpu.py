@@ -228,7 +228,7 @@ async def test_the_backend_serves_from_the_device(deterministic):
 
 
 def test_the_roofline_is_measured_on_the_device():
-    found = measure(spec("blobnet-small"), device="cuda", dtype="float32", seed=0, cores=2, budget_s=0.5)
+    found = measure(spec("blobnet-small"), devices=["cuda:0"], dtype="float32", seed=0, cores=2, budget_s=0.5)
     assert found.rows_per_s > 0
     assert "CUDA graph" in found.arrangement
 

@@ -70,7 +70,9 @@ def wants_cuda(devices: Sequence[str]) -> bool:
     """Whether what is computed on these devices (`api.Setup.devices`) is computed on CUDA, as far as that is known
     without asking torch.
     """
-    return any(device.startswith("cuda") for device in devices) or ("auto" in devices and has_cuda())
+    return any(device.startswith("cuda") for device in devices) or (
+        not {"auto", "all"}.isdisjoint(devices) and has_cuda()
+    )
 
 
 def memory_available() -> int:
