@@ -10,6 +10,8 @@ import failing_devices
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuinfer.api import Backend, BackendContext, Limits, ModelSpec, Request, Setup, lane_device, retire_lane
 from gpuinfer.backends.inprocess import InProcess
@@ -17,11 +19,14 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.lanes import FreeLanes, forward_lanes
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
 from gpuinfer.models import device as devices
+from gpuinfer.models.data_parallel import Copy, DataParallel
 from gpuinfer.models.device import device_labels, of_each, resolve_devices, together
 from gpuinfer.models.lost import says_lost
+from gpuinfer.models.open_model import Opened
 from gpuinfer.strategies.dynamic import Dynamic
 
 FEATURES = 4
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +139,39 @@ async def test_answers_are_those_of_one_device(deterministic):
                 np.testing.assert_array_equal(expected, answer)
             else:
                 np.testing.assert_allclose(expected, answer, atol=1e-5)
+
+
+@given(
+    good_for=st.lists(st.integers(0, 6) | st.just(1000), min_size=2, max_size=4),
+    values=st.lists(st.integers(0, 8), min_size=1, max_size=30),
+)
+def test_whatever_fails_an_answer_is_right_or_says_that_devices_failed(good_for, values):
+    blocks = [block(value=value) for value in values]
+    copies = [
+        Copy(f"cpu:{number}", CPU, Opened(None, Limits(8), forward_of(steps), None, dict, None))
+        for number, steps in enumerate(good_for)
+    ]
+    answer = DataParallel(copies)
+    for one, value in zip(blocks, values, strict=True):
+        working = sum(not copy.count.failed for copy in copies)
+        try:
+            assert answer([one])[0][0, 0] == FEATURES * value
+        except BackendDied:
+            assert all(copy.count.failed for copy in copies)
+        except DeviceLost:
+            assert working - sum(not copy.count.failed for copy in copies) == 2
+    answered = sum(copy.count.batches for copy in copies)
+    assert answered <= sum(good_for)
+    assert sum(copy.count.running for copy in copies) == 0
+
+
+def forward_of(steps):
+    model = failing_devices.Sums(steps - 2, failing_devices.LOST)
+
+    def forward(blocks):
+        return [model(torch.from_numpy(one)).detach().numpy() for one in blocks]
+
+    return forward
 
 
 # Which device a batch goes to
