@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.models.device import MEGABYTE, Gauge
+from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices
 from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layouts import row_dtype
-from gpuinfer.models.load import build, called, probe, resolve_devices, resolve_dtype
+from gpuinfer.models.load import build, called, probe, resolve_dtype
 from gpuinfer.models.memory import first_line, keep_freed_memory
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.pinned import register
