@@ -21,6 +21,7 @@ from gpuinfer.text.model import TextModel
 from gpuinfer.text.resuming import Had
 
 if TYPE_CHECKING:
+    from gpuinfer.models.gate import Place
     from gpuinfer.text.generator.setup import Options
 
 logger = logging.getLogger("gpuinfer")
@@ -30,7 +31,11 @@ MOST_LOST = 2  # devices that one prompt may be with when they fail: after them 
 
 
 async def open_text(
-    spec: ModelSpec, setup: Setup, options: Options, stepped: Callable[[int, float], None]
+    spec: ModelSpec,
+    setup: Setup,
+    options: Options,
+    stepped: Callable[[int, float], None],
+    place: Place | None = None,
 ) -> TextModel | TextDevices:
     """The model on `setup.devices`, one or more; see `TextModel.open`. `options` are of one device.
 
@@ -38,11 +43,11 @@ async def open_text(
     """
     each = await asyncio.to_thread(_each, setup)
     if len(each) == 1:
-        return await TextModel.open(spec, setup, options, stepped)
+        return await TextModel.open(spec, setup, options, stepped, place)
     models: dict[str, TextModel] = {}
     try:
         for label, of_one in each.items():  # in turn: what the first take of memory the next do not find
-            models[label] = await TextModel.open(spec, of_one, options, stepped)
+            models[label] = await TextModel.open(spec, of_one, options, stepped, place)
     except BaseException:
         for model in models.values():
             await model.close()
