@@ -30,6 +30,7 @@ BRIEFER = {  # what makes a command shorter that runs games
     "bench rollouts": [],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "train": ["--steps", "10"],
+    "loop": ["--iterations", "1", "--games", "16", "--simulations", "8", "--evaluation-games", "8"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
 ALONE = (

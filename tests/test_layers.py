@@ -13,7 +13,14 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 LAYERS = [
     ["gpuinfer.__main__"],
     ["gpuinfer.cli"],
-    ["gpuinfer.bench", "gpuinfer.screen", "gpuinfer.serving", "gpuinfer.testing", "gpuinfer.verifying"],
+    [
+        "gpuinfer.bench",
+        "gpuinfer.loop",
+        "gpuinfer.screen",
+        "gpuinfer.serving",
+        "gpuinfer.testing",
+        "gpuinfer.verifying",
+    ],
     [
         "gpuinfer.backends",
         "gpuinfer.runtime",

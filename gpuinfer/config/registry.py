@@ -44,6 +44,7 @@ COMMANDS = (
     "tune",
     "verify",
     "simulate",
+    "loop",
     "plugins",
     "doctor",
     "config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +23,7 @@ CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
 def measure_in_child(
     spec: ModelSpec,
     *,
-    devices: Sequence[str],
+    device: str,
     dtype: str,
     seed: int,
     cores: int,
@@ -41,7 +41,7 @@ def measure_in_child(
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     arguments = {
-        "devices": list(devices),
+        "device": device,
         "dtype": dtype,
         "seed": seed,
         "cores": cores,

@@ -44,7 +44,7 @@ def roofline_of(
         return None
     found = measure_in_child(
         spec,
-        devices=setup.devices,
+        device=setup.device,
         dtype=setup.dtype,
         seed=setup.seed,
         cores=machine.cores(),

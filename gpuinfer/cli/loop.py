@@ -1,0 +1,244 @@
+"""Let a network learn from its own games: self-play, training, self-play, and how strong it has become."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import Field
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.cli import flags, output
+from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
+from gpuinfer.config import blame, registry
+from gpuinfer.config.options import check
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.units import duration, number, whole
+
+if TYPE_CHECKING:
+    from gpuinfer.config.settings import Settings
+    from gpuinfer.loop.course import Report
+    from gpuinfer.loop.plan import Plan, Step
+
+NAME = "loop"
+COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
+GAME = (
+    "players",
+    "cards",
+    "trump",
+    "scoring",
+    "game_options",
+)  # that self-play gives to the game, where they are given
+PLAY = (*GAME, "simulations", "exploration", "determinizations", "workers")
+NO_PART = ("iterations", "evaluate_every", "workers", "out", "resume", "fail_under")  # of what a loop's folder holds
+
+TEXT = """Let a network learn from its own games: self-play, training, self-play, and how strong it has become.
+
+Each iteration plays `--games` games with the newest weights, and trains on those of the last `--window` iterations.
+At the end (and after each so many iterations, `--evaluate-every`) it plays against the first generation.
+
+`--resume` goes on where it was, whatever has ended it.
+"""
+
+
+class Options(api.Options):
+    """The flags of `gpuinfer loop`."""
+
+    game: str = Field("blob", description="the game, or module:Class")
+    players: int | None = Field(None, description="players at the table, as in selfplay")
+    cards: int | None = Field(None, description="cards dealt to each player, as in selfplay")
+    trump: str | None = Field(None, description="turned, none, or a suit, as in selfplay")
+    scoring: str | None = Field(None, description="blob or oh-hell, as in selfplay")
+    game_options: str | None = Field(None, description="options of another game, as key=value,key=value")
+    model: str = Field("blobnet-small", description="blobnet, blobnet-small or module:factory")
+    weights: Path | None = Field(None, description="those of the first generation [drawn at random]")
+    iterations: int = Field(10, ge=1, le=999, description="each plays and trains once")
+    games: int = Field(400, ge=1, description="of self-play, in each iteration")
+    simulations: int = Field(50, ge=1, le=10_000, description="simulations in each tree")
+    exploration: float = Field(3.0, gt=0, le=1e6, description="c of PUCT, in self-play and in matches")
+    temperature_moves: int = Field(16, ge=0, description="moves of a game of self-play that are drawn; not of a match")
+    determinizations: int | None = Field(None, ge=1, le=1000, description="guesses at the hidden cards, as in selfplay")
+    workers: int | None = Field(None, ge=1, le=1024, description="processes that play [one a core]")
+    window: int = Field(4, ge=1, description="iterations whose games are learnt from, the newest ones")
+    training_steps: int = Field(400, ge=1, description="batches that are learnt from, in each iteration")
+    batch_size: int = Field(256, ge=1, description="moves in one of them")
+    learning_rate: float = Field(1e-3, gt=0, le=10, description="of the training")
+    evaluation_games: int = Field(400, ge=2, description="of a match against the first generation")
+    evaluate_every: int = Field(0, ge=0, description="iterations from one match to the next; 0: one at the end")
+    fail_under: float | None = Field(None, ge=0, le=1, description="exit with 4 when the last score is lower, as 0.75")
+    out: Path | None = Field(None, description="the folder for all of it")
+    resume: bool = Field(False, description="go on with what is in --out")
+
+
+def _app() -> typer.Typer:
+    common = {name: one for name, one in flags.common().items() if name in COMMON}
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(values))
+
+    return flags.app(NAME, {**flags.of(Options, NAME), **common}, TEXT, call)
+
+
+app = _app()
+
+
+def execute(values: Mapping[str, Any]) -> int:
+    """Do what is left of the loop, show and write it. The exit code: 3 stopped, 4 too weak, else 0."""
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.host.records import RecordFolder
+    from gpuinfer.loop import pages, story
+
+    merged = merge(NAME, values)
+    options, common = Options(**check(Options, merged.table(NAME), NAME)), merged.common
+    destination = output.Destination(common.report)
+    log_to_people(common.verbose)
+    if options.out is None:
+        raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
+    spec = _network(options, common.seed)
+    plan = _plan(options, options.out, merged)
+    folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
+    folder.claim(_deciding(options, common.seed, common.dtype), options.resume)
+    _write_first(plan, spec, common.seed)
+    settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
+    ended, error = "failed", None
+    try:
+        ended = _follow(plan, common.verbose > 0, common.quiet)
+    except (UsageError, WorkError) as caught:
+        error = caught
+    finally:
+        told = story.document(plan, settings, command, ended)
+        destination.write(told)
+        pages.write(options.out, told)
+        folder.release()
+    if told["iterations"]:
+        _show(told, options, on_stderr=destination.stdout)
+    if error is not None:
+        raise error
+    if ended == "partial":
+        return PARTIAL
+    return _judged(told, options.fail_under)
+
+
+def _network(options: Options, seed: int) -> ModelSpec:
+    """The network that learns. Raises `UsageError` where there is none, and for whatever self-play refuses."""
+    given = {name: value for name in GAME if (value := getattr(options, name)) is not None}
+    workload = registry.load("workloads", "selfplay")
+    made = blame.make(
+        workload, Setup(seed=seed), {**given, "game": options.game, "model": options.model, "weights": options.weights}
+    )
+    spec: ModelSpec | None = made.model()
+    if spec is None:
+        raise UsageError(f"--model {options.model} is no network, and has nothing to learn. Name one, such as blobnet.")
+    return spec
+
+
+def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
+    from gpuinfer.loop.plan import Plan
+
+    common = merged.common
+    play = [f"--game={options.game}"]
+    play += [f"{flags.flag(name)}={value}" for name in PLAY if (value := getattr(options, name)) is not None]
+    everyone = ["--no-roofline", "--no-trial", "--no-live", f"--device={common.device}", f"--dtype={common.dtype}"]
+    everyone += [f"--config={merged.file}"] if merged.file is not None else []
+    everyone += ["--quiet"] if not common.verbose else []
+    names = (
+        "model",
+        "iterations",
+        "games",
+        "temperature_moves",
+        "window",
+        "training_steps",
+        "batch_size",
+        "learning_rate",
+    )
+    return Plan(
+        folder=folder,
+        **{name: getattr(options, name) for name in (*names, "evaluation_games", "evaluate_every")},
+        seed=common.seed,
+        play=play,
+        common=everyone,
+    )
+
+
+def _deciding(options: Options, seed: int, dtype: str) -> dict[str, Any]:
+    """What all that lies in the folder has in common. More iterations, and more matches, may come to it."""
+    kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
+    digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
+    return {**kept, "weights": digest, "seed": seed, "dtype": dtype}
+
+
+def _write_first(plan: Plan, spec: ModelSpec, seed: int) -> None:
+    """The first generation, once: its weights as a file, so that what comes later begins with no others."""
+    if plan.first.exists():
+        return
+    from gpuinfer.models.first import write_weights
+
+    write_weights(spec, seed, plan.first)
+
+
+def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
+    """All steps; how they ended: done or partial."""
+    from gpuinfer.cli.progress import interruptible
+    from gpuinfer.loop.course import follow
+
+    def say(step: Step, what: str) -> None:
+        if not quiet:
+            print(f"iteration {step.iteration} of {plan.iterations} · {what}", file=sys.stderr, flush=True)
+
+    def began(step: Step) -> None:
+        if verbose:
+            say(step, f"{step.kind} …")
+
+    try:
+        with interruptible():
+            follow(
+                list(plan.steps()),
+                verbose,
+                began,
+                lambda step, report, seconds: say(step, _told(step, report, seconds)),
+            )
+    except KeyboardInterrupt:
+        print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
+        return "partial"
+    return "done"
+
+
+def _told(step: Step, report: Report, seconds: float) -> str:
+    """What came of a step, in a line."""
+    from gpuinfer.loop.story import loss_of
+    from gpuinfer.report.strength import in_elo, in_score
+
+    said = f"{step.kind} in {duration(seconds)}"
+    if step.kind == "training":
+        loss = loss_of(report)
+        return said if loss is None else f"{said}: loss {number(loss)}"
+    if step.kind == "games":
+        return f"{said}: {whole(report['progress']['done'])}"
+    strength = report["strength"]
+    return f"{said}: {in_score(strength)}, {in_elo(strength)} over the first generation"
+
+
+def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:
+    from gpuinfer.loop import story
+    from gpuinfer.screen.display import comparison
+
+    notes = [("strength", story.verdict(told))]
+    notes += [("weights", told["weights"])] if told["weights"] else []
+    notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
+    comparison(
+        f"loop · {options.game} · {options.model}", story.COLUMNS, list(story.rows(told)), notes, on_stderr=on_stderr
+    )
+
+
+def _judged(told: Mapping[str, Any], least: float | None) -> int:
+    score = told["strength"]["score"]
+    if least is None or score >= least:
+        return 0
+    print(f"gpuinfer: --fail-under {least:g} does not hold: the last score is {score:.3f}.", file=sys.stderr)
+    return CHECK_FAILED

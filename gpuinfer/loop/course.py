@@ -1,0 +1,110 @@
+"""A loop on its way: one command after the other, each in a process of its own, none twice.
+
+A step's report is written at once when all of it is done, and a step that was stopped goes on with what lies in its
+folder. So whatever is killed when, the next run does what is left and nothing else. A command ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import commands
+from gpuinfer.loop.plan import Step
+
+STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
+USAGE, PARTIAL = 2, 3  # exit codes
+MARGIN = "gpuinfer: "
+
+Report = Mapping[str, Any]
+
+
+def reported(step: Step) -> Report | None:
+    """What a step has left; None where it is not done."""
+    try:
+        report = json.loads(step.report.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) and report.get("status") == "done" else None
+
+
+def run(step: Step, program: Sequence[str], verbose: bool) -> Report:
+    """Do what is left of a step: `program` and the step's words. Its report.
+
+    Raises `UsageError` for what the command refuses, `WorkError` when it fails, and `KeyboardInterrupt` when it was
+    stopped, by us or by itself.
+    """
+    step.report.parent.mkdir(parents=True, exist_ok=True)
+    with step.log.open("ab") as log:
+        begins = log.tell()
+        code = _ended([*program, *step.words], None if verbose else log)
+    if code == 0 and (report := reported(step)) is not None:
+        return report
+    if code == PARTIAL:
+        raise KeyboardInterrupt
+    raise _failure(step, code, "" if verbose else _said(step.log, begins))
+
+
+def _ended(command: Sequence[str], log: IO[bytes] | None) -> int:
+    """The command's exit code. It holds our standard input's other end, and leaves when we do (`host/leaving.py`)."""
+    out = log or subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=log, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+        finally:
+            commands.kill(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to keep what is finished; a second Ctrl-C waits no longer."""
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+
+
+def _failure(step: Step, code: int, said: str) -> Exception:
+    """What to raise for a command that ended with this code, having said this."""
+    what = f"{step.kind} of iteration {step.iteration}"
+    lines = said.strip().splitlines()
+    begins = max((at for at, line in enumerate(lines) if line.startswith(MARGIN)), default=None)
+    complaint = "\n".join(line.removeprefix(MARGIN).strip() for line in lines[begins:]) if begins is not None else ""
+    if code == USAGE and complaint:
+        return UsageError(f"{what}: {complaint}")
+    if code < 0:
+        complaint = f"it was ended by {signal.Signals(-code).name} (out of memory?)."
+    after = f"The whole of it: {step.log}. What is finished is kept: the same command with --resume goes on."
+    return WorkError(f"{what} failed: {complaint or f'it ended with code {code}.'}\n{after}")
+
+
+def _said(log: Path, begins: int) -> str:
+    with contextlib.suppress(OSError):
+        return log.read_bytes()[begins:].decode("utf-8", "replace")
+    return ""
+
+
+def follow(
+    steps: Sequence[Step],
+    verbose: bool,
+    began: Callable[[Step], None],
+    ended: Callable[[Step, Report, float], None],
+    program: Sequence[str] = (sys.executable, "-m", "gpuinfer.loop.child"),
+) -> None:
+    """All steps that are not done. `ended` is told the seconds that each took. Raises what `run` does."""
+    for step in steps:
+        if (done := reported(step)) is not None:
+            continue
+        began(step)
+        start = time.monotonic()
+        done = run(step, program, verbose)
+        ended(step, done, time.monotonic() - start)

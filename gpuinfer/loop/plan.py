@@ -1,0 +1,114 @@
+"""What a loop does, step by step: for each the command, the folder that it goes on with, and the report that it leaves.
+
+DIR/first.safetensors                    the first generation: weights that nobody has trained, or those given
+DIR/iteration-003/games                  records of self-play, with the weights of iteration 2; games.json its report
+DIR/iteration-003/training               weights.safetensors, from the games of the last iterations; training.json
+DIR/iteration-003/match                  games against the first generation; match.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+FIRST, WEIGHTS = "first.safetensors", "weights.safetensors"
+
+Kind = Literal["games", "training", "match"]
+KINDS: tuple[Kind, ...] = ("games", "training", "match")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command. It is done once its report is there and says so."""
+
+    kind: Kind
+    iteration: int  # from 1
+    words: Sequence[str]  # of the command line, after `gpuinfer`
+    report: Path
+
+    @property
+    def log(self) -> Path:
+        """What it says meanwhile."""
+        return self.report.with_suffix(".log")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A loop in `folder`. `common` are words that every command gets, `play` those that say what is played and how."""
+
+    folder: Path
+    model: str
+    iterations: int
+    games: int  # of self-play, an iteration
+    temperature_moves: int  # of each such game
+    window: int  # iterations whose games are learnt from
+    training_steps: int
+    batch_size: int
+    learning_rate: float
+    evaluation_games: int
+    evaluate_every: int  # iterations; 0: after the last one alone
+    seed: int
+    play: Sequence[str] = ()
+    common: Sequence[str] = ()
+
+    @property
+    def first(self) -> Path:
+        return self.folder / FIRST
+
+    def of(self, iteration: int) -> Path:
+        return self.folder / f"iteration-{iteration:03d}"
+
+    def weights(self, iteration: int) -> Path:
+        """Those that an iteration has come to; of 0, the first generation's."""
+        return self.first if iteration == 0 else self.of(iteration) / "training" / WEIGHTS
+
+    def is_evaluated(self, iteration: int) -> bool:
+        return iteration == self.iterations or bool(self.evaluate_every and iteration % self.evaluate_every == 0)
+
+    def steps(self) -> Iterator[Step]:
+        """All that is to be done, in order."""
+        for iteration in range(1, self.iterations + 1):
+            for kind in KINDS if self.is_evaluated(iteration) else KINDS[:-1]:
+                yield self.step(kind, iteration)
+
+    def step(self, kind: Kind, iteration: int) -> Step:
+        words = {"games": self._games, "training": self._training, "match": self._match}[kind](iteration)
+        report = self.of(iteration) / f"{kind}.json"
+        command = ["train"] if kind == "training" else ["selfplay", *self.play]
+        everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
+        said = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
+        if kind == "training":
+            window = range(max(1, iteration - self.window + 1), iteration + 1)
+            said += [f"--records={self.of(one) / 'games'}" for one in window]
+        return Step(kind, iteration, [*command, *said, "--resume", *self.common], report)
+
+    def _games(self, iteration: int) -> dict[str, Any]:
+        """Other games in each iteration: their random numbers begin where no other's do."""
+        return {
+            "weights": self.weights(iteration - 1),
+            "games": self.games,
+            "temperature-moves": self.temperature_moves,
+            "seed": self.seed + iteration,
+        }
+
+    def _training(self, iteration: int) -> dict[str, Any]:
+        return {
+            "weights": self.weights(iteration - 1),
+            "steps": self.training_steps,
+            "batch-size": self.batch_size,
+            "learning-rate": f"{self.learning_rate:g}",
+            "seed": self.seed + iteration,
+        }
+
+    def _match(self, iteration: int) -> dict[str, Any]:
+        """The same deals in each, and no noise: what changes from one to the next is the network."""
+        return {
+            "weights": self.weights(iteration),
+            "opponent-model": self.model,
+            "opponent-weights": self.first,
+            "games": self.evaluation_games,
+            "noise": 0,
+            "seed": self.seed,
+        }

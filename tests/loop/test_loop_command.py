@@ -1,0 +1,88 @@
+"""`gpuinfer loop` at the command line: what is refused, and that nothing is lost, whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
+WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param([], "Add --out DIR.", id="no folder"),
+        pytest.param(["--out", "l", "--model", "uniform"], "has nothing to learn", id="no network"),
+        pytest.param(["--out", "l", "--model", "blobnte"], "Did you mean 'blobnet'?", id="no such model"),
+        pytest.param(["--out", "l", "--game", "blab"], "Did you mean 'blob'?", id="no such game"),
+        pytest.param(
+            ["--out", "l", "--game", "connect-four", "--cards", "5"], "no option 'cards'", id="another game's"
+        ),
+        pytest.param(["--out", "l", "--weights", "nowhere"], "no file 'nowhere'", id="weights that are not there"),
+        pytest.param(["--out", "l", "--iterations", "0"], "--iterations: '0' is less than 1", id="no iterations"),
+        pytest.param(["--out", "l", "--itrations", "3"], "Did you mean '--iterations'?", id="flag"),
+    ],
+)
+def test_a_loop_that_cannot_be_is_refused(gpuinfer, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = gpuinfer("loop", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "l").exists()
+
+
+def started(folder, *words):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpuinfer", "loop", *WORK, *words],
+        cwd=folder,
+        env={**environment, "COLUMNS": "160"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(folder, *words):
+    with started(folder, *words) as process:
+        out, err = process.communicate(timeout=280)
+    return process.returncode, out, err
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_a_loop_that_was_killed_goes_on_where_it_was(tmp_path):
+    first = tmp_path / "l" / "iteration-001" / "training" / "manifest.json"
+    with started(tmp_path) as process:
+        while not first.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=30)[1]  # none goes on alone
+    played = (tmp_path / "l" / "iteration-001" / "games.json").stat().st_mtime_ns
+    code, _, err = ended(tmp_path)
+    assert code == 2
+    assert "--resume" in err
+    code, out, err = ended(tmp_path, "--resume", "--json", "-")
+    assert code == 0, err
+    told = json.loads(out)
+    assert [one["iteration"] for one in told["iterations"]] == [1, 2]
+    assert [one["strength"]["games"] for one in told["iterations"]] == [8, 8]
+    assert all(one["loss"] > 0 for one in told["iterations"])
+    assert (tmp_path / "l" / "iteration-001" / "games.json").stat().st_mtime_ns == played
+    assert json.loads((tmp_path / "l" / "loop.json").read_text()) == told
+    code, out, err = ended(tmp_path, "--resume", "--fail-under", "1")
+    assert (code, "against the first generation" in out) == (4 if told["strength"]["score"] < 1 else 0, True)
+    code, _, err = ended(tmp_path, "--resume", "--simulations", "5")
+    assert code == 2
+    assert "simulations: 4 there, 5 here" in err

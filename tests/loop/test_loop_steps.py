@@ -1,0 +1,169 @@
+"""A loop's steps: what each is asked, that none is done twice, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.loop import pages, story
+from gpuinfer.loop.course import follow
+from gpuinfer.loop.plan import Plan
+
+COMMAND = str(Path(__file__).with_name("loop_command.py"))
+PLAN = Plan(
+    folder=Path("loop"),
+    model="blobnet-small",
+    iterations=3,
+    games=30,
+    temperature_moves=16,
+    window=2,
+    training_steps=20,
+    batch_size=32,
+    learning_rate=1e-3,
+    evaluation_games=400,
+    evaluate_every=2,
+    seed=7,
+    play=["--game=connect-four"],
+    common=["--quiet"],
+)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return replace(PLAN, folder=tmp_path / "loop")
+
+
+@pytest.fixture
+def go(plan, tmp_path):
+    """Follow the plan with commands that end this way; what all of them were asked until now."""
+    journal = tmp_path / "journal"
+
+    def run(way="done", steps=None):
+        try:
+            program = [sys.executable, COMMAND, str(journal), way]
+            follow(steps or list(plan.steps()), False, lambda step: None, lambda *_: None, program)
+        finally:
+            go.asked = [json.loads(line) for line in journal.read_text().splitlines()]
+        return go.asked
+
+    def go(*arguments):
+        return run(*arguments)
+
+    return go
+
+
+def test_each_step_is_asked_for_what_the_ones_before_it_left(plan, go):
+    asked, at = go(), str(plan.folder)
+    assert [one["command"] for one in asked] == ["selfplay", "train"] + 2 * ["selfplay", "train", "selfplay"]
+    games, training = asked[2], asked[3]
+    assert games["weights"] == f"{at}/iteration-001/training/weights.safetensors"
+    assert (games["out"], games["game"], games["seed"]) == (f"{at}/iteration-002/games", "connect-four", "9")
+    assert (training["weights"], training["steps"]) == (games["weights"], "20")
+    match = asked[-1]
+    assert match["weights"] == f"{at}/iteration-003/training/weights.safetensors"
+    assert (match["opponent-weights"], match["games"], match["seed"]) == (f"{at}/first.safetensors", "400", "7")
+
+
+def test_training_looks_back_as_far_as_the_window(plan):
+    words = [list(step.words) for step in plan.steps() if step.kind == "training"]
+    looked = [[word[-16:] for word in one if word.startswith("--records=")] for one in words]
+    assert looked == [[f"eration-{n:03d}/games"[-16:] for n in window] for window in ([1], [1, 2], [2, 3])]
+
+
+def test_each_deal_of_self_play_is_new_and_those_of_matches_are_the_same(plan):
+    seeds = {(step.kind, word) for step in plan.steps() for word in step.words if word.startswith("--seed=")}
+    assert {seed for kind, seed in seeds if kind == "games"} == {"--seed=8", "--seed=9", "--seed=10"}
+    assert {seed for kind, seed in seeds if kind == "match"} == {"--seed=7"}
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 8])
+def test_what_is_done_is_not_done_again(plan, go, done):
+    steps = list(plan.steps())
+    if done:
+        go("done", steps[:done])
+    assert len(go()) == len(steps)
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        pytest.param("fails", WorkError, "games of iteration 1 failed: the disk is full. Make room.", id="fails"),
+        pytest.param("refuses", UsageError, "games of iteration 1: no game named 'blab'.", id="refuses"),
+        pytest.param("dies", WorkError, "it was ended by SIGKILL", id="is killed"),
+    ],
+)
+def test_a_step_that_fails_is_named_and_can_be_done_again(plan, go, way, error, message):
+    with pytest.raises(error, match=message):
+        go(way)
+    assert len(go()) == 1 + len(list(plan.steps()))
+
+
+def test_a_step_that_was_stopped_stops_the_loop(go):
+    with pytest.raises(KeyboardInterrupt):
+        go("stops")
+
+
+def test_ctrl_c_is_passed_on_and_waited_for(plan, go, tmp_path):
+    """The command is asked to stop, and ends by itself with what it keeps."""
+
+    def interrupt():
+        while not (tmp_path / "journal").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # it has said that it is there just before it listens
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        go("hangs")
+    thread.join()
+    (one,) = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
+    with pytest.raises(ProcessLookupError):
+        os.kill(one["pid"], 0)
+
+
+def test_a_report_of_a_run_that_was_not_done_counts_for_nothing(plan, go):
+    first = next(plan.steps())
+    first.report.parent.mkdir(parents=True)
+    for content in ("", "{}", '{"status": "partial"}', "[]"):
+        first.report.write_text(content)
+        assert story.document(plan, {}, "", "partial")["iterations"] == []
+    assert len(go()) == 8
+
+
+def test_the_story_is_told_in_a_table_a_page_and_a_plot(plan, go, tmp_path):
+    go()
+    told = story.document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
+    assert [one["loss"] for one in told["iterations"]] == [2.5, 2.5, 2.5]
+    assert [bool(one["strength"]) for one in told["iterations"]] == [False, True, True]
+    assert story.verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
+    assert list(story.rows(told))[1][-2:] == ("+191 Elo (+147 to +241)", "75.0%")
+    pages.write(tmp_path, told)
+    assert json.loads((tmp_path / "loop.json").read_text()) == told
+    assert "| 3 | 30 | " in (tmp_path / "loop.md").read_text()
+    assert "data:image/svg+xml" in (tmp_path / "loop.html").read_text()
+    assert "Elo over the first generation" in (tmp_path / "loop.svg").read_text()
+
+
+def test_a_strength_without_a_bound_is_drawn_too(plan, go):
+    go()
+    told = story.document(plan, {}, "", "done")
+    for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
+        one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
+    pages.plot(told)
+
+
+def test_of_a_loop_that_has_just_begun_little_is_told(plan):
+    told = story.document(plan, {}, "gpuinfer loop", "partial")
+    assert told["weights"] is None
+    assert "No network has played" in pages.markdown(told)
+    pages.plot(told)
