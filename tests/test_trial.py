@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def settings(*options, **values):
 def ways(merged, change):
     """The load as it is and with a change, as a trial builds them."""
     made = build("load", merged).workload
-    report = a_report(change=asdict(change))
+    report = a_report(change=change.plain())
     found = trial.ahead(report, made, merged, 0.0)
     assert found is not None, report["bottleneck"]["not_tried"]
     return found
@@ -92,6 +92,18 @@ def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
     measured, _, _ = series.run()  # the interval of two short pairs on a busy machine may be anything
     assert (series.done, series.pairs) == (4, 2)
     assert measured > 1.5  # sixteen times as many rows in the same time
+
+
+def test_options_that_go_with_the_old_value_alone_are_left_out_of_both_command_and_trial():
+    given = ["parallel=pipeline", "stages=2", "split_points=1", "max_rows=64"]
+    change = Change("-B", "parallel", "data", without=("stages", "split_points", "micro_batch_rows", "layers"))
+    found = ways(settings(*given, backend="inprocess", trial=True), change)
+    present, changed = found.present().backend.options, found.changed().backend.options
+    assert (present.parallel, present.stages, present.max_rows) == ("pipeline", 2, 64)
+    assert (changed.parallel, changed.stages, changed.split_points, changed.max_rows) == ("data", "auto", None, 64)
+    command = "gpuinfer load -B stages=2 --clients 3 -B split-points=1 -B parallel=pipeline"
+    assert change.in_command(command) == "gpuinfer load --clients 3 -B parallel=data"
+    assert Change(**change.plain()) == replace(change, without=list(change.without))
 
 
 def test_turns_alternate_so_that_a_drift_hits_both_alike(monkeypatch):
