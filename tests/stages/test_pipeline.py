@@ -50,7 +50,7 @@ def stage_threads():
 
 def test_micro_batches_go_through_all_stages_and_come_back_in_order():
     with pipeline(lambda x: x + 1, lambda x: x * 2, str) as found:
-        assert found.run(range(20)) == [str((x + 1) * 2) for x in range(20)]
+        assert found.run(range(20), 20) == [str((x + 1) * 2) for x in range(20)]
         assert found.counts()["micro_batches"] == 20
 
 
@@ -70,7 +70,7 @@ def test_stages_work_at_once():
         return x
 
     with pipeline(first, second) as found:
-        assert found.run([0, 1]) == [0, 1]
+        assert found.run([0, 1], 2) == [0, 1]
     assert seen
 
 
@@ -79,7 +79,7 @@ def test_batches_of_many_threads_are_answered_each_for_itself():
         answers = {}
 
         def ask(number):
-            answers[number] = found.run(range(number, number + 10))
+            answers[number] = found.run(range(number, number + 10), 10)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -100,10 +100,20 @@ def test_a_stage_that_raises_fails_that_batch_alone(place):
     functions = [lambda x: x] * 3
     functions[place] = raises_at_three
     with pipeline(*functions) as found:
-        outcomes = found.run(range(8))
+        outcomes = found.run(range(8), 8)
         assert isinstance(outcomes[3], ValueError)
         assert all(outcome == x or outcome is outcomes[3] for x, outcome in enumerate(outcomes))
-        assert found.run([7, 8]) == [7, 8]
+        assert found.run([7, 8], 2) == [7, 8]
+
+
+def test_what_is_raised_while_micro_batches_are_made_fails_that_batch_alone():
+    def values():
+        yield 1
+        raise MemoryError("no room")
+
+    with pipeline(abs) as found:
+        assert any(isinstance(outcome, MemoryError) for outcome in found.run(values(), 3))
+        assert found.run([-7], 1) == [7]
 
 
 def test_closing_ends_all_threads_and_fails_what_is_under_way(caplog):
@@ -118,7 +128,7 @@ def test_closing_ends_all_threads_and_fails_what_is_under_way(caplog):
 
     def ask(found):
         try:
-            errors.extend(found.run(range(10)))
+            errors.extend(found.run(range(10), 10))
         except BackendDied as error:
             errors.append(error)
 
@@ -135,7 +145,7 @@ def test_closing_ends_all_threads_and_fails_what_is_under_way(caplog):
         assert "the stage with stage 1 is still at its last micro-batch" in caplog.text
         let_go.set()
         with pytest.raises(BackendDied, match="closed"):
-            found.run([1])
+            found.run([1], 1)
     for thread in stage_threads():
         thread.join(30)
     assert not stage_threads()
@@ -156,7 +166,7 @@ def test_a_stage_that_cannot_begin_says_so():
 def test_lanes_count_what_each_stage_did():
     lanes = []
     with pipeline(lambda x: x, lambda x: x, lanes=lanes) as found:
-        found.run(range(5))
+        found.run(range(5), 5)
     assert [lane.name for lane in lanes] == ["stage 0", "stage 1"]
     assert [lane.visits()["forward"] for lane in lanes] == [5, 5]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch
 from gpuinfer.api import enter_station
 from gpuinfer.models.forward import GRAIN, padded
 from gpuinfer.models.memory import StepSize, is_out_of_memory
+from gpuinfer.models.stages.moving import Moving
 from gpuinfer.models.stages.pipeline import Pipeline
-from gpuinfer.models.stages.stage import Rows
 from gpuinfer.models.staging import Block, Blocks, joined, like, tensors_of
 
 Range = tuple[int, int]
@@ -29,15 +29,19 @@ class StagedForward:
     `alone` a micro-batch enters only once the one before it is through.
     """
 
-    def __init__(self, pipeline: Pipeline, rows: int, *, even: bool, fixed_shape: bool, alone: bool) -> None:
-        self.pipeline = pipeline
+    def __init__(
+        self, pipeline: Pipeline, moving: Moving, rows: int, *, even: bool, fixed_shape: bool, alone: bool
+    ) -> None:
+        self.pipeline, self._moving = pipeline, moving
         self.step = StepSize(rows)
         self._even, self._fixed_shape, self._alone = even, fixed_shape, alone
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
         """The same promise as `CpuForward.__call__`."""
-        enter_station("stages")
-        run = Blocks(blocks)
+        with torch.inference_mode():
+            return self._answers(Blocks(blocks))
+
+    def _answers(self, run: Blocks) -> list[Any]:
         answers: dict[Range, Any] = {}
         left = self._ranges(0, run.rows)
         while left:
@@ -52,8 +56,8 @@ class StagedForward:
             for (start, stop), error in failed[:1]:
                 self.step.halve(step if self._fixed_shape else stop - start, error)
             left = [part for (start, stop), _ in failed for part in self._ranges(start, stop)]
-        with torch.inference_mode():
-            return run.split(joined([answers[span] for span in sorted(answers)]))
+        enter_station("transfer")
+        return run.split(joined([answers[span] for span in sorted(answers)]))
 
     def _ranges(self, start: int, stop: int) -> list[Range]:
         rows = self.step.rows
@@ -66,21 +70,26 @@ class StagedForward:
 
     def _through(self, run: Blocks, spans: Sequence[Range], step: int) -> list[Any]:
         """An answer to each of these ranges of rows, or the exception in its place."""
-        values = [self._rows(run, start, stop, step) for start, stop in spans]
+        values = self._values(run, spans, step)
         if self._alone:
-            outcomes = [outcome for value in values for outcome in self.pipeline.run([value])]
+            outcomes = [outcome for value in values for outcome in self.pipeline.run([value], 1)]
         else:
-            outcomes = self.pipeline.run(values)
-        return [_of_rows(outcome, value.rows) for outcome, value in zip(outcomes, values, strict=True)]
+            outcomes = self.pipeline.run(values, len(spans))
+        return [self._answer(outcome, stop - start) for outcome, (start, stop) in zip(outcomes, spans, strict=True)]
 
-    def _rows(self, run: Blocks, start: int, stop: int, step: int) -> Rows:
-        rows = stop - start
-        shape = step if self._fixed_shape else min(step, padded(rows))
-        return Rows(run.pieces(start, stop), rows, max(shape, rows))  # another thread may have made the step smaller
+    def _values(self, run: Blocks, spans: Sequence[Range], step: int) -> Iterator[Any]:
+        """What the first stage takes, one by one."""
+        for start, stop in spans:
+            enter_station("transfer")
+            rows = stop - start
+            shape = max(rows, step if self._fixed_shape else min(step, padded(rows)))  # another thread may shrink it
+            value = self._moving.load(run.pieces(start, stop), shape)
+            enter_station("stages")
+            yield value
 
-
-def _of_rows(outcome: Any, rows: int) -> Any:
-    """An answer to that many rows, without those that they were padded with."""
-    if isinstance(outcome, BaseException):
-        return outcome
-    return like(outcome, [tensor[:rows] for tensor in tensors_of(outcome)])
+    def _answer(self, outcome: Any, rows: int) -> Any:
+        """An answer to that many rows, without those that they were padded with; an exception as it is."""
+        if isinstance(outcome, BaseException):
+            return outcome
+        answer = self._moving.unload(outcome)
+        return like(answer, [tensor[:rows] for tensor in tensors_of(answer)])

@@ -1,61 +1,82 @@
-"""Rows to the first stage's device, answers from the last one's."""
+"""Rows to the first stage, answers from the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.models.layouts import BITS, row_dtype, row_shape
-from gpuinfer.models.stages.stage import Load
 from gpuinfer.models.staging import BitCast, Block, cast, like, table_of, tensors_of, unpacked
 
 
-def loader(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Load:
-    """Makes features of rows, in memory that is nobody else's: they may be needed until the last stage."""
-    return _to_cuda(spec, device, dtype) if device.type == "cuda" else _to_cpu(spec, dtype)
+class Moving(Protocol):
+    """In the threads that ask, while the stages are at work."""
+
+    def load(self, pieces: Sequence[Block], shape: int) -> Any:
+        """What the first stage takes: the rows that lie in these blocks, made up to `shape` rows with zeros, in memory
+        that is nobody else's: it may be needed until the last stage.
+        """
+        ...
+
+    def unload(self, answer: Any) -> Any:
+        """Contiguous float32 tensors on the CPU, arranged as the model's answer."""
+        ...
 
 
-def _to_cpu(spec: ModelSpec, dtype: torch.dtype) -> Load:
-    fill = BitCast(spec.inputs, dtype) if spec.input_dtype == BITS else cast
+class OnCpu:
+    """Rows become features [rows, inputs] at once."""
 
-    def load(pieces: Sequence[Block], shape: int) -> torch.Tensor:
-        rows, features = sum(map(len, pieces)), torch.empty(shape, spec.inputs, dtype=dtype)
-        fill(pieces, features[:rows])
-        features[rows:].zero_()
-        return features
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._inputs, self._dtype = spec.inputs, dtype
+        self._cast = BitCast(spec.inputs, dtype) if spec.input_dtype == BITS else cast
 
-    return load
+    def load(self, pieces: Sequence[Block], shape: int) -> torch.Tensor:
+        return filled(pieces, torch.empty(shape, self._inputs, dtype=self._dtype), self._cast)
 
-
-def _to_cuda(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Load:
-    """As they came, one byte a feature or one bit, by way of pinned memory; cast over there."""
-    table = table_of(dtype, device) if spec.input_dtype == BITS else None
-    own = getattr(torch, row_dtype(spec).name)
-
-    def load(pieces: Sequence[Block], shape: int) -> torch.Tensor:
-        rows, staging = sum(map(len, pieces)), torch.empty((shape, *row_shape(spec)), dtype=own, pin_memory=True)
-        cast(pieces, staging[:rows])
-        staging[rows:].zero_()
-        there = staging.to(device, non_blocking=True)
-        return there.to(dtype) if table is None else unpacked(there, spec.inputs, table)
-
-    return load
+    def unload(self, answer: Any) -> Any:
+        return like(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
 
 
-def unloader(device: torch.device) -> Callable[[Any], Any]:
-    """Makes contiguous float32 tensors on the CPU of what the model answers, arranged as it does."""
-    return _from_cuda if device.type == "cuda" else _from_cpu
+class OnCuda:
+    """Rows cross the bus as they came, a byte or a bit for a feature, from pinned memory; the first stage casts them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._shape, self._dtype = row_shape(spec), getattr(torch, row_dtype(spec).name)
+
+    def load(self, pieces: Sequence[Block], shape: int) -> torch.Tensor:
+        return filled(pieces, torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True), cast)
+
+    def unload(self, answer: Any) -> Any:
+        """The last stage has copied it (`from_cuda`)."""
+        return answer
 
 
-def _from_cpu(answer: Any) -> Any:
-    return like(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
+def filled(pieces: Sequence[Block], room: torch.Tensor, fill: Any) -> torch.Tensor:
+    """`room`, with these rows in it and zeros behind them."""
+    rows = sum(map(len, pieces))
+    fill(pieces, room if rows == len(room) else room[:rows])
+    if rows < len(room):
+        room[rows:].zero_()
+    return room
 
 
-def _from_cuda(answer: Any) -> Any:
-    """There once the stream is."""
+class ToCuda:
+    """What the first stage there does first, on its stream: pinned rows as features [rows, inputs]."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype, self._inputs = device, dtype, spec.inputs
+        self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        there = rows.to(self._device, non_blocking=True)
+        return there.to(self._dtype) if self._table is None else unpacked(there, self._inputs, self._table)
+
+
+def from_cuda(answer: Any) -> Any:
+    """What the last stage there does last: float32 tensors in pinned memory, complete once its stream has got there."""
     found = []
     for tensor in tensors_of(answer):
         room = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)

@@ -22,6 +22,7 @@ from gpuinfer.models.pinned import register
 from gpuinfer.models.processor import computed_in
 from gpuinfer.models.stages.cutting import segments_of
 from gpuinfer.models.stages.forward import StagedForward
+from gpuinfer.models.stages.moving import OnCpu, OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.placing import Placed, stages_at
 from gpuinfer.models.stages.planning import StageTuning, bytes_of, count_for, fits_one, rows_for, split_for, times_on
@@ -72,6 +73,7 @@ def open_staged(
     torch.set_num_threads(1)  # of those who call `forward`: they only join what the stages have computed
     forward = StagedForward(
         pipeline,
+        OnCpu(spec, dtype) if on_cpu else OnCuda(spec),
         rows,
         even=on_cpu and tuning.parallel == "pipeline" and not (setup.deterministic or tuning.micro_batch_rows),
         fixed_shape=setup.deterministic,

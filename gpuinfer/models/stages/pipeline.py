@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -111,25 +111,34 @@ class Pipeline:
             self.close()
             raise self._failure
 
-    def run(self, values: Sequence[Any]) -> list[Any]:
-        """What the last stage makes of each of these micro-batches, or the exception that a stage raised at it.
+    def run(self, values: Iterable[Any], count: int) -> list[Any]:
+        """What the last stage makes of each of these `count` micro-batches, or the exception that was raised at it.
 
-        Blocks until all of them are through, or one has failed: the rest is then dropped, and has the same exception.
-        Raises `BackendDied` when the pipeline is closed meanwhile.
+        They are made one by one, as there is room for them: another thread may be at work on one while the first stage
+        is at the one before. Blocks until all are through, or one has failed: the rest is then dropped, and has that
+        exception. Raises `BackendDied` when the pipeline is closed meanwhile.
         """
-        batch = Underway(len(values))
+        batch = Underway(count)
         self._enter(batch)
         try:
             with self._feeding:
-                for index, value in enumerate(values):
-                    if batch.dropped:
-                        break
-                    self._queues[0].put(MicroBatch(batch, index, value))
+                self._feed(batch, values)
             return batch.wait()
         except ChannelClosed:
             raise _closed() from None
         finally:
-            self._leave(batch, len(values))
+            self._leave(batch, count)
+
+    def _feed(self, batch: Underway, values: Iterable[Any]) -> None:
+        try:
+            for index, value in enumerate(values):
+                if batch.dropped:
+                    return
+                self._queues[0].put(MicroBatch(batch, index, value))
+        except ChannelClosed:
+            raise
+        except Exception as error:  # noqa: BLE001 (memory for one, say: as if the first stage had raised it)
+            batch.fail(error)
 
     def _enter(self, batch: Underway) -> None:
         with self._counting:

@@ -12,7 +12,7 @@ from torch import nn
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.host import machine
 from gpuinfer.models.open_model import cores_of
-from gpuinfer.models.stages.moving import loader, unloader
+from gpuinfer.models.stages.moving import ToCuda, from_cuda
 from gpuinfer.models.stages.planning import StageTuning
 from gpuinfer.models.stages.splitting import Split, deal
 from gpuinfer.models.stages.stage import CpuStage
@@ -44,12 +44,12 @@ def stages_at(
         there |= dict.fromkeys([*own.modules(), *own.parameters()], place)
         own = own.to(place)
         name = f"{said(start, stop)} on {place}"
-        load = loader(spec, place, dtype) if number == 0 else None
-        unload = unloader(place) if number == len(places) - 1 else None
         if place.type == "cpu":
-            stages.append(CpuStage(name, list(own), threads[number], cores[number], load, unload))
+            stages.append(CpuStage(name, list(own), threads[number], cores[number]))
         else:
-            stages.append(CudaStage(name, list(own), place, load, unload))
+            enter = ToCuda(spec, place, dtype) if number == 0 else None
+            leave = from_cuda if number == len(places) - 1 else None
+            stages.append(CudaStage(name, list(own), place, enter, leave))
     return stages
 
 

@@ -11,19 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import Lane
-from gpuinfer.models.staging import Block
-
-Load = Callable[[Sequence[Block], int], Any]
-"""Rows that lie in these blocks, made up to so many with zeros, as the model's features [rows, inputs]."""
-
-
-class Rows:
-    """What the first stage takes: `rows` rows that lie in `pieces`, which go through as `shape` rows."""
-
-    __slots__ = ("pieces", "rows", "shape")
-
-    def __init__(self, pieces: Sequence[Block], rows: int, shape: int) -> None:
-        self.pieces, self.rows, self.shape = pieces, rows, shape
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -38,24 +25,14 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class CpuStage:
-    """`segments`, called in turn with `threads` threads on `cores` (None: wherever the system puts them).
-
-    The first stage has `load` for rows; the last has `unload`, which makes answers of what its last segment gives.
-    """
+    """`segments`, called in turn with `threads` threads on `cores` (None: wherever the system puts them)."""
 
     device = torch.device("cpu")
 
     def __init__(
-        self,
-        name: str,
-        segments: Sequence[nn.Module],
-        threads: int,
-        cores: Collection[int] | None = None,
-        load: Load | None = None,
-        unload: Callable[[Any], Any] | None = None,
+        self, name: str, segments: Sequence[nn.Module], threads: int, cores: Collection[int] | None = None
     ) -> None:
         self.name, self.segments, self.threads, self.cores = name, segments, threads, cores
-        self._load, self._unload = load, unload
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -64,13 +41,10 @@ class CpuStage:
             yield
 
     def compute(self, value: Any, lane: Lane) -> Any:
-        if self._load is not None:
-            lane.enter("transfer")
-            value = self._load(value.pieces, value.shape)
         lane.enter("forward")
         for segment in self.segments:
             value = segment(value)
-        return value if self._unload is None else self._unload(value)
+        return value
 
     def settle(self) -> None:
         """A processor has nothing under way behind its thread's back."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import Lane
-from gpuinfer.models.stages.stage import Load, mapped
+from gpuinfer.models.stages.stage import mapped
 
 BEHIND = 1  # micro-batches that a device may still be at when the next is launched
 
@@ -47,18 +47,20 @@ def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
 
 
 class CudaStage:
-    """`segments`, called in turn on `device`. The first stage has `load`, the last has `unload`: see `CpuStage`."""
+    """`segments`, called in turn on `device`. The first stage has `enter` (`moving.ToCuda`), the last `leave`
+    (`moving.from_cuda`).
+    """
 
     def __init__(
         self,
         name: str,
         segments: Sequence[nn.Module],
         device: torch.device,
-        load: Load | None = None,
-        unload: Callable[[Any], Any] | None = None,
+        enter: Callable[[Any], Any] | None = None,
+        leave: Callable[[Any], Any] | None = None,
     ) -> None:
         self.name, self.segments, self.device = name, segments, device
-        self._load, self._unload = load, unload
+        self._enter, self._leave = enter, leave
         self.threads = 1
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._behind: deque[torch.cuda.Event] = deque()
@@ -71,17 +73,17 @@ class CudaStage:
 
     def compute(self, value: Any, lane: Lane) -> Any:
         lane.enter("transfer")
-        value = self._load(value.pieces, value.shape) if self._load is not None else value.for_stream(self._stream)
+        value = self._enter(value) if self._enter is not None else value.for_stream(self._stream)
         lane.enter("forward")
         for segment in self.segments:
             value = segment(value)
-        if self._unload is not None:
-            value = self._unload(value)
+        if self._leave is not None:
+            value = self._leave(value)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps
         event.record(self._stream)
         self._behind.append(event)
-        self._wait(0 if self._unload is not None else BEHIND)
-        return value if self._unload is not None else Launched(value, self._stream, event)
+        self._wait(0 if self._leave is not None else BEHIND)
+        return value if self._leave is not None else Launched(value, self._stream, event)
 
     def settle(self) -> None:
         self._wait(0)
