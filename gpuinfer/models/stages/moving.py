@@ -41,7 +41,7 @@ class OnCpu:
 
 
 class OnCuda:
-    """Rows cross the bus as they came, a byte or a bit for a feature, from pinned memory; the first stage casts them."""
+    """Rows cross the bus as they came, a byte or a bit each feature, from pinned memory; the first stage casts them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shape, self._dtype = row_shape(spec), getattr(torch, row_dtype(spec).name)
