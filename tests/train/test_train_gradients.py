@@ -246,3 +246,18 @@ def test_the_built_in_loss_is_finite_where_moves_are_forbidden(rows, seed, weigh
     assert (logits.grad[~legal] == 0).all()
     again, _ = policy_value((logits, values), {**targets, "legal": legal}, weight)
     assert again.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [None, 3])
+async def test_gradients_on_cuda_are_the_cpus(segments):
+    weights = {name: one.numpy() for name, one in trainable(spec("blobnet"), 7).state_dict().items()}
+    batches = [batch_of(40), batch_of(40, weights=weights, version=1), batch_of(40)]
+    on_cpu = await gradients(*batches, model=spec("blobnet"))
+    setup = Setup(model=spec("blobnet"), devices=("cuda",))
+    for found, expected in zip(
+        await gradients(*batches, setup=setup, checkpoint_segments=segments), on_cpu, strict=True
+    ):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert_same(found.by_name, dict(expected.by_name), 1e-4)
+        assert found.activation_bytes > 0
