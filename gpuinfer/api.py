@@ -71,6 +71,9 @@ class Limits:
     in_flight: int = 1  # batches at once
     slots: int | None = None  # rows admitted and not yet finished, for backends that generate
     enough_rows: int | None = None  # a batch of more is no faster a row: nothing to wait for, better use another lane
+    devices: Sequence[str] = ()
+    """Where there are several: the device of each lane, `in_flight` of them, to which all its batches go
+    (`lane_device`). With slots there is one lane for each (`forward_lanes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Setup:
     """What a run tells every plugin that it builds."""
 
     model: ModelSpec | None = None
-    devices: Sequence[str] = ("auto",)  # each auto, cpu, cuda or cuda:1
+    devices: Sequence[str] = ("auto",)  # each auto, all, cpu, cuda or cuda:1
     dtype: str = "float32"
     seed: int = 0
     processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
@@ -157,11 +160,10 @@ class Setup:
     @property
     def device(self) -> str:
         """The device, of a plugin that serves one. Raises `UsageError` for several."""
-        if len(self.devices) != 1:
-            raise UsageError(
-                f"--device names {len(self.devices)} devices ({', '.join(self.devices)}), and only one can be served. "
-                f"Name one: --device {self.devices[0] if self.devices else 'auto'}."
-            )
+        if len(self.devices) != 1 or self.devices[0] == "all":
+            count = "all" if self.devices == ("all",) else f"{len(self.devices)} devices ({', '.join(self.devices)})"
+            one = next((name for name in self.devices if name != "all"), "auto")
+            raise UsageError(f"--device names {count}, and only one can be served. Name one: --device {one}.")
         return self.devices[0]
 
 
@@ -360,6 +362,7 @@ class Backend(Plugin, ABC):
         """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.
 
         `in_force` may name the values that options took which were left to the backend, such as {threads: 2}.
+        `devices` tells of each of several, by name, the same and what it has done (`gpuinfer.stats.DeviceCount`).
         A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
         measured_bytes, …), `tokens`, how many it has taken in and drawn until now: {input, output}; and `steps`, what
         they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),
@@ -461,6 +464,22 @@ class _Untold:
 
 forward_lane: ContextVar[Lane | None] = ContextVar("forward_lane", default=None)
 """The lane of the batch being served. The engine sets it around `infer` and `stream`."""
+
+
+forward_lanes: ContextVar[Sequence[Lane]] = ContextVar("forward_lanes", default=())
+"""With `Limits.slots`: all lanes of the forward, one for each of `Limits.devices`, or one. The engine sets it around
+`stream`."""
+
+
+def lane_device() -> str:
+    """Which of `Limits.devices` the batch being served is for; "" where there is one device, and outside of batches."""
+    return getattr(forward_lane.get(), "device", "")
+
+
+def retire_lane() -> None:
+    """This batch's lane is to get no other, as its device is gone. Never the last one: nobody would be answered."""
+    if (retire := getattr(forward_lane.get(), "retire", None)) is not None:
+        retire()
 
 
 prompts_lane: ContextVar[Lane | None] = ContextVar("prompts_lane", default=None)

@@ -11,6 +11,7 @@ GpuinferError                 a message for people that ends with the cure; `exi
     │   ├── BadPrompt         it cannot be served as it is; its neighbours can
     │   └── BadResult         the backend answered with the wrong shape, a NaN or +inf
     ├── BackendError          the backend raised; in a batch, only that failed
+    │   ├── DeviceLost        the batch has cost a device, and is not tried on another
     │   └── BackendDied       the backend is gone
     ├── StrategyError         the strategy raised or chose what it may not
     ├── WorkloadError         the workload raised what it did not foresee
@@ -84,6 +85,10 @@ class BadResult(RequestError):
 
 class BackendError(WorkError):
     """The backend raised. While it served a batch, only that batch failed."""
+
+
+class DeviceLost(BackendError):
+    """The device that served this batch is gone, and the batch is not to be tried again: it may be the cause."""
 
 
 class BackendDied(BackendError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
 COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
 DONE_BY_A_DEVICE = ("tokens", "steps", "stages", "turns")  # each name → how much until now
+COUNTED_OF_DEVICES = ("rows", "batches", "busy_s")  # of each of several: see `DeviceCount`
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 
 
@@ -81,10 +83,14 @@ def mean_size(sizes: Mapping[int, int]) -> float:
 class Lane:
     """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
 
-    __slots__ = ("_clock", "_real", "_since", "_spent", "_station", "name", "ran", "stays")
+    __slots__ = ("_clock", "_real", "_since", "_spent", "_station", "device", "name", "ran", "retired", "stays")
 
-    def __init__(self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic, device: str = ""
+    ) -> None:
         self.name = name
+        self.device = device  # that its batches go to, where there are several
+        self.retired = False  # that device is gone: it gets no more batches
         self.stays, self.ran = 0, dict[str, float]()  # see `spending`
         self._clock, self._real = clock, clock is time.monotonic
         self._spent: dict[str, list[float]] = {}  # station → [seconds, visits that have ended]
@@ -104,6 +110,14 @@ class Lane:
         if self._real:  # on a virtual clock nobody runs
             spending.entered(self, station)
 
+    @property
+    def station(self) -> str:
+        """Where it is now."""
+        return self._station
+
+    def retire(self) -> None:
+        self.retired = True
+
     def stations(self) -> dict[str, float]:
         """Seconds in each station until now."""
         times = {station: spent[0] for station, spent in list(self._spent.items())}
@@ -116,6 +130,40 @@ class Lane:
 
     def to_wire(self) -> dict[str, Any]:
         return {"name": self.name, "stations": self.stations(), "visits": self.visits(), "ran": dict(self.ran)}
+
+
+class DeviceCount:
+    """What one of several devices has done. Threads may share one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rows = self.batches = 0  # answered
+        self.running = 0  # batches that it has now
+        self.failed = ""  # why it is given up; "": it is not
+        self._busy_s, self._since = 0.0, 0.0
+        self._clock, self._lock = clock, threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self.running:
+                self._since = self._clock()
+            self.running += 1
+
+    def end(self, rows: int) -> None:
+        """Of a batch that has begun; of one that was not answered, no rows."""
+        with self._lock:
+            self.running -= 1
+            if not self.running:
+                self._busy_s += self._clock() - self._since
+            if rows:
+                self.rows += rows
+                self.batches += 1
+
+    def told(self) -> dict[str, Any]:
+        """For `Backend.device`, under `devices`: `busy_s`, in which it had a batch, is of `copies` processes."""
+        with self._lock:
+            busy_s = self._busy_s + (self._clock() - self._since if self.running else 0.0)
+            counted = {"rows": self.rows, "batches": self.batches, "busy_s": busy_s, "copies": 1}
+            return {**counted, "failed": self.failed}
 
 
 class ClassCount:
@@ -254,7 +302,24 @@ def _devices_added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     done = {name: _added([part[name] for part in known if part.get(name)]) for name in DONE_BY_A_DEVICE}
     beside = dict(itertools.chain.from_iterable(part.get("beside", {}).items() for part in known))
     named = {"beside": beside} if beside else {}
+    if several := [part["devices"] for part in known if part.get("devices")]:
+        named["devices"] = _each_added(several)
     return {**known[0], **added, **{name: counts for name, counts in done.items() if counts}, **named} if known else {}
+
+
+def _each_added(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Several devices, by name: each has a copy of the model in each process."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, device in itertools.chain.from_iterable(part.items() for part in parts):
+        known = found.get(name)
+        if known is None:
+            found[name] = dict(device)
+            continue
+        for key, value in device.items():
+            if key in COUNTED_OF_DEVICES or key == "copies" or key.endswith("_mb"):
+                known[key] = known.get(key, 0) + value
+        known["failed"] = known.get("failed") or device.get("failed", "")
+    return found
 
 
 def _done_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +329,15 @@ def _done_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str,
         for what in DONE_BY_A_DEVICE
         if late.get(what)
     }
+    if several := late.get("devices"):
+        done["devices"] = {
+            name: _of_one_beyond(now, early.get("devices", {}).get(name, {})) for name, now in several.items()
+        }
     return {**late, **done}
+
+
+def _of_one_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
+    return {**late, **{key: late.get(key, 0) - early.get(key, 0) for key in COUNTED_OF_DEVICES}}
 
 
 def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

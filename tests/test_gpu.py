@@ -1,5 +1,6 @@
 """On a CUDA device: the same promises as on the CPU, and what only a CUDA device has."""
 
+import asyncio
 import logging
 import threading
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
 from gpuinfer.models.device import resolve_device
@@ -17,6 +19,7 @@ from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.load import build
 from gpuinfer.models.pinned import lies_pinned, register
+from gpuinfer.strategies.dynamic import Dynamic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -228,7 +231,7 @@ async def test_the_backend_serves_from_the_device(deterministic):
 
 
 def test_the_roofline_is_measured_on_the_device():
-    found = measure(spec("blobnet-small"), device="cuda", dtype="float32", seed=0, cores=2, budget_s=0.5)
+    found = measure(spec("blobnet-small"), devices=["cuda:0"], dtype="float32", seed=0, cores=2, budget_s=0.5)
     assert found.rows_per_s > 0
     assert "CUDA graph" in found.arrangement
 
@@ -236,3 +239,20 @@ def test_the_roofline_is_measured_on_the_device():
 def test_a_device_beyond_the_last_is_refused_with_those_there_are():
     with pytest.raises(UsageError, match=r"this machine has cuda:0 \("):
         resolve_device(f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+async def test_two_devices_answer_as_one_does():
+    rows = np.random.default_rng(1).integers(0, 2, (4096, 32), dtype=np.uint8)
+    model = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
+    found = []
+    for names in (("cuda:0",), ("cuda:0", "cuda:1")):
+        backend = InProcess(Setup(model, names))
+        engine = Engine(backend, Dynamic())
+        await engine.start()
+        parts = await asyncio.gather(*(engine.submit(rows[at : at + 256], rows=256) for at in range(0, 4096, 256)))
+        devices = backend.device().get("devices", {})
+        await engine.close()
+        found.append(np.concatenate([values for _, values in parts]))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+    assert set(devices) == {"cuda:0", "cuda:1"}

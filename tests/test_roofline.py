@@ -29,7 +29,7 @@ from gpuinfer.runtime.measuring import AFTER_S, LONGER_S, reconciled
 
 ONE, TWO = Arrangement(1, 2), Arrangement(2, 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
-RUN = {"device": "cpu", "dtype": "float32", "seed": 0, "cores": 1, "budget_s": 0.1}
+RUN = {"devices": ["cpu"], "dtype": "float32", "seed": 0, "cores": 1, "budget_s": 0.1}
 
 
 def spec(name="blobnet-small"):

@@ -258,3 +258,17 @@ def test_the_common_settings_are_frozen():
 def test_no_workload_can_have_the_name_of_a_setting():
     names = {*options.fields_of(settings.Common), *settings.TABLES}
     assert set(registry.SETTINGS) == names
+
+
+@pytest.mark.parametrize(
+    ("given", "devices"),
+    [("cuda:0,cuda:1", ("cuda:0", "cuda:1")), ("cpu+cpu", ("cpu", "cpu")), ("all", ("all",)), ("auto", ("auto",))],
+)
+def test_several_devices_are_named_in_one_setting(given, devices):
+    assert settings.load({"device": Given(given, "--device")}).common.devices == devices
+
+
+@pytest.mark.parametrize("given", ["cuda:0,", "all,cpu", "gpu", "cuda:x", "cpu,,cpu", "auto,auto"])
+def test_what_names_no_devices_is_refused(given):
+    with pytest.raises(UsageError, match="--device"):
+        settings.load({"device": Given(given, "--device")})

@@ -155,3 +155,45 @@ def test_options_out_of_bounds_are_refused(options):
 async def test_before_its_start_it_answers_nothing():
     with pytest.raises(BackendDied, match="Await start"):
         await StandIn().infer([Request(None)])
+
+
+def rows_per_s(seconds=20.0, clients=600, **options):
+    """What callers that always ask again get of a stand-in whose batches of 64 take 20 ms; and its devices' counts."""
+
+    async def run():
+        engine = Engine(backend := StandIn(alpha=0.0, beta=0.02, max_rows=64, **options), Dynamic())
+        await engine.start()
+        loop, rows = asyncio.get_running_loop(), 0
+        until = loop.time() + seconds
+
+        async def client():
+            nonlocal rows
+            with_engine = object()
+            engine.join(with_engine)
+            while loop.time() < until:
+                await engine.submit("payload", client=with_engine)
+                rows += 1
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        told = backend.device()
+        await engine.close()
+        return rows / seconds, told
+
+    return run_virtual(run())
+
+
+def test_two_devices_do_twice_the_work_and_a_slow_one_as_much_as_it_can():
+    one, _ = rows_per_s()
+    two, told = rows_per_s(devices=2)
+    uneven, shared = rows_per_s(devices=2, slow=3.0)
+    assert two >= 1.97 * one
+    assert uneven >= 0.97 * (one + one / 3)
+    assert {name: device["batches"] for name, device in told["devices"].items()}.keys() == {"device:0", "device:1"}
+    quick, slow = (device["rows"] for device in shared["devices"].values())
+    assert quick / slow == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{"slow": 2.0}, {"devices": 2, "slots": 8}])
+def test_devices_that_cannot_be_imitated_are_refused(options):
+    with pytest.raises(UsageError, match="-B devices"):
+        StandIn(**options)

@@ -119,7 +119,9 @@ class Central(Remote):
         )
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
         step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
-        in_flight: int | None = Field(None, ge=1, description="batches at once; default one a core, 2 on CUDA")
+        in_flight: int | None = Field(
+            None, ge=1, description="batches at once on a device; default one a core, 2 on CUDA"
+        )
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
@@ -132,6 +134,7 @@ class Central(Remote):
         restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")
 
     options: Options
+    several_devices = True
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)

@@ -38,6 +38,7 @@ from gpuinfer.text.adapter_options import (
     MOST_ADAPTERS,
     AdapterFolders,
 )
+from gpuinfer.text.devices import TextDevices, open_text
 from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ CPU_MAX_ROWS = 4096
 
 
 class InProcess(Backend):
-    """Runs the model in this process. With several worker processes each has its own copy of the model."""
+    """Runs the model in this process, on one device or a copy on each of several. With several worker processes each
+    has its own copies of the model.
+    """
 
     class Options(api.Options):
         max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
@@ -60,7 +63,9 @@ class InProcess(Backend):
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
-        in_flight: int | None = Field(None, ge=1, description="batches at once; default 1 on a CPU, 2 on CUDA")
+        in_flight: int | None = Field(
+            None, ge=1, description="batches at once on a device; default 1 on a CPU, 2 on CUDA"
+        )
         chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
@@ -93,6 +98,7 @@ class InProcess(Backend):
 
     options: Options
     serves = ("rows", "text", "gradients")
+    several_devices = True
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
@@ -107,7 +113,7 @@ class InProcess(Backend):
         self._width = 1  # cores of one forward
         self._opened: Opened | None = None
         self._gradients: OpenedGradients | None = None
-        self._text: TextModel | None = None
+        self._text: TextModel | TextDevices | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -143,7 +149,7 @@ class InProcess(Backend):
         if self._gate is not None:
             self._place = self._gate.join(self.setup.share)
         if spec.kind == "text":
-            self._text = await TextModel.open(spec, self.setup, self.options, context.stepped, self._place)
+            self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place)
             self.limits = self._text.limits
             return
         if self._trains:
@@ -161,9 +167,9 @@ class InProcess(Backend):
             from gpuinfer.models.stages.open_staged import open_staged
 
             return open_staged(spec, self.setup, self.options, context.roofline, context.lane)
-        from gpuinfer.models.open_model import open_model
+        from gpuinfer.models.data_parallel import open_on_devices
 
-        return open_model(spec, self.setup, self.options, context.roofline)
+        return open_on_devices(spec, self.setup, self.options, context.roofline)
 
     def _open_gradients(self, spec: ModelSpec) -> OpenedGradients:
         from gpuinfer.models.gradients import open_gradients

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Limits, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Limits, Request, Result, Setup, lane_device
 from gpuinfer.errors import BackendDied, BackendError, UsageError
 from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.stats import DeviceCount
 
 ALPHA_S, BETA_S = 50e-6, 2e-3  # a row and a batch of a middling model on a middling card
 
@@ -39,6 +40,8 @@ class StandIn(Backend):
         in_flight: int = Field(1, ge=1, le=1024, description="batches at once")
         slots: int | None = Field(None, ge=1, description="rows admitted and not yet answered, at most")
         drift: float = Field(1.0, gt=0, le=1e6, description="after drift_after all takes so many times as long")
+        devices: int = Field(1, ge=1, le=64, description="devices at work, each with in_flight batches")
+        slow: float = Field(1.0, gt=0, le=1e6, description="with several: the last takes so many times as long")
         drift_after: float = Field(0.0, ge=0, description="seconds from the start to the drift")
 
     options: Options
@@ -54,7 +57,13 @@ class StandIn(Backend):
             )
         if not math.isfinite(own.drift_after):
             raise UsageError("a drift after for ever never comes. Leave drift and drift_after out.")
-        self.limits = Limits(own.max_rows, own.in_flight, own.slots)
+        if own.devices > 1 and own.slots is not None:
+            raise UsageError("several devices with slots are not imitated here. Leave -B slots or -B devices out.")
+        if own.devices == 1 and own.slow != 1.0:
+            raise UsageError("-B slow is of the last of several devices. Add -B devices=2, or leave it out.")
+        self.devices = {f"device:{number}": DeviceCount() for number in range(own.devices if own.devices > 1 else 0)}
+        lanes = tuple(self.devices) * own.in_flight
+        self.limits = Limits(own.max_rows, len(lanes) or own.in_flight, own.slots, devices=lanes)
         self._dice = random.Random(f"standin {self.setup.seed}")
         self._clock: Callable[[], float] | None = None
         self._started = 0.0
@@ -67,23 +76,38 @@ class StandIn(Backend):
         """Each request's payload, after the batch's time. Raises `BackendError` for a batch that is to fail."""
         loop, rows = asyncio.get_running_loop(), sum(request.rows for request in batch)
         done = loop.create_future()
-        timer = loop.call_at(self._end_of(rows), _finish, done)
+        device = lane_device()
+        timer = loop.call_at(self._end_of(rows, device), _finish, done)
         fails = self.service.fails(self._dice)
+        count = self.devices.get(device)
+        if count is not None:
+            count.begin()
         try:
             await done
         finally:
             timer.cancel()
+            if count is not None:
+                count.end(rows if done.done() and not fails else 0)
         if fails:
             raise BackendError("the stand-in failed this batch, as it was told to. Set -B failures=0 to have none.")
         return [request.payload for request in batch]
 
-    def _end_of(self, rows: int) -> float:
-        """When a batch that begins now is done, on the loop's clock."""
+    def _end_of(self, rows: int, device: str) -> float:
+        """When a batch that begins now on this device is done, on the loop's clock."""
         if self._clock is None:
             raise BackendDied("the backend 'standin' is not running. Await start() before infer(), not after close().")
         now = self._clock()
         slower = self.options.drift if now - self._started >= self.options.drift_after else 1.0
+        if device and device == next(reversed(self.devices)):
+            slower *= self.options.slow
         return now + slower * self.service.draw(rows, self._dice)
+
+    def device(self) -> Mapping[str, Any]:
+        """What each of several has done."""
+        if not self.devices:
+            return {}
+        told = {name: {"name": "stand-in", **count.told()} for name, count in self.devices.items()}
+        return {"name": f"{len(told)} x stand-in", "devices": told}
 
     async def close(self) -> None:
         self._clock = None

@@ -77,6 +77,10 @@ class Vllm(Remote):
         self._started = False
         self._served: Served | None = None
         self._adapters: Sequence[str] = ()
+        if "all" in self.setup.devices:
+            raise UsageError(
+                "vLLM shares each layer among the devices that are named. Name them: --device cuda:0,cuda:1."
+            )
         self._on_cpu = not machine.wants_cuda(self.setup.devices)
         near = self.options.endpoint is None
         self.notices = _notices(self.options) if self._on_cpu and near else ()

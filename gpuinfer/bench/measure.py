@@ -140,7 +140,7 @@ class Rooflines:
 def _key(plan: RunPlan) -> str:
     """Models hold mappings, which cannot be keys; what they print can. The seed only draws the weights."""
     setup, compute = plan.backend.setup, plan.backend.compute
-    return repr((setup.model, setup.device, setup.dtype, setup.deterministic, compute))
+    return repr((setup.model, tuple(setup.devices), setup.dtype, setup.deterministic, compute))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ParityCheck(Workload):
         self.difference: float | None = None
         self._arguments = {
             "spec": {**asdict(spec), "arguments": dict(spec.arguments)},
-            "device": setup.device,
+            "device": setup.devices[0],  # the bare model is on one
             "dtype": setup.dtype,
             "seed": setup.seed,
         }

@@ -173,9 +173,9 @@ def _open_text(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pul
 
 
 def _open_rows(spec: ModelSpec, order: ServerOrder, listener: socket.socket, pulse: int) -> _Opened:
-    from gpuinfer.models.open_model import open_model
+    from gpuinfer.models.data_parallel import open_on_devices
 
-    opened = open_model(spec, order.setup, order.tuning, order.roofline)
+    opened = open_on_devices(spec, order.setup, order.tuning, order.roofline)
     answerer = Answerer(opened)
     strategy = _strategy(order)
     form = BlockForm(spec, opened.answer)

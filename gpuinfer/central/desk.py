@@ -22,6 +22,7 @@ from gpuinfer.central.row_queue import RowQueue
 from gpuinfer.central.serving import Answerer
 from gpuinfer.central.wire import Kind, Record, pack
 from gpuinfer.engine.core import Batch, Journal
+from gpuinfer.engine.lanes import Pace, forward_lanes
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, WorkError
 from gpuinfer.stats import Lane, Snapshot
@@ -29,21 +30,6 @@ from gpuinfer.stats import Lane, Snapshot
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
 HAND_OVER_S = 300e-6  # what waking another thread costs both, and more
 ACCOUNTS = 50  # milliseconds at most that a snapshot waits for what is being counted
-
-
-class Pace:
-    """How long batches took lately, by size: within a factor of two of rows they are alike."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-
-    def took(self, rows: int, seconds: float) -> None:
-        size = rows.bit_length()
-        self._seconds[size] = 0.75 * self._seconds.get(size, seconds) + 0.25 * seconds
-
-    def seconds(self, rows: int) -> float:
-        """What a batch of so many rows is expected to take; inf before the first."""
-        return self._seconds.get(rows.bit_length(), math.inf)
 
 
 class Desk:
@@ -68,7 +54,7 @@ class Desk:
         closed by its maker.
         """
         self.limits = limits
-        self.lanes = [Lane(f"forward {number}", clock=clock) for number in range(limits.in_flight)]
+        self.lanes = forward_lanes(limits, clock)
         self.started_at: dict[Lane, float] = {}  # of the batch that runs in a lane
         self._owing: set[Lane] = set()  # lanes whose last batch has been answered and not yet been counted
         self.fault: WorkError | None = None  # why it cannot go on
@@ -131,15 +117,20 @@ class Desk:
         forward_lane.set(lane)
         try:
             self._take_turns(lane)
+            if lane.retired:  # its device is gone: the others go on
+                with self._state:
+                    self._queue.lose_lane()
         except BaseException as error:  # a server with a lane less would go on, and some would wait for ever
             self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
             raise
 
     def _take_turns(self, lane: Lane) -> None:
-        while True:
+        while not lane.retired:
             with self._lead:
                 while (batch := self._next(lane)) is not None and self._pace.seconds(batch.rows) < HAND_OVER_S:
                     self._serve(batch, lane)
+                    if lane.retired:
+                        return
             if batch is None:
                 return
             self._serve(batch, lane)
@@ -182,6 +173,8 @@ class Desk:
         started = self.started_at[lane] = self._clock()
         lane.enter("forward")
         served = self._answerer.answer([request.payload for request in batch.requests])
+        if (died := next((error for error in served.errors if isinstance(error, BackendDied)), None)) is not None:
+            self.fault = self.fault or died  # its last device is gone
         ended = self._clock()
         lane.enter("reply")
         answers = self._queue.answers(batch, served)

@@ -168,6 +168,10 @@ class RowQueue:
         if served.whole:
             self._core.ended(batch, started, ended - started, ended)
 
+    def lose_lane(self) -> None:
+        """One batch in flight less from now on."""
+        self._core.lose_lane()
+
     # What there is to see
 
     def held(self, patience: Patience) -> Iterator[Held]:

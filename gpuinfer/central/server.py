@@ -92,7 +92,9 @@ class CentralServer:
         if not batch_timeout > 0:
             raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
         spec = _spec(model, inputs, input_dtype, weights, arguments or {})
-        setup = Setup(spec, (device,), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows)
+        setup = Setup(
+            spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
+        )
         tuning = ServerTuning(max_rows, in_flight, threads)
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
@@ -253,8 +255,9 @@ class CentralServer:
         tuning = self._tuning
         if self._is_text or machine.wants_cuda(self._setup.devices):
             return tuning
-        threads = tuning.threads or max(1, machine.cores() // (tuning.in_flight or machine.cores()))
-        return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, machine.cores() // threads))
+        cores = max(1, machine.cores() // len(self._setup.devices))  # of each stand-in device
+        threads = tuning.threads or max(1, cores // (tuning.in_flight or cores))
+        return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, cores // threads))
 
     # Serving
 

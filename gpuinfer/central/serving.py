@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpuinfer.api import Result
 from gpuinfer.central.memory import Block
 from gpuinfer.engine.answering import find_fault
-from gpuinfer.errors import BackendError, BadResult, GpuinferError
+from gpuinfer.errors import BackendDied, BackendError, BadResult, DeviceLost, GpuinferError
 from gpuinfer.models.layouts import AnswerLayout
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Answerer:
             if len(batch) == 1 or not unlike(results[0], self._layout):  # one odd row makes the answers of all odd
                 return Served([self._keep(ask, result) for ask, result in zip(batch, results, strict=True)])
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
+            if isinstance(error, BackendDied | DeviceLost):  # whatever comes next meets the same, or another device
+                return Served([error] * len(batch), whole=False)
             if len(batch) == 1:
                 return Served([failure(error)], whole=False)
         return Served([self.answer([ask]).errors[0] for ask in batch], again=True, whole=False)

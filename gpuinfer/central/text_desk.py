@@ -37,6 +37,7 @@ from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
 from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.stats import Snapshot
+from gpuinfer.text.devices import TextDevices, open_text
 from gpuinfer.text.frames import LARGEST_FRAME, LARGEST_PROMPT
 from gpuinfer.text.model import TextModel
 from gpuinfer.trace.recorder import Recorder
@@ -55,10 +56,10 @@ class OwnTexts(Backend):
     def __init__(self, spec: ModelSpec, setup: Setup, tuning: Any) -> None:
         super().__init__(setup)
         self._spec, self._tuning = spec, tuning
-        self._text: TextModel | None = None
+        self._text: TextModel | TextDevices | None = None
 
     async def start(self, context: BackendContext) -> None:
-        self._text = await TextModel.open(self._spec, self.setup, self._tuning, context.stepped)
+        self._text = await open_text(self._spec, self.setup, self._tuning, context.stepped)
         self.limits = self._text.limits
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
@@ -122,12 +123,12 @@ class TextDesk:
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
         self._outgoing: dict[Caller, Outgoing] = {}
         self._latest = Snapshot()
-        self._moved: dict[str, int] = {}
-        self._moved_at = time.monotonic()
+        self._moved: dict[str, dict[str, int]] = {}  # of each lane of the forward
+        self._moved_at: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gpuinfer-desk", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
-        welcome = pack(Record(Kind.WELCOME, body={"slots": self.limits.max_rows}))
+        welcome = pack(Record(Kind.WELCOME, body={"slots": self.limits.slots or self.limits.max_rows}))
         self._lines = ClientLines(listener, token, most_clients, (welcome, pulse), lambda rows: None, BOUNDS)
 
     @property
@@ -171,10 +172,15 @@ class TextDesk:
 
     def busy_s(self) -> float:
         """For how long the model has been seen to do nothing although it was asked. To be called now and then."""
-        visits = self._engine.lanes[0].visits()
-        if visits != self._moved or not self._under_way:
-            self._moved, self._moved_at = visits, time.monotonic()
-        return time.monotonic() - self._moved_at
+        now = time.monotonic()
+        lanes = [lane for lane in self._engine.lanes if lane.name.startswith("forward")]
+        for lane in lanes:
+            visits = lane.visits()
+            if visits != self._moved.get(lane.name) or not self._under_way:
+                self._moved[lane.name], self._moved_at[lane.name] = visits, now
+        still = [now - self._moved_at[lane.name] for lane in lanes]
+        working = [s for s, lane in zip(still, lanes, strict=True) if lane.station != "idle"]  # one device may hang
+        return max([min(still), *working])
 
     def held(self, patience: Patience) -> Iterator[Held]:
         """As `desk.Desk.held`."""

@@ -38,7 +38,12 @@ def common() -> Parameters:
         "backend_options": _pairs("backend_options", "-B", "Option of the backend; repeatable.", "backends"),
         "strategy_options": _pairs("strategy_options", "-S", "Option of the strategy; repeatable.", "strategies"),
         "device": _text(
-            "device", "--device", "NAME", "auto, cpu, cuda or cuda:1.", "auto", _from("auto", "cpu", "cuda")
+            "device",
+            "--device",
+            "NAME",
+            "auto, cpu or cuda:1; several as cuda:0,cuda:1, every one as cuda or all.",
+            "auto",
+            _from("auto", "all", "cpu", "cuda"),
         ),
         "dtype": _text("dtype", "--dtype", "NAME", "float32, bfloat16 or float16.", "float32", _from(*DTYPES)),
         "seed": _text("seed", "--seed", "N", "Of everything random.", "0"),

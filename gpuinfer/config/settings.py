@@ -44,8 +44,8 @@ class Common(BaseModel):
     strategy: str = Field("dynamic", description="when waiting requests become a batch")
     device: str = Field(
         "auto",
-        pattern=r"^(auto|(cpu|cuda(:\d+)?)(,(cpu|cuda(:\d+)?))*)$",
-        description="auto, cpu, cuda or cuda:1; several as cuda:0,cuda:1",
+        pattern=r"^(auto|all|(cpu|cuda(:\d+)?)([,+](cpu|cuda(:\d+)?))*)$",
+        description="auto, cpu or cuda:1; several as cuda:0,cuda:1, every one as cuda or all",
     )
     dtype: Dtype = Field("float32", description="number format of the model")
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
@@ -70,7 +70,8 @@ class Common(BaseModel):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return tuple(self.device.split(","))
+        """`+` goes where commas part what is compared: `--compare device=cpu,cpu+cpu`."""
+        return tuple(self.device.replace("+", ",").split(","))
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,10 @@ class Core:
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything, and nothing depends on this)
             self._warn(self.strategy, "observe", error)
 
+    def lose_lane(self) -> None:
+        """One batch in flight less from now on: the device of a lane is gone."""
+        self.limits = replace(self.limits, in_flight=max(1, self.limits.in_flight - 1))
+
     def stepped(self, rows: int, seconds: float) -> None:
         """A backend with slots has made one step of so many rows."""
         self.moved += 1

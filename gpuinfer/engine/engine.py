@@ -28,6 +28,7 @@ from gpuinfer.api import (
     Roofline,
     Strategy,
     forward_lane,
+    forward_lanes,
     prompts_lane,
 )
 from gpuinfer.config import blame
@@ -35,6 +36,8 @@ from gpuinfer.engine.admission import class_of
 from gpuinfer.engine.answering import answer, as_failure
 from gpuinfer.engine.core import Batch, Core, Journal
 from gpuinfer.engine.cutting import Cut, PassThrough
+from gpuinfer.engine.lanes import FreeLanes
+from gpuinfer.engine.lanes import forward_lanes as opened_lanes
 from gpuinfer.engine.settling import OnPart, Unsettled
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import Closed, WorkError
@@ -71,7 +74,7 @@ class Engine:
         self.backend = backend
         self.strategy = PassThrough() if backend.remote else strategy
         self._given_strategy = strategy  # which a remote backend takes to where batches form
-        # "forward 0", … for each batch in flight; with slots one, and "prompts 0" beside it
+        # of the forward, one for each batch in flight; with slots one a device, and "prompts 0" beside them
         self.lanes: list[Lane] = []
         self._own_lanes: list[Lane] = []  # the backend's, which stand behind these
         self._max_queue_rows = max_queue_rows
@@ -80,7 +83,7 @@ class Engine:
         self._warn = blame.WarnOnce()
         self._core = Core(self.strategy, recorder, self._warn)
         self._unsettled = Unsettled(self._core.settled, clock)
-        self._free: list[Lane] = []
+        self._free = FreeLanes(())
         self._running: dict[asyncio.Task[None], Batch] = {}  # the batches under way
         self._longest_s = 0.0  # that a batch took
         self._doing = ""  # starting or closing
@@ -138,9 +141,8 @@ class Engine:
         self.limits = limits
         if limits.slots is not None:
             self._unsettled.settled = self._free_slots
-        forwards = 1 if self._admits else limits.in_flight
-        self.lanes = [Lane(f"forward {number}", clock=self._clock) for number in range(forwards)]
-        self._free = self.lanes[::-1]
+        self.lanes = opened_lanes(limits, self._clock, admits=self._admits)
+        self._free = FreeLanes(self.lanes)
         if self._admits:
             self.lanes.append(Lane("prompts 0", clock=self._clock))
 
@@ -253,7 +255,7 @@ class Engine:
             cut = replace(cut, requests=wanted, rows=sum(request.rows for request in wanted))
         if cut.requests:
             batch = self._core.launch(cut, now)
-            lane = self._free[0] if self._admits else self._free.pop()
+            lane = self.lanes[0] if self._admits else self._free.take(cut.rows)
             task = self._loop.create_task(self._serve(batch, lane), name=lane.name)
             self._running[task] = batch
             task.add_done_callback(functools.partial(self._ended, lane))
@@ -264,13 +266,15 @@ class Engine:
         """Run one batch in one lane. Whatever happens, each of its requests is settled."""
         forward_lane.set(lane)
         if self._admits:
+            forward_lanes.set(self.lanes[:-1])
             prompts_lane.set(self.lanes[-1])
-        if not self._admits:
+        else:
             lane.enter("forward")
         started = self._clock()
         try:
             ended = await answer(self.backend, batch.requests, self._unsettled, lane, self._clock)
             self._longest_s = max(self._longest_s, seconds := ended - started)
+            self._free.took(lane, batch.rows, seconds)
             self._core.ended(batch, started, seconds, ended)
         except BaseException as error:
             self._unsettled.fail_all(batch.requests, as_failure(self.backend, error))
@@ -284,8 +288,10 @@ class Engine:
         batch = self._running.pop(task)
         if task.cancelled():  # before its first step
             self._unsettled.fail_all(batch.requests, as_failure(self.backend, asyncio.CancelledError()))
-        if not self._admits:
-            self._free.append(lane)
+        if lane.retired:
+            self._core.lose_lane()
+        elif not self._admits:
+            self._free.put(lane)
         self._wake()
 
     def _free_slots(self, request: Request, outcome: str, now: float, told: object) -> None:

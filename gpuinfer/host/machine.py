@@ -66,11 +66,18 @@ def has_cuda() -> bool:
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
 
 
+def cuda_devices() -> int:
+    """How many NVIDIA devices there are, 1 at least, without asking torch. A process may be kept from seeing some."""
+    return max(1, sum(node.name.removeprefix("nvidia").isdecimal() for node in Path("/dev").glob("nvidia*")))
+
+
 def wants_cuda(devices: Sequence[str]) -> bool:
     """Whether what is computed on these devices (`api.Setup.devices`) is computed on CUDA, as far as that is known
     without asking torch.
     """
-    return any(device.startswith("cuda") for device in devices) or ("auto" in devices and has_cuda())
+    return any(device.startswith("cuda") for device in devices) or (
+        not {"auto", "all"}.isdisjoint(devices) and has_cuda()
+    )
 
 
 def memory_available() -> int:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.host import machine
-from gpuinfer.models.load import build, resolve_device, resolve_dtype
+from gpuinfer.models.device import resolve_devices, resolve_dtype
+from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory, keep_freed_memory
 from gpuinfer.models.processor import computed_in
 
@@ -205,7 +206,7 @@ def counted(number: int, noun: str) -> str:
 def measure(
     spec: ModelSpec,
     *,
-    device: str,
+    devices: Sequence[str],
     dtype: str,
     seed: int,
     cores: int,
@@ -217,13 +218,53 @@ def measure(
     """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`. `only`
     asks for no more than the batch size and arrangement of an earlier measurement.
 
+    Of several CUDA devices each is measured, one after another, and their rates are added up: as if none hindered the
+    others. Stand-ins on the CPU have its cores together, and are measured as the one CPU that they are.
+
     It sets torch's thread count and the allocator for the whole process: `roofline.measure_in_child` gives it its own.
     Raises `UsageError` when the model cannot be built.
     """
     keep_freed_memory()
-    place, number_format = resolve_device(device), resolve_dtype(dtype)
+    places = resolve_devices(devices)
+    if places[0].type == "cpu":
+        places = places[:1]
+    found = [
+        measured_on(place, spec, dtype, seed, cores, budget_s / len(places), deterministic, compute, earlier)
+        for place, earlier in zip(places, of_one(only, len(places)), strict=True)
+    ]
+    return added(found)
+
+
+MORE = " + "
+
+
+def added(found: Sequence[Roofline]) -> Roofline:
+    """Of several devices together; `at_rows` is the largest of the batches at which each is at its best."""
+    arrangements = MORE.join(one.arrangement for one in found)
+    return Roofline(sum(one.rows_per_s for one in found), max(one.at_rows for one in found), arrangements)
+
+
+def of_one(only: Roofline | None, count: int) -> Sequence[Roofline | None]:
+    """What `added` made of so many, for each of them."""
+    if only is None:
+        return [None] * count
+    return [replace(only, arrangement=arrangement) for arrangement in only.arrangement.split(MORE)]
+
+
+def measured_on(
+    place: torch.device,
+    spec: ModelSpec,
+    dtype: str,
+    seed: int,
+    cores: int,
+    budget_s: float,
+    deterministic: bool,
+    compute: str,
+    only: Roofline | None,
+) -> Roofline:
+    """The best of one device."""
     computed = resolve_dtype(computed_in(dtype, compute, place.type == "cpu"))
-    module = build(spec, device=place, dtype=number_format, seed=seed, compute=computed)
+    module = build(spec, device=place, dtype=resolve_dtype(dtype), seed=seed, compute=computed)
     inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=computed)
     inputs = inputs.to(place)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,18 +25,74 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` (the first CUDA device, else the CPU), `cpu`, `cuda` or `cuda:1`. Raises `UsageError`."""
-    if name == "auto":
+    """One device: `auto` (the first CUDA device, else the CPU; so is `all`), `cpu`, `cuda` or `cuda:1`. Raises
+    `UsageError`.
+    """
+    if name in ("auto", "all"):
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cpu":
         return torch.device("cpu")
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
-        raise UnknownName("device", name, ["auto", "cpu", "cuda", "cuda:1"], label="Choices")
+        raise UnknownName("device", name, ["auto", "all", "cpu", "cuda", "cuda:1"], label="Choices")
     number, count = int(index or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if number >= count:
         raise UsageError(f"no device 'cuda:{number}': {cuda_state(count)} Try --device {'cuda:0' if count else 'cpu'}.")
     return torch.device("cuda", number)
+
+
+def resolve_devices(names: Sequence[str]) -> list[torch.device]:
+    """Those of `Setup.devices`, one or more: `cuda` is every CUDA device and `all` too, or the CPU where there is none.
+
+    Each `cpu` of several is a stand-in with its share of the cores. Raises `UsageError` for a device that is not there,
+    one that is named twice, and for both kinds together.
+    """
+    found = [device for name in names for device in _every(name)]
+    if len({device.type for device in found}) > 1:
+        raise UsageError(
+            f"--device {','.join(names)} mixes the CPU with CUDA devices, beside which it does next to nothing. "
+            "Name devices of one kind."
+        )
+    twice = [device for place, device in enumerate(found) if device.type == "cuda" and device in found[:place]]
+    if twice:
+        raise UsageError(f"--device {','.join(names)} names {twice[0]} twice. Name each device once.")
+    return found
+
+
+def _every(name: str) -> list[torch.device]:
+    first = resolve_device(name)
+    if name not in ("cuda", "all") or first.type == "cpu":
+        return [first]
+    return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+
+
+def device_labels(devices: Sequence[torch.device]) -> list[str]:
+    """What each of several devices is called: `cuda:1`, and of CPUs that share the cores `cpu:0`, `cpu:1`."""
+    return [f"cpu:{place}" if device.type == "cpu" else str(device) for place, device in enumerate(devices)]
+
+
+def of_each(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
+    """The setup of each device's copy of the model. Stand-ins on the CPU share its cores as processes do."""
+    return [
+        replace(
+            setup,
+            devices=(str(device),),
+            processes=setup.processes * (len(devices) if device.type == "cpu" else 1),
+        )
+        for device in devices
+    ]
+
+
+def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is read of several devices as if they were one: sums of memory, the mean of utilisation."""
+    names = Counter(str(reading["name"]) for reading in readings)
+    summed = {key for reading in readings for key in reading if key.endswith("_mb")}
+    busy = [reading["utilisation"] for reading in readings if reading.get("utilisation") is not None]
+    return {
+        "name": ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()),
+        **{key: sum(reading.get(key, 0.0) for reading in readings) for key in sorted(summed)},
+        **({"utilisation": sum(busy) / len(busy)} if busy else {}),
+    }
 
 
 def cuda_state(count: int) -> str:

@@ -130,5 +130,6 @@ class NoPlace(Place):
 def gate_of(setup: Setup) -> Gate:
     """Of the devices that a run names, used as one: on a CPU as wide as this process's share of the cores."""
     if machine.wants_cuda(setup.devices):
-        return Gate(AT_ONCE * len(setup.devices), of_cores=False)
+        count = sum(machine.cuda_devices() if name in ("cuda", "all") else 1 for name in setup.devices)
+        return Gate(AT_ONCE * count, of_cores=False)
     return Gate(max(1, machine.cores() // setup.processes))

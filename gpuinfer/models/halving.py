@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from gpuinfer.errors import BackendDied, DeviceLost
+
 Block = TypeVar("Block")
 
 
@@ -16,6 +18,8 @@ def answers_to(forward: Callable[[Sequence[Block]], list[Any]], blocks: Sequence
     """
     try:
         return forward(blocks)
+    except (BackendDied, DeviceLost) as error:  # no block is known to be at fault, and each try costs a device
+        return [error] * len(blocks)
     except Exception as error:  # noqa: BLE001 (a model may raise anything, which is its block's answer)
         if len(blocks) == 1:
             return [error]

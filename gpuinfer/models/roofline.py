@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +23,7 @@ CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
 def measure_in_child(
     spec: ModelSpec,
     *,
-    device: str,
+    devices: Sequence[str],
     dtype: str,
     seed: int,
     cores: int,
@@ -41,7 +41,7 @@ def measure_in_child(
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     arguments = {
-        "device": device,
+        "devices": list(devices),
         "dtype": dtype,
         "seed": seed,
         "cores": cores,

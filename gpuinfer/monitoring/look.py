@@ -141,7 +141,13 @@ def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:
 def _device(snapshot: Snapshot) -> dict[str, Any]:
     kept = ("name", "utilisation", "allocated_mb", "reserved_mb")
     known = {key: _plain(snapshot.device[key]) for key in kept if snapshot.device.get(key) is not None}
-    return {**known, "rss_peak_mb": snapshot.rss_peak_mb}
+    several = snapshot.device.get("devices") or {}
+    rows = sum(one["rows"] for one in several.values())
+    each = {
+        name: _plain(f"failed: {one['failed']}" if one["failed"] else f"{one['rows'] / max(rows, 1):.0%} of the rows")
+        for name, one in several.items()
+    }
+    return {**known, **({"each": each} if each else {}), "rss_peak_mb": snapshot.rss_peak_mb}
 
 
 def _plain(value: Any) -> Any:

@@ -164,6 +164,11 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
             yield one(f"gpuinfer_device_memory_{name}_bytes", told, "gauge", taken * MEGABYTE)
     if (busy := device.get("utilisation")) is not None:
         yield one("gpuinfer_device_utilization_ratio", "How busy the device says it is, 0 to 1.", "gauge", busy)
+    if several := device.get("devices"):
+        rows = [({"device": short(name)}, one["rows"]) for name, one in several.items()]
+        lost = [({"device": short(name)}, float(bool(one["failed"]))) for name, one in several.items()]
+        yield Family("gpuinfer_each_device_rows", "Rows that each of several devices has answered.", "counter", rows)
+        yield Family("gpuinfer_each_device_failed", "Whether each of several was given up, 0 or 1.", "gauge", lost)
     yield _info("gpuinfer_device_info", "The device that computes.", {"name": device.get("name")})
     versions = {"version": __version__, "python": platform.python_version()}
     yield _info("gpuinfer_build_info", "What is running.", versions)

@@ -30,5 +30,7 @@ def arithmetic(setup: Setup) -> str:
     try:
         return computes_in_here(setup)
     except UsageError as error:
-        log.info("no device %s: %s", setup.device, error)  # the backend will say so, if it is to compute there
+        log.info(
+            "no device %s: %s", ",".join(setup.devices), error
+        )  # the backend will say so, if it is to compute there
         return setup.dtype

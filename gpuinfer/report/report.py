@@ -101,8 +101,34 @@ def build(run: Run) -> dict[str, Any]:
         "models": models.lines(snapshot, run.wall_s),
         "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
         "notices": list(snapshot.notices),
-        "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
+        "device": device(snapshot, run.wall_s),
     }
+
+
+def device(snapshot: Snapshot, wall_s: float) -> dict[str, Any]:
+    """The device, or all of several together."""
+    read = {name: snapshot.device.get(name) for name in READ_OF_A_DEVICE}
+    return {**read, "devices": devices(snapshot, wall_s)}
+
+
+def devices(snapshot: Snapshot, wall_s: float) -> dict[str, dict[str, Any]]:
+    """Each of several devices, by name; empty where there is one. `busy` is the share of the time in which it had a
+    batch, on average over the processes that have a copy of the model there.
+    """
+    told = {}
+    for name, one in snapshot.device.get("devices", {}).items():
+        copies_s = wall_s * one["copies"]
+        told[name] = {
+            **{key: one.get(key) for key in READ_OF_A_DEVICE},
+            "rows": one["rows"],
+            "batches": one["batches"],
+            "busy": min(1.0, one["busy_s"] / copies_s) if copies_s > 0 else 0.0,
+            "failed": one["failed"] or None,
+        }
+    return told
+
+
+READ_OF_A_DEVICE = ("name", "utilisation", "allocated_mb", "reserved_mb")
 
 
 def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:

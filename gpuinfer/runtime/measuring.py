@@ -44,7 +44,7 @@ def roofline_of(
         return None
     found = measure_in_child(
         spec,
-        device=setup.device,
+        devices=setup.devices,
         dtype=setup.dtype,
         seed=setup.seed,
         cores=machine.cores(),

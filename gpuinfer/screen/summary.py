@@ -259,6 +259,16 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
         yield PanelRow("memory", f"{held} at most{_estimate(model)}")
     if named := ", ".join(device_of(report.get("device") or {})):
         yield PanelRow("device", named)
+    for name, device in ((report.get("device") or {}).get("devices") or {}).items():
+        yield PanelRow("", f"{name}: {_of_one(device)}")
+
+
+def _of_one(device: Mapping[str, Any]) -> str:
+    """What one of several devices has done."""
+    told = f"{whole(device['rows'])} rows in {whole(device['batches'])} batches, busy {device['busy']:.0%}"
+    if held := device.get("reserved_mb"):
+        told += f", {_bytes(held * 2**20)}"
+    return f"{told}; FAILED: {device['failed']}" if device["failed"] else told
 
 
 def _model(model: Mapping[str, Any]) -> Iterator[str]:

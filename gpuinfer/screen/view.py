@@ -188,6 +188,8 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
     snapshot = update.snapshot
     parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
+    if several := snapshot.device.get("devices"):
+        parts.append(each_of(several))
     parts += unmasked_of(snapshot)
     parts += models_of(snapshot)
     parts += rollouts.live(update.progress.facts)
@@ -231,6 +233,13 @@ def device_of(device: Mapping[str, Any]) -> Iterator[str]:
 def with_failed(errors: Mapping[str, int], failed: int | None) -> Mapping[str, int]:
     """These of requests, and what the workload itself counts as failed: more, where rows could not even be asked."""
     return {**errors, "failed": max(failed, errors.get("failed", 0))} if failed else errors
+
+
+def each_of(devices: Mapping[str, Mapping[str, Any]]) -> str:
+    """How the rows came to be shared among several devices: `cuda:0 61% of the rows, cuda:1 failed`."""
+    rows = sum(device["rows"] for device in devices.values())
+    shares = {name: f"{name} {device['rows'] / max(rows, 1):.0%} of the rows" for name, device in devices.items()}
+    return ", ".join(f"{name} failed" if devices[name]["failed"] else share for name, share in shares.items())
 
 
 def errors_of(errors: Mapping[str, int] | None) -> str:

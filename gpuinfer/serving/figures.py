@@ -68,7 +68,7 @@ def figures(snapshot: Snapshot, recent: Recent, about: dict[str, Any]) -> dict[s
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "models": models.lines(snapshot, wall_s),
         "notices": list(snapshot.notices),
-        "device": {name: snapshot.device.get(name) for name in ("name", "utilisation", "allocated_mb", "reserved_mb")},
+        "device": report.device(snapshot, wall_s),
     }
 
 

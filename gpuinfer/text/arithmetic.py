@@ -40,7 +40,7 @@ def computes_in_here(setup: Setup) -> str:
     import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.models.device import resolve_device, resolve_dtype
 
-    device = resolve_device(setup.device)
+    device = resolve_device(setup.devices[0])  # they are all of one kind
     return computes_in(resolve_dtype(setup.dtype), device, deterministic=setup.deterministic)
 
 

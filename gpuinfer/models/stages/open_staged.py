@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.models.device import MEGABYTE, Gauge
+from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices
 from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layouts import row_dtype
-from gpuinfer.models.load import build, called, probe, resolve_device, resolve_dtype
+from gpuinfer.models.load import build, called, probe, resolve_dtype
 from gpuinfer.models.memory import first_line, keep_freed_memory
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.pinned import register
@@ -45,7 +45,7 @@ def open_staged(
     `lane` gives a lane of the ledger for each stage. Raises `UsageError` when the model cannot be had or not be cut.
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
-    devices = [resolve_device(name) for name in setup.devices]
+    devices = resolve_devices(setup.devices)
     on_cpu = all(device.type == "cpu" for device in devices)
     computed = computed_in(setup.dtype, tuning.compute, on_cpu)
     dtype = resolve_dtype(computed)

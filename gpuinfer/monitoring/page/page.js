@@ -307,8 +307,9 @@ function showErrors({ errors, failure }) {
   write(by("failure"), failure ? `The first that failed: ${failure}` : "");
 }
 
-function showDevice({ name, utilisation, allocated_mb: taken, reserved_mb: held, rss_peak_mb: peak }) {
+function showDevice({ name, each: several, utilisation, allocated_mb: taken, reserved_mb: held, rss_peak_mb: peak }) {
   const rows = [["computes on", name || "–"]];
+  for (const [one, done] of Object.entries(several || {})) rows.push([one, done]);
   if (utilisation !== undefined) rows.push(["busy", share(utilisation)]);
   if (taken !== undefined) rows.push(["device memory in use", memory(taken)]);
   if (held !== undefined) rows.push(["device memory reserved", memory(held)]);

@@ -12,12 +12,12 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from gpuinfer.errors import BackendDied, BackendError
+from gpuinfer.models.lost import says_lost
 from gpuinfer.models.memory import first_line, is_out_of_memory
 
 logger = logging.getLogger("gpuinfer")
 
 MOST_FAILURES = 32  # steps in a row: enough to tell any of 16 rows that all fail from a device that is gone
-LOST = ("cuda error", "device-side assert", "illegal memory access", "nccl")  # nothing works after them
 
 
 class Seated(Protocol):
@@ -69,7 +69,7 @@ class Troubles(Generic[R]):
         if is_out_of_memory(error):
             return self._shrink(rows, tokens, error)
         self._failures += 1
-        if self._failures > MOST_FAILURES or any(word in str(error).lower() for word in LOST):
+        if self._failures > MOST_FAILURES or says_lost(error):
             raise BackendDied(
                 f"the model fails at every step ({type(error).__name__}: {first_line(error)}). "
                 "Start again; if it stays so, `gpuinfer doctor` may tell why."

@@ -1,0 +1,357 @@
+"""Several devices in one process: a copy of the model on each, and one queue. Stand-ins on the CPU are devices here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import failing_devices
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuinfer.api import Backend, BackendContext, Limits, ModelSpec, Request, Setup, lane_device, retire_lane
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.lanes import FreeLanes, forward_lanes
+from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
+from gpuinfer.models import device as devices
+from gpuinfer.models.data_parallel import Copy, DataParallel
+from gpuinfer.models.device import device_labels, of_each, resolve_devices, together
+from gpuinfer.models.lost import says_lost
+from gpuinfer.models.open_model import Opened
+from gpuinfer.strategies.dynamic import Dynamic
+
+FEATURES = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def from_the_first():
+    failing_devices.made = 0
+
+
+def setup(model="well", names=("cpu", "cpu"), **changes):
+    spec = ModelSpec(f"failing_devices:{model}", None, FEATURES)
+    return Setup(spec, names, **changes)
+
+
+def block(rows=2, value=1.0):
+    return np.full((rows, FEATURES), value, np.float32)
+
+
+async def asked(model, count=12, names=("cpu", "cpu"), value=lambda number: 1.0, rows=2, **options):
+    """What comes of so many blocks, asked one after another, and the backend's words on its devices."""
+    backend = InProcess(setup(model, names), **options)
+    engine = Engine(backend, Dynamic())
+    await engine.start()
+    found = []
+    try:
+        for number in range(count):
+            try:
+                found.append(await engine.submit(block(rows, value(number)), rows=rows))
+            except BackendError as error:
+                found.append(error)
+        return found, backend.device(), engine.snapshot()
+    finally:
+        await engine.close()
+
+
+async def test_all_devices_answer_and_each_is_told_of():
+    backend = InProcess(setup())
+    engine = Engine(backend, Dynamic(), max_queue_rows=10_000)
+    await engine.start()
+    answers = await asyncio.gather(*(engine.submit(block(value=n), rows=2) for n in range(40)))
+    told, lanes = backend.device(), engine.snapshot().lanes
+    await engine.close()
+    assert [float(answer[0, 0]) for answer in answers] == [4.0 * n for n in range(40)]
+    assert backend.limits.in_flight == 2
+    assert backend.limits.devices == ("cpu:0", "cpu:1")
+    assert [lane["name"] for lane in lanes] == ["forward cpu:0 0", "forward cpu:1 0"]
+    assert sum(one["rows"] for one in told["devices"].values()) == 80
+    assert told["name"].startswith("2 x ")
+
+
+async def test_both_are_used_when_there_is_enough_for_both():
+    _, told, _ = await asked("well", 12, max_rows=2)
+    assert all(one["batches"] for one in told["devices"].values())
+
+
+async def test_a_device_that_fails_is_named_and_its_batches_go_to_the_others(caplog):
+    with caplog.at_level(logging.ERROR):
+        found, told, snapshot = await asked("second_fails")
+    assert all(float(answer[0, 0]) == 4.0 for answer in found)
+    assert told["devices"]["cpu:1"]["failed"] == failing_devices.LOST
+    assert not told["devices"]["cpu:0"]["failed"]
+    assert snapshot.errors["failed"] == 0
+    assert [record.message for record in caplog.records if "cpu:1 failed" in record.message] != []
+    assert len(caplog.records) == 1  # once
+
+
+async def test_one_that_fails_in_the_middle_loses_nothing():
+    backend = InProcess(setup("first_fails_later"), max_rows=2)
+    engine = Engine(backend, Dynamic())
+    await engine.start()
+    found = await asyncio.gather(*(engine.submit(block(), rows=2) for _ in range(40)))
+    told = backend.device()["devices"]
+    await engine.close()
+    assert all(float(answer[0, 0]) == 4.0 for answer in found)
+    assert (told["cpu:0"]["batches"], told["cpu:1"]["batches"]) == (3, 37)
+
+
+async def test_when_all_have_failed_everything_fails_at_once():
+    found, _, _ = await asked("all_fail", 8)
+    assert [isinstance(one, BackendDied) for one in found] == [False] * 3 + [True] * 5
+    assert "all devices have failed (cpu:0: CUDA error" in str(found[-1])
+
+
+async def test_rows_that_take_their_device_along_are_not_tried_on_another():
+    found, told, _ = await asked("asserts", 1)
+    assert isinstance(found[0], DeviceLost)
+    assert sum(bool(one["failed"]) for one in told["devices"].values()) == 1
+
+
+async def test_a_bad_row_costs_no_device():
+    found, told, _ = await asked("well", 6, value=lambda number: -9.0 if number == 2 else 1.0)
+    assert [isinstance(one, BackendError) for one in found] == [False, False, True, False, False, False]
+    assert not any(one["failed"] for one in told["devices"].values())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_answers_are_those_of_one_device(deterministic):
+    rows = np.random.default_rng(3).integers(0, 2, (64, 32), dtype=np.uint8)
+    spec = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
+    found = []
+    for names in (("cpu",), ("cpu", "cpu"), ("cpu",) * 3):
+        backend = InProcess(Setup(spec, names, deterministic=deterministic))
+        engine = Engine(backend, Dynamic())
+        await engine.start()
+        parts = await asyncio.gather(*(engine.submit(rows[at : at + 8], rows=8) for at in range(0, 64, 8)))
+        await engine.close()
+        found.append([np.concatenate([part[output] for part in parts]) for output in (0, 1)])
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        for expected, answer in zip(found[0], other, strict=True):
+            if deterministic:
+                np.testing.assert_array_equal(expected, answer)
+            else:
+                np.testing.assert_allclose(expected, answer, atol=1e-5)
+
+
+@given(
+    good_for=st.lists(st.integers(0, 6) | st.just(1000), min_size=2, max_size=4),
+    values=st.lists(st.integers(0, 8), min_size=1, max_size=30),
+)
+def test_whatever_fails_an_answer_is_right_or_says_that_devices_failed(good_for, values):
+    blocks = [block(value=value) for value in values]
+    copies = [
+        Copy(f"cpu:{number}", CPU, Opened(None, Limits(8), forward_of(steps), None, dict, None))
+        for number, steps in enumerate(good_for)
+    ]
+    answer = DataParallel(copies)
+    for one, value in zip(blocks, values, strict=True):
+        working = sum(not copy.count.failed for copy in copies)
+        try:
+            assert answer([one])[0][0, 0] == FEATURES * value
+        except BackendDied:
+            assert all(copy.count.failed for copy in copies)
+        except DeviceLost:
+            assert working - sum(not copy.count.failed for copy in copies) == 2
+    answered = sum(copy.count.batches for copy in copies)
+    assert answered <= sum(good_for)
+    assert sum(copy.count.running for copy in copies) == 0
+
+
+def forward_of(steps):
+    model = failing_devices.Sums(steps - 2, failing_devices.LOST)
+
+    def forward(blocks):
+        return [model(torch.from_numpy(one)).detach().numpy() for one in blocks]
+
+    return forward
+
+
+# Which device a batch goes to
+
+
+class Paced(Backend):
+    """Two devices, of which the second takes longer; keeps where batches went."""
+
+    def __init__(self, setup=None, /, slow=4.0, lost_after=10**9, **options):
+        super().__init__(setup, **options)
+        self.limits = Limits(1, 2, devices=("a", "b"))
+        self.slow, self.lost_after, self.went = slow, lost_after, []
+
+    async def infer(self, batch):
+        self.went.append(lane_device())
+        if lane_device() == "b" and self.went.count("b") > self.lost_after:
+            retire_lane()
+        await asyncio.sleep(0.004 * (self.slow if self.went[-1] == "b" else 1.0))
+        return [request.payload for request in batch]
+
+
+async def test_a_quick_device_is_preferred_while_both_are_idle():
+    engine = Engine(backend := Paced(), Dynamic())
+    await engine.start()
+    for _ in range(12):
+        await engine.submit(1)
+    await engine.close()
+    assert backend.went[2:] == ["a"] * 10  # each was tried once
+
+
+async def test_a_lane_that_is_retired_gets_no_further_batch():
+    engine = Engine(backend := Paced(slow=1.0, lost_after=2), Dynamic())
+    await engine.start()
+    await asyncio.wait_for(asyncio.gather(*(engine.submit(1) for _ in range(30))), 30)
+    await engine.close()
+    assert backend.went.count("b") == 3
+    assert len(backend.went) == 30
+
+
+def test_lanes_are_named_by_their_devices():
+    lanes = forward_lanes(Limits(8, 3, devices=("cuda:0", "cuda:1", "cuda:0")), lambda: 0.0)
+    assert [lane.name for lane in lanes] == ["forward cuda:0 0", "forward cuda:1 0", "forward cuda:0 1"]
+    assert [lane.name for lane in forward_lanes(Limits(8, 2), lambda: 0.0)] == ["forward 0", "forward 1"]
+
+
+def test_a_second_batch_goes_to_an_idle_device_of_the_same_speed():
+    free = FreeLanes(forward_lanes(Limits(8, 4, devices=("a", "b", "a", "b")), lambda: 0.0))
+    for lane in [free.take(4), free.take(4)]:
+        free.took(lane, 4, 0.02)
+        free.put(lane)
+    assert {free.take(4).device, free.take(4).device} == {"a", "b"}
+
+
+def test_a_device_that_was_slow_once_is_tried_again():
+    free = FreeLanes(forward_lanes(Limits(8, 2, devices=("a", "b")), lambda: 0.0))
+    went = []
+    for number in range(300):
+        lane = free.take(4)
+        went.append(lane.device)
+        free.took(lane, 4, 0.1 if number == 0 else 0.03 if lane.device == "b" else 0.01)
+        free.put(lane)
+    assert went[0] == "a"  # whose first batch is slow
+    assert went[1:50] == ["b"] * 49
+    assert went[200:].count("a") >= 90
+
+
+# Names
+
+
+def test_stand_ins_on_the_cpu_share_its_cores():
+    found = resolve_devices(("cpu", "cpu"))
+    assert device_labels(found) == ["cpu:0", "cpu:1"]
+    assert [one.processes for one in of_each(Setup(processes=3), found)] == [6, 6]
+
+
+@pytest.fixture
+def three_cards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"Card {number}")
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (("cuda",), ["cuda:0", "cuda:1", "cuda:2"]),
+        (("all",), ["cuda:0", "cuda:1", "cuda:2"]),
+        (("auto",), ["cuda:0"]),
+        (("cuda:2", "cuda:0"), ["cuda:2", "cuda:0"]),
+    ],
+)
+def test_cuda_and_all_are_every_device(three_cards, names, labels):
+    assert device_labels(resolve_devices(names)) == labels
+
+
+def test_all_is_the_cpu_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_devices(("all",)) == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("cuda:0", "cuda:7"),
+            "no device 'cuda:7': this machine has cuda:0 (Card 0), cuda:1 (Card 1), cuda:2 (Card 2).",
+        ),
+        (("cuda:1", "cuda:1"), "names cuda:1 twice"),
+        (("cuda:1", "cuda"), "names cuda:1 twice"),
+        (("cpu", "cuda:0"), "mixes the CPU with CUDA devices"),
+    ],
+)
+def test_devices_that_cannot_be_had_together(three_cards, names, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        resolve_devices(names)
+
+
+def test_a_backend_of_one_device_refuses_several():
+    for names in (("cpu", "cpu"), ("all",)):
+        with pytest.raises(UsageError, match="only one can be served"):
+            _ = Setup(devices=names).device
+
+
+def test_several_readings_are_one():
+    readings = [
+        {"name": "A", "reserved_mb": 3.0, "utilisation": 0.5},
+        {"name": "A", "reserved_mb": 4.0, "utilisation": 1},
+    ]
+    assert together(readings) == {"name": "2 x A", "reserved_mb": 7.0, "utilisation": 0.75}
+    assert devices.together([{"name": "A"}, {"name": "B"}]) == {"name": "A, B"}
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: out of memory", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_which_words_mean_that_a_device_is_gone(words, lost):
+    assert says_lost(RuntimeError(words)) is lost
+
+
+async def test_start_is_refused_where_a_device_is_not_there():
+    with pytest.raises(UsageError, match="cuda:77"):
+        await InProcess(setup(names=("cuda:77", "cuda:78"))).start(BackendContext())
+
+
+async def test_outside_of_lanes_the_device_with_least_to_do_answers():
+    backend = InProcess(setup())
+    await backend.start(BackendContext())
+    (answer,) = await backend.infer([Request(block(), 2)])
+    await backend.close()
+    assert answer.tolist() == [[4.0], [4.0]]
+
+
+# Text
+
+
+async def test_text_on_two_devices_is_that_on_one():
+    from text.tiny import tiny_checkpoint
+
+    from gpuinfer.generation import Prompt, Sampling
+
+    spec = ModelSpec(str(tiny_checkpoint("llama")), kind="text")
+    prompts = [
+        Prompt(text=f"row {n}", key=str(n), samples=1 + n % 2, sampling=Sampling(max_tokens=6, ignore_eos=True))
+        for n in range(10)
+    ]
+    found = []
+    for names in (("cpu",), ("cpu", "cpu")):
+        backend = InProcess(Setup(spec, names, deterministic=True), slots=4, context=64)
+        engine = Engine(backend, Dynamic())
+        await engine.start()
+        answers = await asyncio.gather(*(engine.submit(one, rows=one.samples) for one in prompts))
+        found.append([[done.tokens for done in answer.completions] for answer in answers])
+        told, slots = backend.device(), engine.limits.slots
+        await engine.close()
+    assert found[0] == found[1]
+    assert slots == told["model"]["slots"] == 8
+    assert told["in_force"]["slots"] == 4
+    assert all(one["rows"] for one in told["devices"].values())
