@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_commands import ForkedCommands
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
@@ -43,6 +44,7 @@ ALONE = (
 )  # need no command before them, nor does one need them
 RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "
+LIMIT_S = 200.0  # for a command
 UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
@@ -80,6 +82,8 @@ def shortened(line: str) -> list[str]:
     name = " ".join(words[1:3]) if " ".join(words[1:3]) in BRIEFER else words[1]
     if name in BRIEFER and "--help" not in words:
         words += BRIEFER[name]
+    if name == "selfplay" and "--games" not in words:
+        words += ["--games", SMALL["--games"]]
     return words
 
 
@@ -154,8 +158,16 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[ForkedCommands]:
+    here = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    commands = ForkedCommands({**_environment(), **here})
+    yield commands
+    commands.close()
+
+
 @pytest.mark.parametrize("page", CASES)
-def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
+def test_every_command_of_a_page_runs_in_their_order(page, tmp_path, forked):
     with served(tmp_path) as server:
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
@@ -165,26 +177,27 @@ def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
                 for name, text in files(page).items():
                     (tmp_path / name).write_text(server.rewritten(text))
             else:
-                run(server.rewritten(line), tmp_path)
+                run(server.rewritten(line), tmp_path, forked)
 
 
-def run(line: str, folder: Path) -> None:
-    ours = line.startswith("gpuinfer ")
-    words = [sys.executable, "-m", *shortened(line)] if ours else ["bash", "-c", line.replace("curl ", "curl -f ", 1)]
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env={
-            **_environment(),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-        },
-        stdin=subprocess.DEVNULL,  # a conversation ends with its messages
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def run(line: str, folder: Path, forked: ForkedCommands) -> None:
+    if line.startswith("gpuinfer "):
+        done = forked.run(shortened(line), folder, LIMIT_S)  # a conversation ends with its messages: there are none
+    else:
+        done = subprocess.run(
+            ["bash", "-c", line.replace("curl ", "curl -f ", 1)],
+            cwd=folder,
+            env={
+                **_environment(),
+                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
