@@ -51,13 +51,15 @@ async def wait(path: Path, within_s: float, alive: Callable[[], bool], failed: C
 
 
 def last_words(log: Path | None, after: int = 0) -> str:
-    """The last lines of a log from this byte on that say something; empty when there are none."""
+    """The last lines of a log from this byte on that say something; empty when there are none. In a log that somebody
+    has cut shorter since, all of it is later.
+    """
     if log is None:
         return ""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(after, end - READ))
+            file.seek(max(after if after <= end else 0, end - READ))
             said = file.read(READ).decode("utf-8", "replace")
     except OSError:
         return ""
