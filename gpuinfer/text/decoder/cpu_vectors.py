@@ -6,6 +6,7 @@ their vectors by itself: it looks for longer ones.
 """
 
 import contextlib
+import functools
 import math
 
 import numpy as np
@@ -92,7 +93,7 @@ def add_weighed(typing, most, tiles, count, weights, stride, rows, there, cached
         places = [[builder.add(builder.mul(row, dim), column) for column in columns] for row in queries]
         found = [
             [
-                builder.fadd(_load(builder, out, place), builder.load(total), flags=WRITTEN)
+                _added(builder, _load(builder, out, place), builder.load(total))
                 for place, total in zip(*both, strict=True)
             ]
             for both in zip(places, sums, strict=True)
@@ -140,8 +141,8 @@ def soften(typing, scores, first, tiles):
             place = builder.add(first, at)
             weight = _exp(builder, builder.fsub(_load(builder, scores, place), top, flags=WRITTEN))
             _store(builder, scores, place, weight)
-            builder.store(builder.fadd(builder.load(sums), weight, flags=WRITTEN), sums)
-        return _across(builder, builder.load(sums), lambda a, b: builder.fadd(a, b, flags=WRITTEN))
+            builder.store(_added(builder, builder.load(sums), weight), sums)
+        return _across(builder, builder.load(sums), functools.partial(_added, builder))
 
     return types.float32(FLOATS, types.int64, types.int64), generate
 
@@ -195,6 +196,11 @@ def store_scaled(typing, source, source_at, scale, count, out, out_at):
     if not isinstance(out, types.Array):
         return None
     return types.void(FLOATS, types.int64, types.float32, types.int64, out, types.int64), generate
+
+
+def _added(builder, a, b):
+    """a + b in a sum of more, in the order that is written. Two alone (`add_vectors`, `turn_vectors`) have no other."""
+    return builder.fadd(a, b, flags=WRITTEN)
 
 
 def _exp(builder, x):
