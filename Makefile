@@ -1,4 +1,5 @@
 # make demo   a real search plays a real card game on this machine, with a live view
+# make loop   a network learns Connect Four from its own games, and is held against what it was: minutes
 # make test   the tests with small counts: minutes
 # make thorough    what takes long, and properties with more examples: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
@@ -14,10 +15,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy
 
-.PHONY: demo test thorough processors system vllm soak lint clean
+.PHONY: demo loop test thorough processors system vllm soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
+
+loop: $(READY)
+	$(BIN)/gpuinfer loop --game connect-four --iterations 10 --games 600 --simulations 64 --exploration 4 \
+		--training-steps 400 --learning-rate 5e-4 --window 6 --evaluation-games 400 --evaluate-every 5 \
+		--fail-under 0.75 --out build/loop --resume
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
