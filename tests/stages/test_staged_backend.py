@@ -227,3 +227,12 @@ async def test_it_can_be_closed_at_any_time():
     assert not stages()
     with pytest.raises((BackendDied, BackendError)):
         await backend.infer([request(1)])
+
+
+async def test_each_device_has_a_stage():
+    block = request(70)
+    two = setup(devices=("cpu", "cpu"), deterministic=True)
+    found = await answers([block], two, parallel="pipeline")
+    np.testing.assert_equal(found, await answers([block], setup(deterministic=True)))
+    with pytest.raises(UsageError, match="3 devices and 2 stages.*stages=3"):
+        await answers([block], setup(devices=("cpu",) * 3), parallel="pipeline", stages=2)
