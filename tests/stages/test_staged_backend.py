@@ -234,5 +234,5 @@ async def test_each_device_has_a_stage():
     two = setup(devices=("cpu", "cpu"), deterministic=True)
     found = await answers([block], two, parallel="pipeline")
     np.testing.assert_equal(found, await answers([block], setup(deterministic=True)))
-    with pytest.raises(UsageError, match="3 devices and 2 stages.*stages=3"):
+    with pytest.raises(UsageError, match=r"3 devices and 2 stages.*stages=3"):
         await answers([block], setup(devices=("cpu",) * 3), parallel="pipeline", stages=2)
