@@ -294,16 +294,19 @@ def _joined(parts: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, 
 
 def _devices_added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The processes share one device: its name and utilisation are the same for all; what each has taken and done
-    adds up. Models beside the run's own are there by name.
+    adds up. Models beside the run's own are there by name. Strangers on the device are those that are none of ours.
     """
     known = [part for part in parts if part]
     taken = {name for part in known for name in part if name.endswith("_mb")}
     added = {name: sum(part.get(name, 0.0) for part in known) for name in taken}
     done = {name: _added([part[name] for part in known if part.get(name)]) for name in DONE_BY_A_DEVICE}
     beside = dict(itertools.chain.from_iterable(part.get("beside", {}).items() for part in known))
-    named = {"beside": beside} if beside else {}
+    named: dict[str, Any] = {"beside": beside} if beside else {}
     if several := [part["devices"] for part in known if part.get("devices")]:
         named["devices"] = _each_added(several)
+    if pids := {pid for part in known for pid in part.get("pids", ())}:
+        seen = {one["pid"]: one for part in known for one in part.get("others", ())}
+        named |= {"pids": sorted(pids), "others": [one for pid, one in seen.items() if pid not in pids]}
     return {**known[0], **added, **{name: counts for name, counts in done.items() if counts}, **named} if known else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 MAGNITUDES = ("", "k", "M", "G", "T")
@@ -52,3 +53,24 @@ def bar(share: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[part] if part else "")).ljust(width)
+
+
+MEMORY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes of 8GiB, 500 MB, 1.5g or 1048576. Raises `ValueError`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", text.lower())
+    if found is None:
+        raise ValueError(f"'{text}' is no amount of memory. Write it as 8GiB or 500MB")
+    return round(float(found[1]) * SIZES[found[2]])
+
+
+def memory(count: float) -> str:
+    """An amount of memory: 512 B, 3.4 MiB, 21.3 GiB."""
+    left = list(MEMORY_UNITS)
+    while abs(count) >= 1024 and len(left) > 1:
+        count /= 1024
+        del left[0]
+    return f"{count:.0f} {left[0]}" if left[0] == "B" or abs(count) >= 99.95 else f"{count:.1f} {left[0]}"

@@ -29,6 +29,7 @@ BRIEFER = {  # what makes a command shorter that runs games
     "bench generate": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1"],
     "bench serve": ["--duration", "3s", "--warmup", "0"],
     "bench rollouts": [],
+    "memory": ["--no-probe"],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
     "train": ["--steps", "10"],
     "loop": ["--iterations", "1", "--games", "16", "--simulations", "8", "--evaluation-games", "8"],
@@ -39,6 +40,7 @@ ALONE = (
     "tune",
     "simulate",
     "doctor",
+    "memory",
     "config",
     "plugins",
 )  # need no command before them, nor does one need them

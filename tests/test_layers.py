@@ -16,6 +16,7 @@ LAYERS = [
     [
         "gpuinfer.bench",
         "gpuinfer.loop",
+        "gpuinfer.memory",
         "gpuinfer.screen",
         "gpuinfer.serving",
         "gpuinfer.testing",
@@ -52,6 +53,8 @@ LAYERS = [
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display"]}
 HEAVY = {
     "torch": [
+        "gpuinfer.memory.rows",  # which a child process alone imports
+        "gpuinfer.memory.text",
         "gpuinfer.models",
         "gpuinfer.positions.dataset",
         "gpuinfer.text",

@@ -43,6 +43,7 @@ COMMANDS = (
     "bench",
     "tune",
     "verify",
+    "memory",
     "simulate",
     "loop",
     "plugins",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.models.nvml import handle_of, other_processes, seen_together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,7 +87,8 @@ def of_each(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
 
 
 def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is read of several devices as if they were one: sums of memory, the mean of utilisation."""
+    """What is read of several devices as if they were one: sums of memory, the mean of utilisation, all who
+    are on them."""
     names = Counter(str(reading["name"]) for reading in readings)
     summed = {key for reading in readings for key in reading if key.endswith("_mb")}
     busy = [reading["utilisation"] for reading in readings if reading.get("utilisation") is not None]
@@ -92,6 +96,7 @@ def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "name": ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()),
         **{key: sum(reading.get(key, 0.0) for reading in readings) for key in sorted(summed)},
         **({"utilisation": sum(busy) / len(busy)} if busy else {}),
+        **seen_together(readings),
     }
 
 
@@ -121,6 +126,7 @@ def cpu_name() -> str:
 
 
 MEGABYTE = 1 << 20
+LOOK_S = 5.0  # between two looks at who else is on the device
 
 
 class Gauge:
@@ -129,9 +135,14 @@ class Gauge:
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, device_name(device)
         self._utilisation = nvml_utilisation(device) if device.type == "cuda" else None
+        self._others: list[dict[str, Any]] = []
+        self._looked_at = -LOOK_S
 
     def read(self) -> Mapping[str, Any]:
-        """`{name}`, on CUDA with allocated_mb, reserved_mb and, where NVML is present, utilisation (0 to 1)."""
+        """`{name}`, on CUDA with the peaks allocated_mb (of tensors) and reserved_mb (of torch's allocator), and where
+        NVML is present utilisation (0 to 1) and others: pid, name and mb of processes that are not this one. `pids`
+        says which this one is, so that workers of one run are not strangers to one another.
+        """
         if self.device.type != "cuda":
             return {"name": self.name}
         reading: dict[str, Any] = {
@@ -141,7 +152,14 @@ class Gauge:
         }
         if self._utilisation is not None:
             reading["utilisation"] = self._utilisation()
+            reading |= {"others": self._seen(), "pids": [os.getpid()]}
         return reading
+
+    def _seen(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._others, self._looked_at = [asdict(one) for one in other_processes(self.device)], now
+        return self._others
 
 
 def nvml_utilisation(device: torch.device) -> Callable[[], float] | None:
@@ -149,9 +167,7 @@ def nvml_utilisation(device: torch.device) -> Callable[[], float] | None:
     try:
         import pynvml
 
-        pynvml.nvmlInit()
-        # By UUID: torch counts only the devices in CUDA_VISIBLE_DEVICES, NVML counts all.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = handle_of(device)
         pynvml.nvmlDeviceGetUtilizationRates(handle)
     except Exception:  # noqa: BLE001 (absent, too old, no rights, no driver: the gauge does without)
         return None

@@ -86,7 +86,7 @@ class CudaForward:
     ) -> None:
         self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
         self.fixed_shape, self.graphs = fixed_shape, graphs
-        self.step = StepSize(chunk_rows)
+        self.step = StepSize(chunk_rows, str(device))
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]

@@ -26,28 +26,39 @@ def is_out_of_memory(error: BaseException) -> bool:
 class StepSize:
     """How many rows go through the model at once; it only ever shrinks. Threads may share one."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, where: str = "") -> None:
+        """`where` names the device, where there may be several."""
+        self.rows, self._where = rows, f" on {where}" if where else ""
         self._lock = threading.Lock()
         self._said = False
 
     def halve(self, failed_rows: int, cause: BaseException) -> None:
-        """After `failed_rows` rows did not fit. Raises `BackendError` when a single row does not."""
-        if failed_rows <= 1:
-            raise BackendError(
-                f"out of memory on a single row: {first_line(cause)}. Use a smaller model, --dtype bfloat16, or a "
-                "device with more free memory."
-            ) from cause
+        """After `failed_rows` rows did not fit. Raises `BackendError` when a single row does not.
+
+        Fewer than a step may have failed because another thread's step held the memory: then that one is halved, and
+        those rows are tried again as they are.
+        """
         with self._lock:
-            self.rows = min(self.rows, failed_rows // 2)
-            said, self._said = self._said, True
+            if max(failed_rows, self.rows) <= 1:
+                raise self._single(cause)
+            self.rows = min(self.rows, failed_rows // 2) if failed_rows >= self.rows else self.rows // 2
+            rows, said, self._said = self.rows, self._said, True
         if not said:
             logger.warning(
-                "out of memory at %d rows: going on with at most %d at a time. Set -B chunk_rows=%d to start there.",
+                "out of memory at %d rows%s: going on with at most %d at a time. Set -B chunk_rows=%d to start there.",
                 failed_rows,
-                self.rows,
-                self.rows,
+                self._where,
+                rows,
+                rows,
             )
+
+    def _single(self, cause: BaseException) -> BackendError:
+        error = BackendError(
+            f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, --dtype bfloat16, "
+            "or a device with more free memory."
+        )
+        error.__cause__ = cause
+        return error
 
 
 def first_line(error: BaseException) -> str:

@@ -108,7 +108,7 @@ def build(run: Run) -> dict[str, Any]:
 def device(snapshot: Snapshot, wall_s: float) -> dict[str, Any]:
     """The device, or all of several together."""
     read = {name: snapshot.device.get(name) for name in READ_OF_A_DEVICE}
-    return {**read, "devices": devices(snapshot, wall_s)}
+    return {**read, "devices": devices(snapshot, wall_s), "others": list(snapshot.device.get("others", ()))}
 
 
 def devices(snapshot: Snapshot, wall_s: float) -> dict[str, dict[str, Any]]:
@@ -296,9 +296,16 @@ def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str
 
 
 def memory(snapshot: Snapshot) -> dict[str, float | None]:
-    """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each."""
+    """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each. `fragmentation` is the
+    share of what torch's allocator has reserved on the device that no tensor ever filled.
+    """
     device = snapshot.device
-    return {"rss_peak_mb": snapshot.rss_peak_mb, "device_peak_mb": device.get("peak_mb", device.get("reserved_mb"))}
+    allocated, reserved = device.get("allocated_mb"), device.get("reserved_mb")
+    return {
+        "rss_peak_mb": snapshot.rss_peak_mb,
+        "device_peak_mb": device.get("peak_mb", reserved),
+        "fragmentation": max(0.0, 1 - allocated / reserved) if reserved and allocated is not None else None,
+    }
 
 
 def evidence(run: Run) -> Evidence:

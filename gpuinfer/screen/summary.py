@@ -11,6 +11,8 @@ from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores, ro
 from gpuinfer.units import number, short, whole
 
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
+FRAGMENTED = 0.1  # of what the allocator reserved: less is what any one leaves
+MOST_OTHERS = 3  # processes that are named
 WAITED = 0.25  # of the time at work: less waiting for a core is what any machine has
 FIRST_RATES = (
     *("games_per_min", "simulations_per_s", "evaluations_per_s"),
@@ -257,10 +259,17 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
         yield PanelRow("", f"beside it {', '.join(_model({**other, 'model': name}))}")
     if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
         yield PanelRow("memory", f"{held} at most{_estimate(model)}")
+    if (unfilled := memory.get("fragmentation") or 0.0) >= FRAGMENTED:
+        yield PanelRow("", f"{unfilled:.0%} of what was reserved on the device was never filled")
     if named := ", ".join(device_of(report.get("device") or {})):
         yield PanelRow("device", named)
     for name, device in ((report.get("device") or {}).get("devices") or {}).items():
         yield PanelRow("", f"{name}: {_of_one(device)}")
+    if others := (report.get("device") or {}).get("others"):
+        theirs = sum(one["mb"] or 0.0 for one in others) * 2**20
+        names = ", ".join(f"{one['name'] or 'unnamed'} (pid {one['pid']})" for one in others[:MOST_OTHERS])
+        more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
+        yield PanelRow("", f"others hold {_bytes(theirs)} of it: {names}{more}", "warning")
 
 
 def _of_one(device: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layouts import row_dtype
 from gpuinfer.models.load import build, called, probe, resolve_dtype
 from gpuinfer.models.memory import first_line, keep_freed_memory
+from gpuinfer.models.nvml import seen_together
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.pinned import register
 from gpuinfer.models.processor import computed_in
@@ -151,4 +152,4 @@ def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
             found[key] = sum(known)
     if used := [part["utilisation"] for part in parts if "utilisation" in part]:
         found["utilisation"] = sum(used) / len(used)
-    return found
+    return {**found, **seen_together(parts)}

@@ -1,4 +1,8 @@
-"""What a model will take, told before anything is loaded."""
+"""What a model will take, told before anything is loaded.
+
+`lanes`, throughout: those of our own kernels for the CPU, which read the cache where it lies and draw from the logits
+as they are; 0 stands for torch, which copies keys, values and logits, and has a mask in memory.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
 LOGIT_BYTES = 512 * 2**20  # of one step of a diffusion model, which asks for those of many positions
 SCORED_ROWS = 64  # of these, that are scored at once, in float64
 ROUND = 64  # positions of a slot are a multiple of it: kernels read masks and rows in such portions
+TILE = 16  # the same of our own kernels, and of the values of a head
 GB = 1e9
 
 
@@ -31,10 +36,24 @@ class Estimate:
     peak_bytes: int
 
 
-def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype, beside: int = 0) -> Estimate:
+@dataclass(frozen=True)
+class Working:
+    """Bytes of one step beside weights and cache: of its tokens on their way through a layer, and of what is made of
+    them (keys and values copied for attention, masks, the logits as they are drawn from).
+    """
+
+    activations: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.copies
+
+
+def estimate(layout: Layout, slots: int, length: int, dtype: torch.dtype, beside: int = 0, lanes: int = 0) -> Estimate:
     weights = weight_bytes(layout, dtype) + beside
-    cache = slots * slot_bytes(layout.shape, length, dtype)
-    step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype)
+    cache = slots * slot_bytes(layout.shape, length, dtype, lanes)
+    step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, lanes)
     return Estimate(weights, cache, weights + cache + step)
 
 
@@ -66,12 +85,21 @@ def rounded(length: int) -> int:
     return -(-length // ROUND) * ROUND
 
 
-def slot_bytes(shape: Shape, length: int, dtype: torch.dtype) -> int:
+def slot_bytes(shape: Shape, length: int, dtype: torch.dtype, lanes: int = 0) -> int:
     """What one slot of the cache takes."""
-    return shape.cache_values * rounded(length) * dtype.itemsize
+    if not lanes:
+        return shape.cache_values * rounded(length) * dtype.itemsize
+    positions, width = (-(-size // TILE) * TILE for size in (length, shape.head_dim))
+    heads = max(shape.kv_heads, lanes)  # lanes that share one have a copy each
+    return 2 * shape.layers * heads * positions * width * dtype.itemsize
 
 
-def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype) -> int:
+def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype, lanes: int = 0) -> int:
+    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: see `working`."""
+    return working(shape, rows, slots, length, dtype, lanes).total
+
+
+def working(shape: Shape, rows: int, slots: int, length: int, dtype: torch.dtype, lanes: int = 0) -> Working:
     """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
     layer, keys and values copied for attention, masks, and the logits as sampling works on them.
 
@@ -80,9 +108,12 @@ def working_bytes(shape: Shape, rows: int, slots: int, length: int, dtype: torch
     rows = rows if shape.masking is None else max(rows, 2 * length)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     activations = rows * (4 * shape.hidden + max(3 * heads, _inner(shape))) * (dtype.itemsize + 4)
+    logits = _logit_bytes(shape, rows, slots, length, 1 if lanes else SAMPLING_COPIES)
+    if lanes:
+        return Working(activations, logits)
     attention = 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize * slots // max(1, shape.layers)
     masks = rows * length * (dtype.itemsize + 1)
-    return activations + attention + masks + _logit_bytes(shape, rows, slots, length)
+    return Working(activations, attention + masks + logits)
 
 
 def most_outputs(shape: Shape) -> int:
@@ -90,9 +121,9 @@ def most_outputs(shape: Shape) -> int:
     return max(1, LOGIT_BYTES // (4 * shape.vocabulary))
 
 
-def _logit_bytes(shape: Shape, rows: int, slots: int, length: int) -> int:
+def _logit_bytes(shape: Shape, rows: int, slots: int, length: int, copies: int) -> int:
     if shape.masking is None:
-        return slots * shape.vocabulary * 4 * SAMPLING_COPIES
+        return slots * shape.vocabulary * 4 * copies
     outputs = max(length, min(rows, most_outputs(shape)))
     scored = min(outputs, SCORED_ROWS)
     return shape.vocabulary * (outputs * 4 + scored * 8 * SAMPLING_COPIES)

@@ -15,7 +15,7 @@ torch_static.py   batches of fixed shape: compiled, and captured as CUDA graphs
 """
 
 import gpuinfer.text.passive  # noqa: F401  before torch
-from gpuinfer.text.decoder.open_decoder import open_sized
+from gpuinfer.text.decoder.open_decoder import open_sized, own_lanes
 from gpuinfer.text.decoder.sizing import Sizing
 
-__all__ = ["Sizing", "open_sized"]
+__all__ = ["Sizing", "open_sized", "own_lanes"]

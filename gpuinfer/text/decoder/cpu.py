@@ -160,6 +160,13 @@ class CpuDecoder:
         """See `step.Decoder.unload`."""
         self._adapters.unload(number)
 
+    def empty(self) -> None:
+        """Forget what all slots hold. All of the cache is resident from here on."""
+        for keys, values in self._caches:
+            keys.fill(0)
+            values.fill(0)
+        self._sharing = Sharing(self.slots, BLOCK)
+
     def cache_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
 

@@ -104,8 +104,11 @@ def open_sized(
         decoder = NullDecoder(shape, slots=count, length=length, dtype=weights_dtype)
         return decoder, Sizing(count, 0, 0, free_memory(device))
     weights = checkpoint.weights(weights_dtype)
-    find = partial(estimate, shape, weights_dtype, device, slots=slots, length=length, step_tokens=step_tokens)
-    if device.type == "cpu" and not compile and kernels_for(weights_dtype):
+    lanes = own_lanes(shape, weights_dtype, device, threads, compile)
+    find = partial(
+        estimate, shape, weights_dtype, device, slots=slots, length=length, step_tokens=step_tokens, lanes=lanes
+    )
+    if lanes:
         from gpuinfer.text.decoder.cpu import CpuDecoder
 
         sizing = find(free_memory(device))
@@ -118,6 +121,15 @@ def open_sized(
     whole = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted
     sizing = find(free_memory(device))
     return open_and_try(whole, sizing, step_tokens)
+
+
+def own_lanes(shape: Shape, dtype: torch.dtype, device: torch.device, threads: int, compile: bool) -> int:
+    """Among how many lanes our own kernels divide a step; 0 where torch computes it."""
+    if device.type != "cpu" or compile or not shape.layers or not kernels_for(dtype):
+        return 0
+    from gpuinfer.text.decoder.cpu_weights import lanes_for
+
+    return lanes_for(shape, threads)
 
 
 def kernels_for(dtype: torch.dtype) -> bool:

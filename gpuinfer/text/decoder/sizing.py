@@ -63,16 +63,18 @@ def estimate(
     slots: int | None,
     length: int,
     step_tokens: int,
+    lanes: int = 0,
 ) -> Sizing:
-    """How many slots of `length` positions there is room for in `free` bytes; `slots` is what the user wants.
+    """How many slots of `length` positions there is room for in `free` bytes; `slots` is what the user wants. `lanes`
+    are those of our own kernels (see `checkpoint/estimate.py`).
 
     Raises `UsageError`, with the numbers, when there is no room for those, or not even for one.
     """
     share, most = (CUDA_SHARE, CUDA_SLOTS) if device.type == "cuda" else (CPU_SHARE, CPU_SLOTS)
-    each = slot_bytes(shape, length, dtype)
+    each = slot_bytes(shape, length, dtype, lanes)
 
     def sizing(count: int) -> Sizing:
-        return Sizing(count, each, working_bytes(shape, step_tokens, count, length, dtype), free)
+        return Sizing(count, each, working_bytes(shape, max(count, step_tokens), count, length, dtype, lanes), free)
 
     if slots is not None:
         if sizing(slots).estimated_bytes > free:

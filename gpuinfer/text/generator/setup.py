@@ -42,9 +42,10 @@ def fitted(
     dtype: torch.dtype,
     free_bytes: int,
     beside: int = 0,
+    lanes: int = 0,
 ) -> tuple[int, Estimate]:
     """Positions in a slot, and what that takes with `slots` (None: one, the least that makes sense), and `beside` bytes
-    of adapters.
+    of adapters. `lanes` are those of our own kernels.
 
     A context that nobody asked for is halved until it fits. Raises `UsageError` with the numbers when nothing does.
     """
@@ -52,10 +53,10 @@ def fitted(
 
     count, room = slots or 1, int(free_bytes * SHARE)
     length = checked_context(checkpoint.shape, context)
-    estimate = checkpoint.estimate(count, length, dtype, beside)
+    estimate = checkpoint.estimate(count, length, dtype, beside, lanes)
     while context is None and estimate.peak_bytes > room and length > SHORTEST:
         length = max(SHORTEST, length // 2)
-        estimate = checkpoint.estimate(count, length, dtype, beside)
+        estimate = checkpoint.estimate(count, length, dtype, beside, lanes)
     refuse_unfit(checkpoint.name, estimate, room, slots=count, length=length, dtype=dtype)
     return length, estimate
 
@@ -120,6 +121,7 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator 
     Raises `UsageError` when the model cannot be had on this device, or does not fit.
     """
     from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
+    from gpuinfer.text.decoder import own_lanes
     from gpuinfer.text.decoder.sizing import free_memory
 
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
@@ -128,7 +130,8 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator 
     wanted = asked(spec, tuning, setup, device, checkpoint.shape)
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
-    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device), beside)
+    lanes = own_lanes(checkpoint.shape, dtype, device, wanted.threads or 1, wanted.compile)
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device), beside, lanes)
     generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
     for name, adapter in adapters.items():
         check_name(name)

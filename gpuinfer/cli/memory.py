@@ -1,0 +1,74 @@
+"""What a model takes, part by part, and the largest batch that fits: estimated, and measured on some small batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from gpuinfer.cli import flags, output
+from gpuinfer.cli.progress import interruptible
+
+NAME = "memory"
+COMMON = ("backend_options", "device", "dtype", "seed", "json", "quiet", "verbose", "config")
+BACKEND = "inprocess"
+TEXT = """What a model takes of memory, and the largest batch that fits.
+
+Weights, caches, activations and what is needed beside them, at a batch size
+(--batch-size; of a model of text, slots of --context tokens); and what some
+small batches took in a process of its own, which may never take more than is
+free. Nothing dies to find the largest batch.
+
+A network of rows needs to know how large a row is: --game, or --features with
+--actions and --seats. blobnet and blobnet-small have those of the game blob.
+"""
+
+
+def _app() -> typer.Typer:
+    from gpuinfer.memory.asked import Options
+
+    common = {name: one for name, one in flags.common().items() if name in COMMON}
+    parameters = {**flags.of(Options, NAME), **common}
+
+    def call(**values: Any) -> None:
+        execute(values)
+
+    return flags.app(NAME, parameters, TEXT, call)
+
+
+app = _app()
+
+
+def execute(values: Mapping[str, Any]) -> None:
+    """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
+    from gpuinfer.cli.building import merge, setup_of
+    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.config import registry
+    from gpuinfer.config.options import check
+    from gpuinfer.memory import asked, document, probing
+    from gpuinfer.screen.display import comparison
+
+    merged = merge(NAME, values)
+    common = merged.common
+    destination = output.Destination(common.report)
+    options = asked.Options(**check(asked.Options, merged.table(NAME), NAME))
+    backend = registry.load("backends", BACKEND)
+    own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
+    log_to_people(common.verbose)
+    setup = setup_of(common)
+    spec = asked.model_of(options, setup)
+    if not common.quiet:
+        how = "measuring small batches of" if options.probe else "looking at"
+        print(f"memory · {how} '{spec.name}' in a process of its own", file=sys.stderr, flush=True)
+    with interruptible():
+        found = probing.examined(spec, setup, options, own)
+    comparison(
+        document.heading(found),
+        document.columns(found),
+        document.rows(found),
+        list(document.notes(found)),
+        on_stderr=destination.stdout,
+    )
+    destination.write(found)

@@ -1,0 +1,105 @@
+"""A model of text, tried at numbers of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.memory.parts import Parts, Stopwatch
+from gpuinfer.models.device import resolve_dtype
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.estimate import slot_bytes, weight_bytes, working
+from gpuinfer.text.decoder import own_lanes
+from gpuinfer.text.decoder.sizing import CPU_SLOTS, CUDA_SLOTS
+from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator.prepared import Prepared
+from gpuinfer.text.generator.setup import asked, checked_context
+
+MOST = 65_536  # slots, as the backend has it
+WARM_UP, MASKED_WARM_UP = "tiny", "tiny-llada"
+NEW_TOKENS = 2
+NAMES = ("slots", "context", "step_tokens", "threads", "compile", "graphs")
+
+
+class TextSubject:
+    """Implements `parts.Subject`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        setup: Setup,
+        options: Mapping[str, Any],
+        device: torch.device,
+        context: int | None,
+    ) -> None:
+        """Raises `UsageError` for a model that is not there, and a context that is longer than its own."""
+        self._spec, self._setup, self._device = spec, setup, device
+        self._checkpoint = open_checkpoint(spec)
+        self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
+        given = Tuning(**{name: options[name] for name in NAMES if options.get(name) is not None})
+        self._tuning = asked(spec, given, setup, device, self._shape)
+        if not self._shape.layers:
+            raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
+        self.length = checked_context(self._shape, context or self._tuning.context)
+        self._lanes = own_lanes(self._shape, self._dtype, device, self._tuning.threads or 1, self._tuning.compile)
+        self.most, self.first = MOST, 1
+        self.usual = self._tuning.slots or (CUDA_SLOTS if device.type == "cuda" else CPU_SLOTS)
+        self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
+
+    def warm_up(self) -> None:
+        """Let libraries and compiled kernels take what they take for any model: a small one answers a prompt."""
+        name = WARM_UP if self._shape.masking is None else MASKED_WARM_UP
+        spec = ModelSpec(name, kind="text")
+        context = checked_context(open_checkpoint(spec).shape, None)
+        self._serve(spec, replace(self._tuning, slots=2, context=min(context, 64)), [8, 1])
+
+    def describe(self) -> None:
+        """Nothing is to be learnt that the checkpoint does not say."""
+
+    def parts(self, batch: int) -> Parts:
+        spare = 0 if self._lanes else 1  # a slot that is nobody's (`torch_cache.py`)
+        cache = (batch + spare) * slot_bytes(self._shape, self.length, self._dtype, self._lanes)
+        rows = max(batch, self._tuning.step_tokens or 1)
+        step = working(self._shape, rows, batch, self.length, self._dtype, self._lanes)
+        return Parts(self.process, self._weights, cache, step.activations, step.copies)
+
+    def run(self, batch: int) -> float:
+        tokens = self._tuning.step_tokens or 1
+        longest = max(1, self.length - NEW_TOKENS)
+        if self._shape.masking is None:  # as long a chunk of a prompt as a step takes, beside rows of one token
+            lengths = [min(longest, tokens), *[1] * (batch - 1)]
+        else:  # whole canvases, as many as a step takes
+            lengths = [longest] * min(batch, tokens // self.length + 1)
+        return self._serve(self._spec, replace(self._tuning, slots=batch, context=self.length), lengths)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            "family": self._shape.family,
+            "context": self.length,
+            "step_tokens": self._tuning.step_tokens,
+            "slot_bytes": slot_bytes(self._shape, self.length, self._dtype, self._lanes),
+        }
+
+    def _serve(self, spec: ModelSpec, tuning: Tuning, lengths: list[int]) -> float:
+        """Answer prompts of so many tokens at once, every page of the cache taken: the seconds it took."""
+        generator: Any = open_generator(spec, replace(self._setup, model=spec), tuning)
+        try:
+            generator.decoder.empty()  # which takes every page of the cache
+            watch = Stopwatch()
+            sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
+            prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]
+            for number, prepared in enumerate(generator.prepare(prompts)):
+                if not isinstance(prepared, Prepared):
+                    raise prepared
+                generator.add(number, prepared)
+            while generator.busy:
+                generator.step()
+            return watch.seconds()
+        finally:
+            generator.close()

@@ -1,0 +1,197 @@
+"""What a batch is said to take: the heap that allocations are replayed on, and the search for the largest batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.memory.asked import Options, model_of
+from gpuinfer.memory.fitting import largest
+from gpuinfer.models.footprint import allocations, weight_bytes
+from gpuinfer.models.frozen import PackedAffine
+from gpuinfer.models.heap import Event, Heap
+from gpuinfer.models.memory import LARGEST
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.estimate import slot_bytes, working
+from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.units import memory, size
+
+MIB = 1 << 20
+
+
+# The heap
+
+
+def replayed(*events):
+    heap = Heap()
+    heap.replay([Event(piece, count) for piece, count in events])
+    return heap
+
+
+def test_what_is_freed_stays_and_serves_the_next_smaller_piece():
+    heap = replayed((0, 9 * MIB), (1, MIB), (0, -1), (2, 8 * MIB))
+    assert heap.peak == 10 * MIB
+    assert heap.taken == 9 * MIB
+
+
+def test_a_hole_is_too_small_for_a_piece_of_its_own_size():
+    """Aligned pieces are looked for as a little larger: the same size again makes the heap grow."""
+    assert replayed((0, 8 * MIB), (1, MIB), (0, -1), (2, 8 * MIB)).peak == 17 * MIB
+
+
+def test_neighbouring_holes_become_one_and_the_last_gives_way_to_what_is_larger():
+    assert replayed((0, MIB), (1, 2 * MIB), (2, MIB), (0, -1), (1, -1), (3, 2 * MIB)).peak == 4 * MIB
+    assert replayed((0, MIB), (0, -1), (1, 5 * MIB)).peak == 5 * MIB
+
+
+def test_a_large_piece_has_pages_of_its_own_and_gives_them_back():
+    heap = replayed((0, 5 * LARGEST), (0, -1), (1, MIB))
+    assert (heap.peak, heap.taken) == (5 * LARGEST, MIB)
+
+
+@st.composite
+def series(draw):
+    events, alive = [], []
+    for piece in range(draw(st.integers(1, 30))):
+        if alive and draw(st.booleans()):
+            events.append((alive.pop(draw(st.integers(0, len(alive) - 1))), -1))
+        events.append((piece, draw(st.integers(1, 3 * LARGEST))))
+        alive.append(piece)
+    return events
+
+
+@given(series())
+def test_a_heap_holds_at_least_what_is_in_use_and_no_two_pieces_overlap(events):
+    heap, used, most = Heap(), {}, 0
+    for piece, count in events:
+        heap.replay([Event(piece, count)])
+        used.pop(piece, None)
+        if count > 0:
+            used[piece] = count
+        most = max(most, sum(used.values()))
+        spans = sorted((start, start + length) for start, length in heap._places.values() if start >= 0)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    assert heap.taken == sum(used.values())
+    assert heap.peak >= most
+
+
+def test_a_trace_of_two_small_batches_tells_what_a_large_one_takes():
+    module = nn.Linear(64, 256, bias=False).requires_grad_(False)
+
+    def call(rows):
+        return module(torch.ones(rows, 64))
+
+    found = allocations(call, 16, 48)
+    assert found.resident_bytes(1_000_000) == pytest.approx(1_000_000 * 4 * (64 + 256), rel=0.01)
+    assert weight_bytes(module) == 64 * 256 * 4
+
+
+def test_a_trace_whose_steps_change_with_the_rows_is_taken_in_proportion():
+    def call(rows):
+        return [torch.ones(rows, 8) for _ in range(1 + rows // 40)]
+
+    assert allocations(call, 16, 48).resident_bytes(2_000_000) == pytest.approx(2 * 2_000_000 * 32, rel=0.01)
+
+
+def test_what_a_layer_has_packed_counts():
+    layer = PackedAffine(torch.ones(32, 64), torch.ones(32))
+    assert weight_bytes(layer) >= 2 * 32 * 64 * 4
+
+
+# The search
+
+
+@given(st.integers(0, 10_000), st.integers(1, 10_000))
+def test_the_largest_batch_is_the_last_that_fits(bound, most):
+    assert largest(lambda rows: rows <= bound, most) == min(bound, most)
+
+
+def test_a_dip_above_what_does_not_fit_is_found():
+    assert largest(lambda rows: rows <= 100 or 1000 <= rows <= 1500, 1 << 20) == 1500
+
+
+# Text
+
+
+@pytest.mark.skipif(not available(torch.float32), reason="no kernels of ours for this processor")
+@pytest.mark.parametrize(("name", "threads"), [("tiny", 1), ("tiny", 2), ("tiny-llada", 2)])
+def test_the_cache_of_our_own_kernels_is_as_estimated(name, threads):
+    checkpoint = open_checkpoint(ModelSpec(name, kind="text"))
+    shape, weights = checkpoint.shape, checkpoint.weights(torch.float32)
+    decoder = CpuDecoder(shape, weights, torch.float32, slots=3, length=50, threads=threads)
+    lanes = len(decoder._shares)
+    assert decoder.cache_bytes() == 3 * slot_bytes(shape, 50, torch.float32, lanes)
+    decoder.empty()
+    decoder.close()
+
+
+def test_torch_needs_copies_that_our_kernels_do_not():
+    shape = open_checkpoint(ModelSpec("tiny", kind="text")).shape
+    ours, torchs = (working(shape, 64, 64, 256, torch.float32, lanes) for lanes in (2, 0))
+    assert ours.activations == torchs.activations
+    assert ours.copies == 64 * shape.vocabulary * 4 < torchs.copies
+    assert ours.total == ours.activations + ours.copies
+
+
+# What is asked
+
+
+def asked(**options):
+    return model_of(Options(**options), Setup())
+
+
+def test_a_built_in_network_has_the_sizes_of_a_game():
+    blob, four = asked(model="blobnet"), asked(model="blobnet-small", game="connect-four")
+    assert (blob.kind, blob.arguments["seats"]) == ("rows", 4)
+    assert (four.inputs, four.arguments["actions"]) != (blob.inputs, blob.arguments["actions"])
+    assert asked(model="blobnet", seats=2).arguments["seats"] == 2
+
+
+def test_a_factory_has_the_sizes_that_are_given():
+    spec = asked(model="nets:make", features=12, actions=3)
+    assert (spec.name, spec.inputs, dict(spec.arguments)) == ("nets:make", 12, {"actions": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({}, "one model, and got none.*--model blobnet", id="no model"),
+        pytest.param({"model": "tiny", "checkpoint": "a.pt"}, "got --model and --checkpoint", id="two"),
+        pytest.param({"model": "blobnt"}, "Did you mean 'blobnet'", id="almost a name"),
+        pytest.param({"model": "nets:make"}, "--game NAME, or --features N", id="a factory without sizes"),
+        pytest.param({"model": "rollout"}, "is no network", id="no network"),
+        pytest.param({"model": "blobnet", "context": 12}, "--context belongs to a model of text", id="rows"),
+        pytest.param({"model": "tiny", "game": "blob"}, "--game belongs to a network of rows", id="text"),
+        pytest.param({"model": "nets:make", "features": 3, "game": "blob"}, "--game too", id="sizes twice"),
+        pytest.param({"model": "blobnet", "game": "chess"}, "chess", id="no such game"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_flag(options, words):
+    with pytest.raises(UsageError, match=words):
+        asked(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), ("1024", 1024), (" 2 ki ", 2048)],
+)
+def test_amounts_of_memory_are_read(text, count):
+    assert size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1GB", "1 gibibyte", "1e9"])
+def test_what_is_no_amount_is_refused(text):
+    with pytest.raises(ValueError, match="8GiB"):
+        size(text)
+
+
+@pytest.mark.parametrize(("count", "text"), [(512, "512 B"), (3.4 * MIB, "3.4 MiB"), (300 << 30, "300 GiB")])
+def test_amounts_of_memory_are_written(count, text):
+    assert memory(count) == text

@@ -1,0 +1,81 @@
+"""How many rows go through at once when memory runs out, with several threads at it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpuinfer.errors import BackendError
+from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.memory import StepSize
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("failed", "left"),
+    [
+        pytest.param([64], 32, id="half of what failed"),
+        pytest.param([64, 64, 64], 32, id="threads that fail together at one size count once"),
+        pytest.param([64, 32], 16, id="and again"),
+        pytest.param([5], 32, id="a rest that is smaller than a step: another thread's step is in the way"),
+        pytest.param([1, 1], 16, id="a single row, while there are larger steps"),
+    ],
+)
+def test_the_step_after_failures(failed, left):
+    step = StepSize(64)
+    for rows in failed:
+        step.halve(rows, FULL)
+    assert step.rows == left
+
+
+def test_a_single_row_is_given_up_once_no_step_is_larger():
+    step = StepSize(2, "cuda:1")
+    step.halve(1, FULL)
+    with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*--dtype bfloat16"):
+        step.halve(1, FULL)
+
+
+def test_the_device_is_named_where_there_may_be_several(caplog):
+    with caplog.at_level(logging.WARNING, "gpuinfer"):
+        StepSize(64, "cuda:1").halve(64, FULL)
+    assert caplog.messages == [
+        "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. Set -B chunk_rows=32 to start there."
+    ]
+
+
+class Shared(nn.Module):
+    """Threads that are in here at the same time have room for so many rows between them."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self._held, self._lock = room, 0, threading.Lock()
+
+    def forward(self, rows):
+        with self._lock:
+            if self._held + len(rows) > self.room:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            self._held += len(rows)
+        try:
+            return rows.sum(1, keepdim=True)
+        finally:
+            with self._lock:
+                self._held -= len(rows)
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True], ids=["any shape", "one shape"])
+def test_lanes_that_share_a_model_go_on_with_smaller_steps_and_say_so_once(fixed_shape, caplog):
+    forward = CpuForward(Shared(24), torch.float32, 64, fixed_shape)
+    blocks = [np.random.default_rng(seed).random((100 + seed, 3), np.float32) for seed in range(12)]
+    with caplog.at_level(logging.WARNING, "gpuinfer"), ThreadPoolExecutor(3) as lanes:
+        answers = list(lanes.map(lambda block: forward([block])[0], blocks))
+    for block, answer in zip(blocks, answers, strict=True):
+        np.testing.assert_allclose(answer, block.sum(1, keepdims=True), rtol=1e-6)
+    assert 1 <= forward.step.rows <= 24
+    assert len([one for one in caplog.messages if "out of memory" in one]) == 1
