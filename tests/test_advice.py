@@ -19,7 +19,7 @@ from gpuinfer.cli.workload import command
 from gpuinfer.config import options, registry
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
-WORKLOADS = ("selfplay", "load", "generate", "rollouts")
+WORKLOADS = ("selfplay", "load", "generate", "rollouts", "train")
 OTHERS = {
     "--force-reinstall",
     "--no-deps",

@@ -45,7 +45,9 @@ class Chats:
         async def work(exchange: Exchange, asking: Asking) -> None:
             begun, body = events.split_begun(exchange.body, asking.begun)
             asked = await self._service.decoded(lambda body: self._reader(url).read_all(body, url, MOST_PROMPTS), body)
-            adapter = self._service.adapter_of(asked[0].model or exchange.query.get("model"))
+            adapter = self._service.adapter_of(
+                exchange.query.get("model") if asked[0].model is None else asked[0].model
+            )
             for one in asked:
                 check_request(one.prompt, self._service.widest)
             prompts = _keyed(asked, asking.id, adapter)
