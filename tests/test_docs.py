@@ -27,7 +27,7 @@ BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
     "bench generate": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1"],
-    "bench serve": ["--duration", "3s", "--warmup", "0"],
+    "bench serve": ["--duration", "5s", "--warmup", "0", "--output-tokens", "4"],  # some end on a busy machine too
     "bench rollouts": [],
     "memory": ["--no-probe"],
     "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
