@@ -66,7 +66,7 @@ class TextConnection(Connection):
 
     def _learn(self, told: Any, pulse: int) -> None:
         slots = told["slots"]
-        self.limits = Limits(slots, in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
+        self.limits = Limits(told["max_rows"], in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
         self._pulse = SharedPulse(memory.attach(pulse, PULSE_SIZE))
 
     def ask(

@@ -128,7 +128,8 @@ class TextDesk:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gpuinfer-desk", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
-        welcome = pack(Record(Kind.WELCOME, body={"slots": self.limits.slots or self.limits.max_rows}))
+        widest = self.limits.max_rows  # of one request; slots are those of all devices, and of what waits ahead
+        welcome = pack(Record(Kind.WELCOME, body={"max_rows": widest, "slots": self.limits.slots or widest}))
         self._lines = ClientLines(listener, token, most_clients, (welcome, pulse), lambda rows: None, BOUNDS)
 
     @property

@@ -154,7 +154,7 @@ async def test_a_prompt_that_waits_over_there_past_its_deadline_expires(server):
 def greeted(server):
     stranger = Stranger(server, greet=False)
     stranger.send(Record(Kind.HELLO, body={"token": server.address.token, "version": VERSION}))
-    assert stranger.next().body == {"slots": SLOTS}
+    assert stranger.next().body == {"max_rows": SLOTS, "slots": SLOTS}
     return stranger
 
 
