@@ -156,7 +156,9 @@ def _healthy(port: str) -> bool:
 
 
 CASES = [
-    pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.thorough) for page in PAGES if to_run(page)
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough, pytest.mark.timeout(1200)])
+    for page in PAGES
+    if to_run(page)
 ]
 
 
