@@ -99,12 +99,17 @@ def until(holds: Callable[[], bool], limit_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.thorough
-def test_one_process_compiles_what_two_need_and_the_other_loads_it(companions):
+def one_compiles_and_one_waits(companions):
     first = companions.start("first")
     until(lambda: companions.compiles("first"))
     second = companions.start("second")
     until(lambda: companions.waits(second))
+    return first, second
+
+
+@pytest.mark.thorough
+def test_one_process_compiles_what_two_need_and_the_other_loads_it(companions):
+    first, second = one_compiles_and_one_waits(companions)
     companions.go()
     found = [one.communicate(timeout=120)[0].split() for one in (first, second)]
     assert found == [["0", "1"], ["1", "0"]]
@@ -113,10 +118,7 @@ def test_one_process_compiles_what_two_need_and_the_other_loads_it(companions):
 
 @pytest.mark.thorough
 def test_when_the_one_that_compiles_is_killed_the_other_compiles(companions):
-    first = companions.start("first")
-    until(lambda: companions.compiles("first"))
-    second = companions.start("second")
-    until(lambda: companions.waits(second))
+    first, second = one_compiles_and_one_waits(companions)
     assert not companions.compiles("second")
     first.send_signal(signal.SIGKILL)
     companions.go()

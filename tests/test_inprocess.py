@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from one_batch import answered
 from pydantic import ValidationError
 
 from gpuinfer import api
@@ -33,12 +34,7 @@ def request(rows, seed=0):
 
 
 async def answers(batch, a_setup=None, **options):
-    backend = InProcess(a_setup or setup(), **options)
-    await backend.start(BackendContext())
-    try:
-        return await backend.infer(batch)
-    finally:
-        await backend.close()
+    return await answered(InProcess(a_setup or setup(), **options), batch)
 
 
 async def test_each_request_gets_policy_and_values():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import staged_models
 import torch
+from one_batch import answered
 from pydantic import ValidationError
 
 from gpuinfer import api
@@ -51,12 +52,7 @@ def request(rows, seed=0):
 
 
 async def answers(batch, a_setup=None, **options):
-    backend = InProcess(a_setup or setup(), **options)
-    await backend.start(BackendContext())
-    try:
-        return await backend.infer(batch)
-    finally:
-        await backend.close()
+    return await answered(InProcess(a_setup or setup(), **options), batch)
 
 
 STAGED = [

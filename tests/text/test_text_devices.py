@@ -9,9 +9,9 @@ import pytest
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.toy import LETTERS, alone, joined, toy_generator
+from text.toy import LETTERS, OfText, alone, joined, toy_generator
 
-from gpuinfer.api import Backend, Request
+from gpuinfer.api import Request
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.settling import OnPart
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
@@ -27,7 +27,7 @@ LOST = "CUDA error: unspecified launch failure"
 SLOTS = 4
 
 
-class Devices(Backend):
+class Devices(OfText):
     """A backend around toy generators, each a device; `good_for` says how many steps each is good for."""
 
     def __init__(self, *good_for: float, words: str = LOST) -> None:
@@ -44,18 +44,6 @@ class Devices(Backend):
         }
         self.text = TextDevices(models)
         self.limits = self.text.limits
-
-    async def infer(self, batch):
-        raise NotImplementedError
-
-    def stream(self, batch):
-        return self.text.stream(batch)
-
-    def cancel(self, request):
-        self.text.cancel(request)
-
-    async def close(self):
-        await self.text.close()
 
 
 def fail_after(decoder, steps, words):

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from gpuinfer.api import Backend
 from gpuinfer.generation import Completion, Part, Prompt, Sampling
+from gpuinfer.text.devices import TextDevices
 from gpuinfer.text.generator import Driver, Generator
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
@@ -264,17 +265,10 @@ def _said(sampling: Sampling, text: str, answer: list[int], logprobs: list[Any],
     )
 
 
-class Generating(Backend):
-    """A backend around one generator."""
+class OfText(Backend):
+    """A backend that hands all to `self.text`, which whoever starts it sets."""
 
-    def __init__(self, generator):
-        super().__init__()
-        self.generator = generator
-
-    async def start(self, context):
-        self.driver = Driver(self.generator)
-        self.text = TextModel(self.driver, context.stepped)
-        self.limits = self.text.limits
+    text: TextModel | TextDevices
 
     async def infer(self, batch):
         raise NotImplementedError
@@ -287,3 +281,16 @@ class Generating(Backend):
 
     async def close(self):
         await self.text.close()
+
+
+class Generating(OfText):
+    """A backend around one generator."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    async def start(self, context):
+        self.driver = Driver(self.generator)
+        self.text = TextModel(self.driver, context.stepped)
+        self.limits = self.text.limits

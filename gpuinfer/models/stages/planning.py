@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS as CUDA_DETERM
 from gpuinfer.models.load import called
 from gpuinfer.models.memory import is_out_of_memory
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, ForwardTuning, cores_of
+from gpuinfer.models.stages.options import StageOptions
 from gpuinfer.models.stages.splitting import Split, at_points, least_largest
 from gpuinfer.models.stages.timing import seconds_of
 
@@ -25,19 +26,8 @@ CUDA_ROWS = 8192  # of a micro-batch: enough to fill a large device
 ROOM_SHARE = 0.8  # of a device's free memory for weights; the rest is for what is computed with them
 
 
-class StageTuning(ForwardTuning, Protocol):
+class StageTuning(ForwardTuning, StageOptions, Protocol):
     """How the user wants it cut."""
-
-    @property
-    def parallel(self) -> Literal["data", "layers", "pipeline"]: ...
-    @property
-    def stages(self) -> int | Literal["auto"]: ...
-    @property
-    def split_points(self) -> Sequence[int] | None: ...
-    @property
-    def micro_batch_rows(self) -> int | None: ...
-    @property
-    def layers(self) -> str | None: ...
 
 
 def count_for(tuning: StageTuning, devices: Sequence[torch.device], layers: int, name: str) -> int:
