@@ -4,10 +4,15 @@ A worker process runs its parent's main script again, up to what is under `if __
 script imports this module alone, so that a worker does not load the command line.
 """
 
+import sys
+
 
 def main() -> None:
+    from gpuinfer.host import plugin_folder, signals
+
+    if problem := plugin_folder.see_plugins():  # before anything looks for plugins
+        print(f"gpuinfer: {problem}", file=sys.stderr)
     from gpuinfer.cli import main as command
-    from gpuinfer.host import signals
 
     signals.own()
     try:

@@ -17,6 +17,7 @@ LAYERS = [
         "gpuinfer.bench",
         "gpuinfer.loop",
         "gpuinfer.memory",
+        "gpuinfer.packages",
         "gpuinfer.screen",
         "gpuinfer.serving",
         "gpuinfer.testing",

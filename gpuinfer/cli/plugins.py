@@ -1,4 +1,4 @@
-"""List, show and check plugins.
+"""Plugins: listed, shown, checked; and beside it written and installed.
 
 What people see while a package is checked: each finding as soon as it is there, and what is being tried.
 """
@@ -17,8 +17,9 @@ import typer
 from gpuinfer.cli import flags
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.loading import inspect_all
+from gpuinfer.cli.plugins_new import kinds_that_begin, new
 from gpuinfer.cli.problems import CHECK_FAILED
-from gpuinfer.config import registry
+from gpuinfer.config import contract, registry
 from gpuinfer.errors import UnknownName
 
 if TYPE_CHECKING:
@@ -29,12 +30,11 @@ SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatab
 PREFIXES = {"backends": "-B {}=", "strategies": "-S {}=", "decoders": "-D {}="}  # of options; else a flag each
 
 app = typer.Typer(
-    help="List, show and check plugins.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+    help="Plugins: what is there, whether it holds, and your own.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
 )
-
-
-def _kinds(incomplete: str) -> list[str]:
-    return [kind for kind in registry.KINDS.values() if kind.startswith(incomplete)]
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -58,6 +58,22 @@ def show_list(
     for kind in registry.KINDS:
         if rows := [_row(record) for record in records if record.kind == kind]:
             facts(kind, rows)
+    facts("packages", _packages_of(records))
+
+
+def _packages_of(records: Sequence[registry.PluginRecord]) -> list[tuple[str, str, str]]:
+    """Each once: where it comes from, and the versions of gpuinfer that it is for. Ours first."""
+    first = {record.distribution: record for record in reversed(records)}
+    listed = sorted(first.values(), key=lambda record: (record.place != registry.BUILT_IN, record.distribution))
+    return [(f"    {record.package}", record.place, _contract(record)) for record in listed]
+
+
+def _contract(record: registry.PluginRecord) -> str:
+    if record.place == registry.BUILT_IN:
+        return f"the contract {contract.span()}"
+    if record.contract is None:
+        return "does not say for which gpuinfer"
+    return f"for gpuinfer {record.contract}" if record.contract else "for any gpuinfer"
 
 
 def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
@@ -67,7 +83,9 @@ def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
 
 @app.command("show")
 def show_one(
-    kind: str = typer.Argument(help="backend, strategy, workload, game, environment or decoder", autocompletion=_kinds),
+    kind: str = typer.Argument(
+        help="backend, strategy, workload, game, environment or decoder", autocompletion=kinds_that_begin
+    ),
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:
     """One plugin: what it is, where it comes from, its options."""
@@ -76,7 +94,10 @@ def show_one(
     _apply_settings()
     record = registry.find(kind, name)
     plugin = registry.load(kind, name)
-    origin = [("package", record.package, ""), ("module", record.module, "")]
+    origin = [
+        ("package", record.package, f"{record.place}; {_contract(record)}"),
+        ("module", record.module, ""),
+    ]
     if problem := registry.missing(plugin):
         origin.append(("missing", problem, ""))
     facts(f"{registry.KINDS[record.kind]} {name}", [("what", _about(plugin), ""), *origin])
@@ -131,6 +152,9 @@ def check(
     shown.sum_up(findings)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(CHECK_FAILED)
+
+
+app.command("new")(new)
 
 
 def _text(value: str | list[str]) -> str:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, entry_points
+from pathlib import Path
 from typing import Any
 
+from gpuinfer.config import contract
 from gpuinfer.errors import PluginError, UnknownName
+from gpuinfer.host.plugin_folder import plugin_folder
 
 KINDS = {
     "backends": "backend",
@@ -58,6 +62,8 @@ SETTINGS = (
 
 DISABLED = "GPUINFER_DISABLED_PLUGINS"  # in the environment, so that worker processes inherit it
 LACKS = "cannot be used yet: "  # how the reason of a plugin begins whose library is not installed
+OURSELVES = "gpuinfer"  # the package that the built-in plugins are of
+BUILT_IN, ENVIRONMENT, FOLDER = "built in", "environment", "folder"  # where packages come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class PluginRecord:
     module: str  # the `module:attribute` of its entry point
     ok: bool | None = None
     reason: str = ""  # why it cannot be used
+    place: str = ENVIRONMENT  # where its package lies: built in, environment, or folder (`host.plugin_folder`)
+    contract: str | None = None  # versions of gpuinfer that its package is for, as `contract.wanted` has them
 
     @property
     def package(self) -> str:
@@ -79,15 +87,15 @@ class PluginRecord:
 
 def names(kind: str) -> list[str]:
     """The names that are installed, allowed and not switched off, sorted. Imports nothing."""
-    usable = (record for record in _offers(plural(kind)) if not (_switched_off(record) or _taken(record)))
+    usable = (record for record in _offers(plural(kind)) if not _ruled_out(record))
     return sorted({record.name for record in usable})
 
 
 def load(kind: str, name: str) -> Any:
     """The plugin class of that name.
 
-    Raises `UnknownName` when nobody offers it, and `PluginError` when it is switched off, offered by two packages,
-    named like a command of ours, cannot be imported or is no class of its kind.
+    Raises `UnknownName` when nobody offers it, and `PluginError` when it is switched off, offered by two packages, for
+    another version of the contract, named like a command of ours, cannot be imported or is no class of its kind.
     """
     return _load(_only_offer(plural(kind), name))
 
@@ -100,8 +108,8 @@ def find(kind: str, name: str) -> PluginRecord:
 def listing(kind: str | None = None) -> list[PluginRecord]:
     """Every plugin that is offered, sorted by kind and name; imports nothing.
 
-    `ok` is False, with the reason, for those that are switched off, for a name that two packages offer, and for a
-    workload that is named like a command or a setting of ours.
+    `ok` is False, with the reason, for those that are switched off or for another version of the contract, for a name
+    that two packages offer, and for a workload that is named like a command or a setting of ours.
     """
     kinds = [plural(kind)] if kind else list(KINDS)
     offers = (sorted(_offers(each), key=lambda record: (record.name, record.distribution)) for each in kinds)
@@ -165,6 +173,11 @@ def refresh() -> None:
     _discover.cache_clear()
 
 
+def is_ours(name: str) -> bool:
+    """Whether it is the name of a command or a setting of ours, which no workload can have."""
+    return name.replace("-", "_").lower() in (*COMMANDS, *SETTINGS)
+
+
 def plural(kind: str) -> str:
     """`backends` for `backend` or `backends`. Raises `UnknownName`."""
     for many, one in KINDS.items():
@@ -180,24 +193,51 @@ def _offers(kind: str) -> list[PluginRecord]:
 @lru_cache(maxsize=4)
 def _discover(path: tuple[str, ...]) -> tuple[PluginRecord, ...]:
     """All offers on this `sys.path`. Of a distribution that is found twice, importlib.metadata takes the first."""
-    points = entry_points()
-    found = (_record(kind, point) for kind in KINDS for point in points.select(group=f"gpuinfer.{kind}"))
+    points, folder = entry_points(), plugin_folder()
+    known: dict[int, tuple[str, str, str, str | None]] = {}  # reading a package's metadata takes longer than all else
+    found = []
+    for kind in KINDS:
+        for point in points.select(group=f"gpuinfer.{kind}"):
+            if id(point.dist) not in known:
+                known[id(point.dist)] = _told_of(point.dist, folder)
+            name, version, place, wanted = known[id(point.dist)]
+            found.append(PluginRecord(kind, point.name, name, version, point.value, place=place, contract=wanted))
     return tuple(dict.fromkeys(found))
 
 
-def _record(kind: str, point: EntryPoint) -> PluginRecord:
-    distribution = point.dist
-    name = distribution.name if distribution else "unknown package"
-    return PluginRecord(kind, point.name, name, distribution.version if distribution else "", point.value)
+def _told_of(distribution: Distribution | None, folder: Path) -> tuple[str, str, str, str | None]:
+    """Name, version, place and contract."""
+    if distribution is None:
+        return "unknown package", "", ENVIRONMENT, None
+    name = distribution.name
+    place = place_of(name, distribution, folder)
+    wanted = None if place == BUILT_IN else contract.wanted(distribution.requires)
+    return name, distribution.version, place, wanted
+
+
+def place_of(name: str, distribution: Distribution, folder: Path) -> str:
+    """`BUILT_IN`, `FOLDER` for what lies in this one of the user's, else `ENVIRONMENT`."""
+    if plain(name) == OURSELVES:
+        return BUILT_IN
+    return FOLDER if Path(str(distribution.locate_file(""))) == folder else ENVIRONMENT
+
+
+def plain(name: str) -> str:
+    """A package's name as packages are compared by (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _switched_off(record: PluginRecord) -> bool:
     return any(entry in (f"{record.kind}.{record.name}", record.distribution) for entry in switched_off())
 
 
+def _ruled_out(record: PluginRecord) -> bool:
+    return _switched_off(record) or _taken(record) or not contract.fits(record.contract)
+
+
 def _taken(record: PluginRecord) -> bool:
     """Whether it is a workload that would stand in the way of a command or a setting of everyone's."""
-    return record.kind == "workloads" and record.name.replace("-", "_").lower() in (*COMMANDS, *SETTINGS)
+    return record.kind == "workloads" and is_ours(record.name)
 
 
 def _judged(record: PluginRecord) -> PluginRecord:
@@ -205,6 +245,8 @@ def _judged(record: PluginRecord) -> PluginRecord:
         return replace(record, ok=False, reason="switched off by disabled_plugins")
     if _taken(record):
         return replace(record, ok=False, reason=_named_like_ours(record))
+    if not contract.fits(record.contract):
+        return replace(record, ok=False, reason=_of_another_contract(record))
     try:
         _only_offer(record.kind, record.name)
     except PluginError as error:
@@ -224,6 +266,10 @@ def _only_offer(kind: str, name: str) -> PluginRecord:
         )
     if _taken(active[0]):
         raise PluginError(_named_like_ours(active[0]))
+    fitting = [record for record in active if contract.fits(record.contract)]
+    if not fitting:
+        raise PluginError(f"{KINDS[kind]} '{name}': {_of_another_contract(active[0])}")
+    active = fitting
     if len(active) > 1:
         raise PluginError(_clash(kind, name, active))
     return active[0]
@@ -237,12 +283,20 @@ def _named_like_ours(record: PluginRecord) -> str:
     )
 
 
+def _of_another_contract(record: PluginRecord) -> str:
+    """Said before anything of it has been imported."""
+    return (
+        f"{contract.complaint(record.package, record.contract or '')}. Install a version of it for this one (gpuinfer "
+        f"plugins upgrade {record.distribution}), or the gpuinfer that it is for."
+    )
+
+
 def _clash(kind: str, name: str, offers: list[PluginRecord]) -> str:
     offers = sorted(offers, key=lambda offer: (offer.distribution != "gpuinfer", offer.distribution))
     sources = " and ".join(f"{offer.package} ({offer.module})" for offer in offers)
     spare = offers[-1].distribution
     return (
-        f"{KINDS[kind]} '{name}' is offered by {sources}. Uninstall one (pip uninstall {spare}), "
+        f"{KINDS[kind]} '{name}' is offered by {sources}. Uninstall one (gpuinfer plugins uninstall {spare}), "
         f'or switch one off: disabled_plugins = ["{spare}"] in gpuinfer.toml.'
     )
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
-RESERVED = {"GPUINFER_CONFIG"}  # says where the file is, and is no setting itself
+RESERVED = {"GPUINFER_CONFIG", "GPUINFER_PLUGINS"}  # say where a file or folder is, and are no settings
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
 COMMANDS = ("fleet", "serve")  # of ours, with a table of the same kind as a workload's
 

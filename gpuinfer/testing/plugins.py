@@ -43,7 +43,8 @@ def check_plugin(record: registry.PluginRecord, order: CheckOrder) -> set[str]:
     if not loaded or record.kind not in CHECKS:
         return set()
     plugin, values = loaded[0], {}
-    fields = options.fields_of(plugin.Options) if hasattr(plugin.Options, "model_fields") else {}
+    own = getattr(plugin, "Options", None)  # a function that makes environments has none
+    fields = options.fields_of(own) if hasattr(own, "model_fields") else {}
     named = {f"{prefix}{key}": key for prefix in ("", f"{record.name.replace('-', '_')}.") for key in fields}
     given = {key: Given(order.given[full], f"--set {full}") for full, key in named.items() if full in order.given}
 
@@ -91,10 +92,17 @@ def _check_decoder(plugin: Any, values: Mapping[str, Any], order: CheckOrder) ->
     check_decoder(lambda: plugin(plugin.Options(**values)), examiner=order.examiner(""))
 
 
+def _check_environment(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
+    from gpuinfer.testing.environments import check_environment  # likewise
+
+    check_environment(functools.partial(plugin, **values), examiner=order.examiner(""))
+
+
 CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], None]] = {
     "backends": _check_backend,
     "strategies": _check_strategy,
     "workloads": _check_workload,
     "games": _check_game,
     "decoders": _check_decoder,
+    "environments": _check_environment,
 }
