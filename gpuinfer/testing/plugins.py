@@ -43,7 +43,7 @@ def check_plugin(record: registry.PluginRecord, order: CheckOrder) -> set[str]:
     if not loaded or record.kind not in CHECKS:
         return set()
     plugin, values = loaded[0], {}
-    own = getattr(plugin, "Options", None)  # a function that makes environments has none
+    own: Any = getattr(plugin, "Options", None)  # a function that makes environments has none
     fields = options.fields_of(own) if hasattr(own, "model_fields") else {}
     named = {f"{prefix}{key}": key for prefix in ("", f"{record.name.replace('-', '_')}.") for key in fields}
     given = {key: Given(order.given[full], f"--set {full}") for full, key in named.items() if full in order.given}
