@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
@@ -20,6 +20,16 @@ from gpuinfer.central.remote import TextRemote, Way
 from gpuinfer.central.server import CentralServer
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.models import processor
+from gpuinfer.models.stages.options import (
+    MICRO_BATCH_ROWS,
+    MOST_STAGES,
+    PARALLEL,
+    SPLIT_POINTS,
+    STAGES,
+    WITH_STAGES,
+    Parallel,
+    complaint_of,
+)
 from gpuinfer.text import arithmetic
 from gpuinfer.text.adapter_options import (
     ADAPTERS,
@@ -129,9 +139,27 @@ class Central(Remote):
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+        parallel: Parallel = Field("data", description=f"of text: {PARALLEL}")
+        stages: Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"] = Field(
+            "auto", description=STAGES, json_schema_extra=WITH_STAGES
+        )
+        split_points: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+            None, description=SPLIT_POINTS, json_schema_extra=WITH_STAGES
+        )
+        micro_batch_rows: int | None = Field(None, ge=1, description=MICRO_BATCH_ROWS, json_schema_extra=WITH_STAGES)
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
         batch_timeout: float = Field(300.0, gt=0, description="seconds after which a batch is given up, and the server")
         restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")
+
+        @property
+        def layers(self) -> None:
+            """Those of a model of text are known."""
+
+        @model_validator(mode="after")
+        def _stages_fit(self) -> Self:
+            if complaint := complaint_of(self):
+                raise ValueError(complaint)
+            return self
 
     options: Options
     several_devices = True
@@ -152,6 +180,11 @@ class Central(Remote):
                 "the backend 'central' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
+        if self.options.parallel != "data" and self.setup.model.kind != "text":
+            raise UsageError(
+                f"parallel={self.options.parallel} of the backend 'central' is of models of text, and this one is of "
+                "rows. Use --backend inprocess, or leave -B parallel out."
+            )
         if context.strategy is None:
             raise UsageError("the backend 'central' forms batches itself. Give start() a context with a strategy.")
         given = self.options
@@ -170,6 +203,10 @@ class Central(Remote):
                 step_tokens=given.step_tokens,
                 adapters=given.adapters,
                 max_adapters=given.max_adapters,
+                parallel=given.parallel,
+                stages=given.stages,
+                split_points=given.split_points,
+                micro_batch_rows=given.micro_batch_rows,
             ),
             context.strategy,
             roofline=context.roofline,

@@ -140,16 +140,20 @@ class InProcess(Backend):
                 "the backend 'inprocess' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
-        if self.options.parallel != "data" and (spec.kind != "rows" or self._trains):
-            what = "text" if spec.kind == "text" else "gradients"
+        if self.options.parallel != "data" and self._trains:
             raise UsageError(
-                f"parallel={self.options.parallel} cuts models that answer rows, and of {what} a model is whole. Leave "
+                f"parallel={self.options.parallel} cuts models that answer, and for gradients a model is whole. Leave "
                 "-B parallel out."
             )
         if self._gate is not None:
             self._place = self._gate.join(self.setup.share)
         if spec.kind == "text":
-            self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place)
+            if self.options.layers is not None:
+                raise UsageError(
+                    f"layers={self.options.layers} names the attribute with a module's layers, and those of a model of "
+                    "text are known. Leave -B layers out; -B split_points=2,4 says where stages begin."
+                )
+            self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
             self.limits = self._text.limits
             return
         if self._trains:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
 
@@ -31,6 +31,7 @@ from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.host import children, machine, pauses
 from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.host.logs import quoted_words
+from gpuinfer.models.stages.options import Parallel
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
 from gpuinfer.trace.recorder import Recorder
 
@@ -59,6 +60,10 @@ class ServerTuning:
     step_tokens: int | None = None
     adapters: Mapping[str, str] | None = None
     max_adapters: int = MAX_ADAPTERS
+    parallel: Parallel = "data"
+    stages: int | Literal["auto"] = "auto"
+    split_points: Sequence[int] | None = None
+    micro_batch_rows: int | None = None
 
 
 @dataclass(frozen=True)

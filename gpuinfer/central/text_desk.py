@@ -59,7 +59,7 @@ class OwnTexts(Backend):
         self._text: TextModel | TextDevices | None = None
 
     async def start(self, context: BackendContext) -> None:
-        self._text = await open_text(self._spec, self.setup, self._tuning, context.stepped)
+        self._text = await open_text(self._spec, self.setup, self._tuning, context.stepped, lane=context.lane)
         self.limits = self._text.limits
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:

@@ -61,8 +61,22 @@ class StepSize:
         return error
 
 
+RAISED_IN = "raised in "
+
+
+def raised_in(error: BaseException, where: str) -> None:
+    """Note where a part of a model raised it, unless that is known: its traceback and `first_line` tell."""
+    if not _places(error):
+        error.add_note(f"{RAISED_IN}{where}")
+
+
 def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return "".join([line, *(f" ({place})" for place in _places(error))])
+
+
+def _places(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_IN)]
 
 
 # of glibc's malloc.h

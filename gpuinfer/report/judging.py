@@ -42,6 +42,7 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     waits.for_arrivals,
     playing.trainer,
     side.by_side,
+    stages.bubbles,
     crowding.others_have_the_cores,
     playing.environment,
     playing.few_groups,

@@ -36,11 +36,15 @@ async def open_text(
     options: Options,
     stepped: Callable[[int, float], None],
     place: Place | None = None,
+    lane: Callable[[str], Lane] | None = None,
 ) -> TextModel | TextDevices:
-    """The model on `setup.devices`, one or more; see `TextModel.open`. `options` are of one device.
+    """The model on `setup.devices`, a copy on each, or its stages on all of them; see `TextModel.open`. `options` are
+    of one copy.
 
     Raises `UsageError` when it cannot be had on one of them.
     """
+    if options.parallel != "data":
+        return await TextModel.open(spec, setup, options, stepped, place, lane)
     each = await asyncio.to_thread(_each, setup)
     if len(each) == 1:
         return await TextModel.open(spec, setup, options, stepped, place)

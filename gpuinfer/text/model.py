@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer import unmasked
-from gpuinfer.api import Event, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
+from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 
@@ -28,7 +28,7 @@ FEW = 8  # prompts that are understood where they arrive, if they are short: ano
 SHORT = 4096  # characters of such a one: about a millisecond
 LONG = 100_000  # characters of one that others do not wait for
 COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
-OPTIONS = ("slots", "context", "step_tokens", "threads")  # facts that are the values of a backend's options
+OPTIONS = ("slots", "context", "step_tokens", "threads", "stages")  # facts that are the values of a backend's options
 TOLD = ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")  # of the counters, beside those of diffusion models
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
@@ -64,13 +64,14 @@ class TextModel:
         options: Options,
         stepped: Callable[[int, float], None],
         place: Place | None = None,
+        lane: Callable[[str], Lane] | None = None,
     ) -> TextModel:
         """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step; each has a turn of
-        `place`, beside those of other models.
+        `place`, beside those of other models. `lane` gives a lane of the ledger for each stage, where it is cut.
 
         Raises `UsageError` when the model cannot be had on this device.
         """
-        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options, place)
+        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
         return cls(driver, stepped, gauge)
 
     @property
@@ -319,15 +320,19 @@ class _Answers:
 
 
 def _drive(
-    spec: ModelSpec, setup: Setup, options: Options, place: Place | None
+    spec: ModelSpec, setup: Setup, options: Options, place: Place | None, lane: Callable[[str], Lane] | None
 ) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
     """The model at work, and what reads its device."""
     import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge
     from gpuinfer.text.generator import Driver, open_generator
+    from gpuinfer.text.stages.decoder import StagedDecoder
 
-    driver = Driver(open_generator(spec, setup, options), place=place)
-    return driver, Gauge(driver.generator.device).read
+    generator = open_generator(spec, setup, options, lane)
+    decoder = generator.decoder
+    return Driver(generator, place=place), (
+        decoder.reading if isinstance(decoder, StagedDecoder) else Gauge(generator.device).read
+    )
 
 
 def _broken(error: Exception) -> BackendError:

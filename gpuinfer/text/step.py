@@ -25,7 +25,7 @@ class Vectors:
     """Embeddings that stand in the place of some tokens' own."""
 
     places: NDArray[np.int32]  # [n] indices into `Step.tokens`, ascending
-    values: NDArray[np.float32]  # [n, hidden], contiguous
+    values: NDArray[np.float32] | Tensor  # [n, hidden], contiguous; a tensor lies on the decoder's device
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,8 +205,7 @@ def test_options_that_do_not_go_together_are_refused(options, said):
         pytest.param(a_model("alone"), {}, "has 1 layer.*parallel=data", id="one layer"),
         pytest.param(a_model("Skipping", 6), {}, "Name the attribute.*-B layers=blocks", id="layers not told apart"),
         pytest.param(a_model("Wrong", 6), {}, "answers otherwise", id="segments that are not the model"),
-        pytest.param(SMALL, {"backward": True}, "of gradients a model is whole", id="gradients"),
-        pytest.param(ModelSpec("x", kind="text"), {}, "of text a model is whole", id="text"),
+        pytest.param(SMALL, {"backward": True}, "for gradients a model is whole", id="gradients"),
     ],
 )
 async def test_models_that_cannot_be_cut_so_say_why(model, options, said):

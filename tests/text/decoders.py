@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpuinfer.api import ModelSpec
+from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
 from gpuinfer.text.decoder.cpu import CpuDecoder, available
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.generator import Tuning
 from gpuinfer.text.shape import Shape
+from gpuinfer.text.stages.decoder import StagedDecoder
+from gpuinfer.text.stages.open_staged import open_in_stages
 from gpuinfer.text.step import Decoder
 from gpuinfer.text.weights import Weights
 
@@ -24,6 +28,43 @@ def on_the_cpu(shape: Shape, weights: Weights, dtype: torch.dtype, **options: ob
     return TorchDecoder(shape, weights, torch.device("cpu"), dtype, **options)
 
 
+@dataclass(frozen=True)
+class Given:
+    """As much of a checkpoint as stages ask for."""
+
+    shape: Shape
+    given: Weights
+    name: str = "a-model"
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        return self.given
+
+
+def in_stages(
+    shape: Shape,
+    weights: Weights,
+    dtype: torch.dtype,
+    *,
+    slots: int,
+    length: int,
+    places: tuple[str, ...] = ("cpu",),
+    deterministic: bool = True,
+) -> StagedDecoder:
+    """Two of them, with micro-batches of a few tokens, so that prompts are cut in the middle."""
+    tuning = Tuning(parallel="pipeline", stages=2, threads=1, micro_batch_rows=3)
+    decoder, _ = open_in_stages(
+        Given(shape, weights),
+        dtype,
+        Setup(devices=places, deterministic=deterministic),
+        tuning,
+        slots=slots,
+        length=length,
+        step_tokens=64,
+        lane=BackendContext().lane,
+    )
+    return decoder
+
+
 DECODERS: dict[str, Make] = {
     "torch": partial(on_the_cpu, graphs=False),
     "torch in fixed shapes": partial(on_the_cpu, graphs=True),
@@ -32,8 +73,13 @@ DECODERS: dict[str, Make] = {
 if available(torch.float32):
     DECODERS["kernels"] = partial(CpuDecoder, threads=1)
     DECODERS["kernels on two lanes"] = partial(CpuDecoder, threads=2)
+    DECODERS["in stages"] = in_stages
 
-each_decoder = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in DECODERS.items()])
+STAGES = [pytest.mark.thorough]  # each hand-over takes a while on a busy machine; the quick ones: test_stages_of_text
+each_decoder = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=STAGES if name == "in stages" else []) for name, make in DECODERS.items()],
+)
 
 
 def opened(folder: Path) -> Checkpoint:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decoders import in_stages
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
@@ -45,6 +46,24 @@ def test_the_device_gives_what_the_cpu_gives(shape, options):
     torch.testing.assert_close(
         all_logits(decoder(shape, **options)), all_logits(decoder(shape, device=CPU)), atol=1e-3, rtol=0
     )
+
+
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PLACES = [
+    pytest.param(("cuda:0",), id="sharing a device"),
+    pytest.param(("cuda:0", "cuda:1"), id="a device each", marks=TWO),
+]
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("shape", CASES)
+def test_in_stages_it_gives_that_too(shape, places):
+    expected = all_logits(decoder(shape, device=CPU))
+    weights = random_weights(shape, torch.float32)
+    staged = in_stages(shape, weights, torch.float32, slots=5, length=160, places=places, deterministic=False)
+    found = all_logits(staged)
+    staged.close()
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

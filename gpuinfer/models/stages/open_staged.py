@@ -64,10 +64,12 @@ def open_staged(
     rows = rows_for(setup, tuning, on_cpu)
     features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
     times = times_on(places, segments, features, setup, tuning)
-    split = split_for(tuning, places, segments, times, spec.name)
-    cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, segments)}
+    sizes = [bytes_of(segment) for segment in segments]
+    split = split_for(tuning, places, sizes, times, spec.name)
+    cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
     stages = stages_at(places, split, segments, times, spec, setup, tuning, dtype)
-    cut["stages"] = [told_of(*one) for one in zip(stages, split, strict=True)]
+    weights = [sum(sizes[start:stop]) for start, stop in split]
+    cut["stages"] = [told_of(*one) for one in zip(stages, split, weights, strict=True)]
 
     limits = limits_of(setup, tuning, places, rows, roofline)
     pipeline = Pipeline(stages, lane or BackendContext().lane)
@@ -133,13 +135,13 @@ def limits_of(
     return replace(usual, in_flight=in_flight, enough_rows=enough)
 
 
-def told_of(stage: Placed, layers: tuple[int, int]) -> dict[str, Any]:
-    """What the report says of a stage, in plain values."""
+def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
+    """What the report says of a stage with so many bytes of weights, in plain values."""
     return {
         "layers": [layers[0], layers[1] - 1],
         "device": str(stage.device),
         "threads": stage.threads,
-        "weights_mb": sum(map(bytes_of, stage.segments)) / MEGABYTE,
+        "weights_mb": weights / MEGABYTE,
     }
 
 

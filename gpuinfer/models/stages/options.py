@@ -20,14 +20,14 @@ PARALLEL = (
 )
 STAGES = "of layers and pipeline: how many; auto: one a device, two on a single CPU"
 SPLIT_POINTS = "of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and memory"
-MICRO_BATCH_ROWS = "of layers and pipeline: rows that go through a stage at once; default by the batch, 512 at most"
+MICRO_BATCH_ROWS = "of layers and pipeline: rows, of text tokens, that go through a stage at once; default by the batch"
 LAYERS = (
     "of layers and pipeline: the attribute that holds the layers of a model that is no Sequential, as encoder.blocks"
 )
 
 
-class StageOptions(Protocol):
-    """What an options class with these has."""
+class CutOptions(Protocol):
+    """Into how many stages, where, and what goes through one at once."""
 
     @property
     def parallel(self) -> Parallel: ...
@@ -37,6 +37,11 @@ class StageOptions(Protocol):
     def split_points(self) -> Sequence[int] | None: ...
     @property
     def micro_batch_rows(self) -> int | None: ...
+
+
+class StageOptions(CutOptions, Protocol):
+    """What an options class with these has."""
+
     @property
     def layers(self) -> str | None: ...
     @property

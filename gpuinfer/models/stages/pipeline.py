@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendDied
+from gpuinfer.models.memory import raised_in
 from gpuinfer.models.stages.channel import Channel, ChannelClosed
 
 log = logging.getLogger("gpuinfer")
@@ -199,6 +200,7 @@ class Pipeline:
         try:
             value = self.stages[number].compute(value, lane)
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and the pipeline goes on)
+            raised_in(error, f"stage {number}, {self.stages[number].name}")
             batch.fail(error)
             return
         if number + 1 < len(self.stages):

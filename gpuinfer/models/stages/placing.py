@@ -33,7 +33,8 @@ def stages_at(
 ) -> list[Placed]:
     """Each with its layers where it computes; on the CPU with its threads, and its cores where there are enough."""
     seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
-    threads = threads_of(seconds, setup, tuning)
+    # As in one forward, a row's answer must not depend on how many they are.
+    threads = threads_of(seconds, setup, tuning.threads or (1 if setup.deterministic else None))
     cores = own_cores(threads, setup)
     stages: list[Placed] = []
     there: dict[object, torch.device] = {}  # modules and parameters → where they are
@@ -53,11 +54,9 @@ def stages_at(
     return stages
 
 
-def threads_of(seconds: Sequence[float], setup: Setup, tuning: StageTuning) -> list[int]:
-    """For each stage on the CPU. As in one forward, a row's answer must not depend on how many they are."""
-    if tuning.threads or setup.deterministic:
-        return [tuning.threads or 1] * len(seconds)
-    return deal(cores_of(setup), seconds)
+def threads_of(seconds: Sequence[float], setup: Setup, threads: int | None) -> list[int]:
+    """For each stage on the CPU: `threads`, or its share of the cores and those left over to the slowest."""
+    return deal(cores_of(setup), seconds) if threads is None else [threads] * len(seconds)
 
 
 def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:

@@ -17,7 +17,7 @@ from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS as CUDA_DETERM
 from gpuinfer.models.load import called
 from gpuinfer.models.memory import is_out_of_memory
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, ForwardTuning, cores_of
-from gpuinfer.models.stages.options import StageOptions
+from gpuinfer.models.stages.options import CutOptions, StageOptions
 from gpuinfer.models.stages.splitting import Split, at_points, least_largest
 from gpuinfer.models.stages.timing import seconds_of
 
@@ -30,7 +30,7 @@ class StageTuning(ForwardTuning, StageOptions, Protocol):
     """How the user wants it cut."""
 
 
-def count_for(tuning: StageTuning, devices: Sequence[torch.device], layers: int, name: str) -> int:
+def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> int:
     """How many stages. Raises `UsageError` where there are too few layers, or too few devices to say."""
     on_cpu = devices[0].type == "cpu"
     if tuning.split_points is not None:
@@ -105,16 +105,16 @@ def as_many_as_fit(segments: Sequence[nn.Module], features: Tensor, place: torch
 
 
 def split_for(
-    tuning: StageTuning,
+    tuning: CutOptions,
     places: Sequence[torch.device],
-    segments: Sequence[nn.Module],
+    sizes: Sequence[int],
     times: Sequence[Sequence[float]],
     name: str,
 ) -> Split:
-    """Which layers are whose. Raises `UsageError` where the devices have no room for them."""
+    """Which layers, of `sizes` bytes, are whose. Raises `UsageError` where the devices have no room for them."""
     if tuning.split_points is not None:
-        return at_points(tuning.split_points, len(segments))
-    sizes, room = [bytes_of(segment) for segment in segments], [room_on(place, places) for place in places]
+        return at_points(tuning.split_points, len(sizes))
+    room = [room_on(place, places) for place in places]
     found = least_largest(times, sizes, room)
     if found is None:
         free = ", ".join(f"{place} {most / MEGABYTE:,.0f} MB" for place, most in zip(places, room, strict=True))
@@ -125,9 +125,8 @@ def split_for(
     return found
 
 
-def fits_one(places: Sequence[torch.device], segments: Sequence[nn.Module]) -> bool:
-    """Whether each of the devices has room for the whole model, before any of it is there."""
-    whole = sum(map(bytes_of, segments))
+def fits_one(places: Sequence[torch.device], whole: int) -> bool:
+    """Whether each of the devices has room for the whole model, of so many bytes, before any of it is there."""
     return all(room_on(place, [place]) >= whole for place in dict.fromkeys(places))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpuinfer.api import Lane
 
@@ -24,20 +25,32 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+Segment = Callable[[Any], Any]
+"""A layer, or several: from what the one before it gave to what the one after it takes."""
+Mode = Callable[[], AbstractContextManager[Any]]
+"""How gradients are off: whoever writes over what a stage gives needs `torch.no_grad`."""
+
+
 class CpuStage:
     """`segments`, called in turn with `threads` threads on `cores` (None: wherever the system puts them)."""
 
     device = torch.device("cpu")
 
     def __init__(
-        self, name: str, segments: Sequence[nn.Module], threads: int, cores: Collection[int] | None = None
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        threads: int,
+        cores: Collection[int] | None = None,
+        mode: Mode = torch.inference_mode,
     ) -> None:
         self.name, self.segments, self.threads, self.cores = name, segments, threads, cores
+        self._mode = mode
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         settle_on(self.threads, self.cores)
-        with torch.inference_mode():
+        with self._mode():
             yield
 
     def compute(self, value: Any, lane: Lane) -> Any:

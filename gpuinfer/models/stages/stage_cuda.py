@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpuinfer.api import Lane
-from gpuinfer.models.stages.stage import mapped
+from gpuinfer.models.stages.stage import Mode, Segment, mapped
 
 BEHIND = 1  # micro-batches that a device may still be at when the next is launched
 
@@ -54,11 +54,13 @@ class CudaStage:
     def __init__(
         self,
         name: str,
-        segments: Sequence[nn.Module],
+        segments: Sequence[Segment],
         device: torch.device,
         enter: Callable[[Any], Any] | None = None,
         leave: Callable[[Any], Any] | None = None,
+        mode: Mode = torch.inference_mode,
     ) -> None:
+        self._mode = mode
         self.name, self.segments, self.device = name, segments, device
         self._enter, self._leave = enter, leave
         self.threads = 1
@@ -68,7 +70,7 @@ class CudaStage:
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         torch.cuda.synchronize(self.device)  # weights were put there on another stream
-        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with self._mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def compute(self, value: Any, lane: Lane) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from gpuinfer.models.stages.stage import mapped, settle_on
 
 BUDGET_S = 0.4  # for all layers together, beside the first pass
 LEAST, MOST = 3, 30  # passes
+Found = TypeVar("Found")
 
 
 def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device, threads: int) -> list[float]:
@@ -22,23 +23,24 @@ def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: tor
 
     A segment is there only while it computes: the device need not have room for all of them. Raises what one raises.
     """
-    found: list[list[float]] = []
-    raised: list[BaseException] = []
 
-    def measure() -> None:
-        try:
-            settle_on(threads, None)
-            with torch.inference_mode():
-                found.extend(_passes(segments, features, place))
-        except BaseException as error:  # noqa: BLE001 (handed to the caller)
-            raised.append(error)
+    def measure() -> list[list[float]]:
+        with torch.inference_mode():
+            return list(_passes(segments, features, place))
 
-    thread = threading.Thread(target=measure, name="gpuinfer-layers")  # threads and cores are a thread's own
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
+    found = in_thread(measure, threads)
     return [min(of_one) for of_one in zip(*found[1:], strict=True)]  # the first pass lays weights out
+
+
+def in_thread(measure: Callable[[], Found], threads: int) -> Found:
+    """What `measure` finds in a thread that computes with so many threads, as a stage's does. Raises what it raises."""
+
+    def measured() -> Found:
+        settle_on(threads, None)
+        return measure()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-layers") as thread:  # threads are a thread's own
+        return thread.submit(measured).result()
 
 
 def _passes(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device) -> Iterator[list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpuinfer.text.arithmetic import FLOAT32, computes_in
 from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
-from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, pack
+from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, SortedStep, pack
 from gpuinfer.text.decoder.cpu_attention import ASKED, BLOCK, QUERIES
 from gpuinfer.text.decoder.cpu_experts import AT_ONCE
 from gpuinfer.text.decoder.cpu_product import aligned
@@ -95,6 +95,17 @@ class CpuDecoder:
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
+        self._compute(step)
+        return self._logits[: len(step.wanted)]
+
+    def hidden(self, step: Step) -> Tensor:
+        """What the last layer gives of each token, float32 [tokens, hidden], for a decoder that has those after it."""
+        by_adapter = self._compute(replace(step, wanted=step.wanted[:0]), all_rows=True)
+        found = self._x[: len(step.tokens)]
+        return torch.from_numpy(found.copy() if by_adapter.back is None else found[by_adapter.back])
+
+    def _compute(self, step: Step, all_rows: bool = False) -> SortedStep:
+        """Through all layers, and of wanted rows to logits; `all_rows`: the others go through the last layer too."""
         rows, segments, outputs = len(step.tokens), len(step.slots), len(step.wanted)
         vectors = 0 if step.vectors is None else len(step.vectors.places)
         needed = rows, segments, outputs, vectors
@@ -110,14 +121,14 @@ class CpuDecoder:
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
         turns[:segments] = self._sharing.turns(step)
         if step.vectors is not None:
-            vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, step.vectors.values
+            vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, np.asarray(step.vectors.values)
         # Adapters know their rows by where they stand among all of them.
-        few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs)
+        few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs) and not all_rows
         for sizes in self._sizes:
             sizes[cpu_sizes.ROWS : cpu_sizes.FEW + 1] = rows, segments, outputs, len(by_adapter.runs), vectors, few
         assert self._lanes is not None  # made with the room
         self._lanes.step()
-        return self._logits[:outputs]
+        return by_adapter
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         tiles = -(-length // TILE)
@@ -259,8 +270,9 @@ class CpuDecoder:
             sizes[cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)
         self._logits = torch.from_numpy(logits)
+        self._x = aligned((rows, shape.hidden), np.float32)
         shared = (
-            aligned((rows, shape.hidden), np.float32),
+            self._x,
             aligned((rows, shape.hidden), multiplied),
             aligned((rows, shape.heads * shape.head_dim), multiplied),
             aligned((rows, _widest_inner(shape)), multiplied),

@@ -37,10 +37,13 @@ class PackedAdapter:
 
 @dataclass(frozen=True)
 class SortedStep:
-    """A step whose segments are in the order of their adapters, and `runs` int64 [runs, RUN] of rows that have one."""
+    """A step whose segments are in the order of their adapters, and `runs` int64 [runs, RUN] of rows that have one.
+    `back` [tokens]: where each of the step's tokens is then; None where it has stayed.
+    """
 
     step: Step
     runs: NDArray[np.int64]
+    back: NDArray[np.int32] | None = None
 
 
 def pack(adapter: Adapter, shape: Shape, shares: Sequence[Share]) -> PackedAdapter:
@@ -169,7 +172,7 @@ class LoadedAdapters:
         order = self._order
         if order is None or not order.of(step):
             order = self._order = self._ordered(step)
-        return SortedStep(order.applied(step), order.runs)
+        return SortedStep(order.applied(step), order.runs, order.back)
 
     def _ordered(self, step: Step) -> _Order:
         assert step.adapters is not None

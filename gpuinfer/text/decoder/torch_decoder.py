@@ -96,17 +96,30 @@ class TorchDecoder:
         self._cache.begin(step)
         if self.deterministic:
             return self._in_tiles(step)
-        adapted, vectors = self._adapted(step), self._vectors(step)
-        if self._graphs and not adapted and vectors is None:
+        if self._graphs and step.vectors is None and (step.adapters is None or not step.adapters.any()):
             if len(step.tokens) == len(step.slots):
                 return self._one_each(step)
             if (fixed := self._static.form_of_runs(step)) is not None:
                 found, where = self._static.runs(step, *fixed)
                 return self._logits(self._picked(found, where[step.wanted]))
-        batch = batch_of(step, self._cache, set(self._windows))
-        found = self._hidden(replace(batch, adapted=adapted, vectors=vectors))
+        found = self._hidden(self._batch(step))
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
         return self._logits(found.index_select(0, wanted))
+
+    @torch.no_grad()
+    def hidden(self, step: Step) -> Tensor:
+        """What the last layer gives of each token, [tokens, hidden] in the number format and on the device of this
+        decoder, for another one that has the layers after it. Launched kernel by kernel.
+        """
+        self._cache.begin(step)
+        if not self.deterministic:
+            return self._hidden(self._batch(step))
+        rows, cut = self._static.row_buckets[-1], self._cut(step)
+        at = np.empty(len(step.tokens), np.int64)
+        for number, (members, _) in enumerate(cut):
+            at[members] = number * rows + np.arange(len(members))
+        found = self._tiles_together(step, cut, *self._of_tokens(step))
+        return found.index_select(0, torch.from_numpy(at).to(self.device))
 
     @torch.no_grad()
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
@@ -158,6 +171,11 @@ class TorchDecoder:
         self._drop()
         self._weights = None  # type: ignore[assignment]
 
+    def _batch(self, step: Step) -> StepBatch:
+        """The step, padded to no fixed shape."""
+        batch = batch_of(step, self._cache, set(self._windows))
+        return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))
+
     def _one_each(self, step: Step) -> Tensor:
         """A step that brings one token of each slot."""
         tokens, starts, slots = (given.astype(np.int64) for given in (step.tokens, step.starts, step.slots))
@@ -181,7 +199,7 @@ class TorchDecoder:
         if step.vectors is None:
             return None
         rows = torch.from_numpy(step.vectors.places.astype(np.int64)).to(self.device)
-        return rows, torch.from_numpy(step.vectors.values).to(self.device, self.dtype)
+        return rows, torch.as_tensor(step.vectors.values).to(self.device, self.dtype)
 
     def _picked(self, found: Tensor, rows: Integers) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
@@ -192,15 +210,12 @@ class TorchDecoder:
         """Any step, tile after tile; layer after layer where tokens see what comes after them, or have
         embeddings of their own.
         """
-        tokens, positions, sees = step.tokens.astype(np.int64), positions_of(step), sees_of(step)
-        slots = np.repeat(step.slots.astype(np.int64), step.lengths)
-        adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
+        tokens, positions, slots, sees, adapters = self._of_tokens(step)
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
-        rows = self._static.row_buckets[-1]
-        cut = list(tiles(sees, rows, self._static.reach_buckets))
+        rows, cut = self._static.row_buckets[-1], self._cut(step)
         one_by_one = step.sees is None and step.vectors is None
         if not one_by_one:
-            together = self._tiles_together(step, cut, tokens, positions, slots, sees, adapters)
+            together = self._tiles_together(step, cut, *self._of_tokens(step))
         for number, (members, reach) in enumerate(cut):
             asked_for, where = np.isin(members, step.wanted), np.arange(len(members))
             answered = bool(asked_for.any())
@@ -217,9 +232,19 @@ class TorchDecoder:
                 answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
         return answers
 
+    def _cut(self, step: Step) -> list[tuple[Integers, int]]:
+        return list(tiles(sees_of(step), self._static.row_buckets[-1], self._static.reach_buckets))
+
+    @staticmethod
+    def _of_tokens(step: Step) -> tuple[NDArray[Any], ...]:
+        """Each one's token, position, slot, what it sees, and adapter."""
+        slots = np.repeat(step.slots.astype(np.int64), step.lengths)
+        adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
+        return step.tokens.astype(np.int64), positions_of(step), slots, sees_of(step), adapters
+
     def _tiles_together(self, step: Step, cut: Sequence[tuple[Integers, int]], *of_tokens: NDArray[Any]) -> Tensor:
         """What the last layer gives of all tiles, [tiles × rows, hidden]: products tile by tile, and between them keys
-        and values of all. `of_tokens`: each one's token, position, slot, what it sees, and adapter.
+        and values of all. `of_tokens`: see there.
         """
         rows = self._static.row_buckets[-1]
         padded = np.zeros((len(of_tokens), len(cut), rows), np.int64)

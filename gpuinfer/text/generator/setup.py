@@ -7,27 +7,30 @@ How the user wants text generated; None leaves it to us.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import BackendContext, Lane, ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
-from gpuinfer.models.device import resolve_device, resolve_dtype
+from gpuinfer.models.device import resolve_device, resolve_devices, resolve_dtype
 from gpuinfer.models.memory import keep_freed_memory
+from gpuinfer.models.stages.options import CutOptions, Parallel
 from gpuinfer.text.adapter_options import FIRST, MAX_ADAPTERS, folders_given
 from gpuinfer.text.generator.adapters import check_name
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import Decoder
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
+    from gpuinfer.text.decoder import Sizing
     from gpuinfer.text.diffusion.generator import DiffusionGenerator
 
 LONGEST = 4096  # positions of a slot unless the user asks for more
@@ -85,6 +88,10 @@ class Tuning:
     graphs: bool = True  # on CUDA, steps of one token a row are captured graphs
     adapters: Mapping[str, str] | None = None  # folders by name, that are loaded from the start
     max_adapters: int = MAX_ADAPTERS  # loaded at once
+    parallel: Parallel = "data"  # from here on: `models.stages.options`
+    stages: int | Literal["auto"] = "auto"
+    split_points: Sequence[int] | None = None
+    micro_batch_rows: int | None = None
 
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
@@ -93,7 +100,7 @@ CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as 
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
-class Options(Protocol):
+class Options(CutOptions, Protocol):
     """`Tuning`, or a backend's options that have the same fields."""
 
     @property
@@ -114,9 +121,12 @@ class Options(Protocol):
     def max_adapters(self) -> int: ...
 
 
-def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator | DiffusionGenerator:
-    """A generator for a model of kind "text". `spec.arguments` may carry slots, context and step_tokens: the tuning's
-    come before them. Its `facts` tell what was estimated and what is there.
+def open_generator(
+    spec: ModelSpec, setup: Setup, tuning: Options, lane: Callable[[str], Lane] | None = None
+) -> Generator | DiffusionGenerator:
+    """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
+    `spec.arguments` may carry slots, context and step_tokens: the tuning's come before them. Its `facts` tell what was
+    estimated and what is there. `lane` gives a lane of the ledger for each stage.
 
     Raises `UsageError` when the model cannot be had on this device, or does not fit.
     """
@@ -124,15 +134,18 @@ def open_generator(spec: ModelSpec, setup: Setup, tuning: Options) -> Generator 
     from gpuinfer.text.decoder import own_lanes
     from gpuinfer.text.decoder.sizing import free_memory
 
-    device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    devices = [resolve_device(setup.device)] if tuning.parallel == "data" else resolve_devices(setup.devices)
+    device, dtype = devices[0], resolve_dtype(setup.dtype)
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
     wanted = asked(spec, tuning, setup, device, checkpoint.shape)
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
     lanes = own_lanes(checkpoint.shape, dtype, device, wanted.threads or 1, wanted.compile)
-    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free_memory(device), beside, lanes)
-    generator = _assembled(checkpoint, setup, wanted, device, dtype, length, asdict(estimate))
+    free = sum(map(free_memory, dict.fromkeys(devices)))
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free, beside, lanes)
+    decoder, sizing = _decoder(checkpoint, setup, tuning, wanted, dtype, length, lane)
+    generator = _assembled(checkpoint, setup, wanted, dtype, decoder, sizing, asdict(estimate))
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST, generator.decoder.pack_adapter(adapter))
@@ -169,6 +182,10 @@ def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, 
         tuning.graphs,
         folders_given(tuning.adapters, spec.arguments),
         tuning.max_adapters,
+        tuning.parallel,
+        tuning.stages,
+        tuning.split_points,
+        tuning.micro_batch_rows,
     )
 
 
@@ -189,34 +206,57 @@ def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | No
     return value
 
 
-def _assembled(
-    checkpoint: Any,
+def _decoder(
+    checkpoint: Checkpoint,
     setup: Setup,
+    given: Options,
     tuning: Tuning,
-    device: torch.device,
     dtype: torch.dtype,
     length: int,
+    lane: Callable[[str], Lane] | None,
+) -> tuple[Decoder, Sizing]:
+    """Whole or in stages; `tuning` is what was `given`, with what follows from the machine."""
+    wanted: dict[str, Any] = {
+        "slots": tuning.slots,
+        "length": length,
+        "step_tokens": tuning.step_tokens or CPU_STEP_TOKENS,
+    }
+    if tuning.parallel != "data":
+        from gpuinfer.text.stages.open_staged import open_in_stages
+
+        lane = lane or BackendContext().lane
+        return open_in_stages(checkpoint, dtype, setup, given, lane=lane, **wanted)
+    from gpuinfer.text.decoder import open_sized
+
+    return open_sized(
+        checkpoint,
+        dtype,
+        resolve_device(setup.device),
+        threads=tuning.threads or 1,
+        deterministic=setup.deterministic,
+        compile=tuning.compile,
+        graphs=tuning.graphs,
+        **wanted,
+    )
+
+
+def _assembled(
+    checkpoint: Checkpoint,
+    setup: Setup,
+    tuning: Tuning,
+    dtype: torch.dtype,
+    decoder: Decoder,
+    sizing: Sizing,
     estimate: Mapping[str, int],
 ) -> Generator | DiffusionGenerator:
     from gpuinfer.text.checkpoint import read_adapter
     from gpuinfer.text.checkpoint.replacement import read_other_weights
-    from gpuinfer.text.decoder import open_sized
     from gpuinfer.text.language import open_language
+    from gpuinfer.text.stages.decoder import StagedDecoder
 
+    in_force = decoder.in_force if isinstance(decoder, StagedDecoder) else {}
     threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
     language = open_language(checkpoint.language_files(), checkpoint.shape)
-    decoder, sizing = open_sized(
-        checkpoint,
-        dtype,
-        device,
-        slots=tuning.slots,
-        length=length,
-        threads=threads,
-        deterministic=setup.deterministic,
-        compile=tuning.compile,
-        graphs=tuning.graphs,
-        step_tokens=step_tokens,
-    )
     common: dict[str, Any] = {
         "seed": setup.seed,
         "end_tokens": language.end_tokens,
@@ -229,7 +269,7 @@ def _assembled(
             "model": checkpoint.name,
             "family": checkpoint.shape.family,
             "diffusion": checkpoint.shape.masking is not None,
-            "device": str(device),
+            "device": str(decoder.device),
             "dtype": setup.dtype,
             "computes_in": decoder.computes_in,
             "slots": decoder.slots,
@@ -241,6 +281,7 @@ def _assembled(
             "estimated_bytes": estimate["weights_bytes"] + sizing.estimated_bytes,
             "cache_bytes": decoder.cache_bytes(),
             "measured_bytes": _measured(estimate["weights_bytes"], sizing.measured_bytes),
+            **in_force,
         },
     }
     if decoder.shape.masking is not None:
@@ -249,7 +290,8 @@ def _assembled(
 
         common["facts"].update(usual(checkpoint.shape))
         return DiffusionGenerator(decoder, language, **common)
-    gather_steps = CUDA_GATHER_STEPS if device.type == "cuda" and tuning.graphs else 0
+    graphs = decoder.device.type == "cuda" and tuning.graphs and tuning.parallel == "data"
+    gather_steps = CUDA_GATHER_STEPS if graphs else 0
     return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
 
 

@@ -1,0 +1,180 @@
+"""`step.Decoder` whose layers are in stages: micro-batches of a step go through them one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.stages.stage_cuda import Launched
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.stages.micro_batches import Cutter
+from gpuinfer.text.stages.portions import Portion
+from gpuinfer.text.step import Decoder, Step, Vectors
+from gpuinfer.text.weights import Adapter, Weights
+
+
+class PortionDecoder(Decoder, Protocol):
+    """A decoder of a `Portion` that can also stop before the head."""
+
+    def hidden(self, step: Step) -> Tensor:
+        """What the last layer gives of each token, [tokens, hidden], in memory that is nobody else's."""
+        ...
+
+
+Task = Callable[[int, PortionDecoder], object]
+"""What is done to the decoder of each stage, by its number, in the stage's own thread."""
+
+
+class Room:
+    """Where the last stage puts the logits of a micro-batch, [outputs, vocabulary]; not a value that travels."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class PortionSegment:
+    """What a stage calls: from (step, None, room) in the first one and (step, hidden, room) in the others to the same
+    for the next stage, in the last one to logits. Or a `Task`, which is passed on.
+    """
+
+    def __init__(self, number: int, portion: Portion, decoder: PortionDecoder) -> None:
+        self._number, self._portion, self._decoder = number, portion, decoder
+        self._blank, self._places = np.zeros(0, np.int32), np.zeros(0, np.int32)
+
+    def __call__(self, value: Any) -> Any:
+        if callable(value):
+            value(self._number, self._decoder)
+            return value
+        step, entering, room = value
+        given = step if entering is None else self._entered(step, entering)
+        if not self._portion.last:
+            return step, self._decoder.hidden(given), room
+        logits = self._decoder.forward(given)
+        return logits if room is None else room.logits.copy_(logits)
+
+    def _entered(self, step: Step, entering: Tensor) -> Step:
+        """The step with a vector in the place of each token, which the embedding of a later portion does not know."""
+        count = len(step.tokens)
+        if count > len(self._places):
+            self._blank, self._places = np.zeros(2 * count, np.int32), np.arange(2 * count, dtype=np.int32)
+        return replace(step, tokens=self._blank[:count], vectors=Vectors(self._places[:count], entering))
+
+
+class StagedDecoder:
+    """`step.Decoder` over `pipeline`, whose stages call `PortionSegment`s of these portions and decoders.
+
+    `cutter` cuts steps into micro-batches; with `alone` one enters only once the one before it is through. All that is
+    done to the stages' decoders is done in their threads, behind the micro-batches that came before it. `told` is what
+    `reading` says beside the counters, `in_force` the values of options that it came to.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        portions: Sequence[Portion],
+        decoders: Sequence[PortionDecoder],
+        pipeline: Pipeline,
+        cutter: Cutter,
+        alone: bool = False,
+        told: Callable[[], Mapping[str, Any]] = dict,
+        in_force: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.in_force = in_force
+        self.shape, self.slots, self.length = shape, decoders[0].slots, decoders[0].length
+        self.device, self.computes_in = decoders[-1].device, decoders[-1].computes_in
+        self._portions, self._decoders, self._pipeline = portions, decoders, pipeline
+        self._cutter, self._alone, self._told = cutter, alone, told
+        self._room = torch.empty((0, shape.vocabulary))
+
+    def forward(self, step: Step) -> Tensor:
+        """See `step.Decoder.forward`."""
+        parts = self._cutter.cut(step)
+        rooms = self._rooms(parts)
+        values = [(part, None, room) for part, room in zip(parts, rooms, strict=True)]
+        outcomes = [self._here(outcome) for outcome in self._through(values)]
+        if len(parts) == 1:
+            return outcomes[0]
+        return torch.cat(outcomes) if rooms[0] is None else self._room[: len(step.wanted)]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        self._on_each(lambda number, decoder: decoder.copy(source, targets, length))
+
+    def embedding(self) -> Tensor:
+        """See `step.Decoder.embedding`."""
+        found = self._decoders[0].embedding()
+        return found if found.device == self.device else found.to(self.device)
+
+    def pack(self, weights: Weights) -> Sequence[object]:
+        """See `step.Decoder.pack`."""
+        return [
+            decoder.pack(portion.weights(weights))
+            for portion, decoder in zip(self._portions, self._decoders, strict=True)
+        ]
+
+    def swap(self, packed: object) -> None:
+        """See `step.Decoder.swap`."""
+        assert isinstance(packed, Sequence)
+        self._on_each(lambda number, decoder: decoder.swap(packed[number]))
+
+    def pack_adapter(self, adapter: Adapter) -> Sequence[object]:
+        """See `step.Decoder.pack_adapter`."""
+        return [
+            decoder.pack_adapter(portion.adapter(adapter))
+            for portion, decoder in zip(self._portions, self._decoders, strict=True)
+        ]
+
+    def load(self, number: int, packed: object) -> None:
+        """See `step.Decoder.load`."""
+        assert isinstance(packed, Sequence)
+        self._on_each(lambda stage, decoder: decoder.load(number, packed[stage]))
+
+    def unload(self, number: int) -> None:
+        """See `step.Decoder.unload`."""
+        self._on_each(lambda stage, decoder: decoder.unload(number))
+
+    def cache_bytes(self) -> int:
+        return sum(decoder.cache_bytes() for decoder in self._decoders)
+
+    def reading(self) -> Mapping[str, Any]:
+        """Of `Backend.device`: the devices, how the model is cut, and what went through the stages."""
+        return {**self._told(), "stages": self._pipeline.counts()}
+
+    def close(self) -> None:
+        self._pipeline.close()
+        for decoder in self._decoders:
+            decoder.close()
+
+    def _rooms(self, parts: Sequence[Step]) -> Sequence[Room | None]:
+        """Places side by side for the logits of several micro-batches; on other devices they are joined there."""
+        if len(parts) == 1 or self.device.type != "cpu":
+            return [None] * len(parts)
+        counts = [len(part.wanted) for part in parts]
+        if sum(counts) > len(self._room):
+            self._room = torch.empty((sum(counts), self.shape.vocabulary))
+        return [Room(logits) for logits in torch.split(self._room[: sum(counts)], counts)]
+
+    def _on_each(self, task: Task) -> None:
+        self._through([task])
+
+    def _through(self, values: Sequence[Any]) -> list[Any]:
+        """What comes out of the last stage. Raises what the first of them raised that failed."""
+        together = [[value] for value in values] if self._alone else [values]
+        outcomes = [outcome for some in together for outcome in self._pipeline.run(some, len(some))]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def _here(self, outcome: Any) -> Tensor:
+        """Logits as this thread may use them."""
+        if isinstance(outcome, Launched):
+            outcome = outcome.for_stream(torch.cuda.current_stream(self.device))
+        found: Tensor = outcome
+        return found

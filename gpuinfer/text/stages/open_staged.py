@@ -1,0 +1,222 @@
+"""From a checkpoint to a decoder in stages: measured, split, each stage at its place with its share of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpuinfer.api import Lane, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.models.device import Gauge, device_name, resolve_devices
+from gpuinfer.models.load import called
+from gpuinfer.models.open_model import cores_of
+from gpuinfer.models.stages.open_staged import reading, told_of
+from gpuinfer.models.stages.options import CutOptions
+from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.stages.placing import Placed, own_cores, said, threads_of
+from gpuinfer.models.stages.planning import count_for, fits_one, split_for
+from gpuinfer.models.stages.splitting import Split
+from gpuinfer.models.stages.stage import CpuStage
+from gpuinfer.models.stages.stage_cuda import CudaStage
+from gpuinfer.text.decoder.open_decoder import kernels_for, own_lanes
+from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and_try
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.stages.decoder import PortionDecoder, PortionSegment, StagedDecoder
+from gpuinfer.text.stages.micro_batches import Cutter
+from gpuinfer.text.stages.portions import Portion
+from gpuinfer.text.stages.timing import seconds_of
+from gpuinfer.text.weights import Weights
+
+if TYPE_CHECKING:
+    from gpuinfer.text.checkpoint import Checkpoint
+
+CPU_LEAST, CUDA_LEAST = 8, 64  # tokens of a micro-batch: with fewer a stage is mostly reading its weights
+FILLED = 2  # micro-batches of a step for each stage: 2 s / (3 s - 1) of the time is work
+
+
+class TextTuning(CutOptions, Protocol):
+    """How the user wants it cut and run."""
+
+    @property
+    def threads(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Making:
+    """What all portions' decoders have in common."""
+
+    shape: Shape
+    weights: Weights
+    dtype: torch.dtype
+    length: int
+    deterministic: bool
+
+    def decoder(self, portion: Portion, slots: int, place: torch.device, threads: int) -> PortionDecoder:
+        shape, weights = portion.shape, portion.weights(self.weights)
+        common: dict[str, Any] = {"slots": slots, "length": self.length, "deterministic": self.deterministic}
+        if place.type == "cpu" and kernels_for(self.dtype):
+            from gpuinfer.text.decoder.cpu import CpuDecoder
+
+            return CpuDecoder(shape, weights, self.dtype, threads=threads, **common)
+        return TorchDecoder(shape, weights, place, self.dtype, graphs=False, **common)
+
+
+def open_in_stages(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    setup: Setup,
+    tuning: TextTuning,
+    *,
+    slots: int | None,
+    length: int,
+    step_tokens: int,
+    lane: Callable[[str], Lane],
+) -> tuple[StagedDecoder, Sizing]:
+    """As `decoder.open_sized`, on `setup.devices`. `lane` gives a lane of the ledger for each stage.
+
+    Raises `UsageError` when it cannot be cut so, or does not fit.
+    """
+    shape, name = checkpoint.shape, checkpoint.name
+    if not shape.layers:
+        raise UsageError(f"{called(name)} has no layers to cut. Leave -B parallel out.")
+    devices = resolve_devices(setup.devices)
+    count = count_for(tuning, devices, shape.layers, name)
+    places = [devices[number * len(devices) // count] for number in range(count)]
+    weights = checkpoint.weights(dtype)
+    making = Making(shape, weights, dtype, length, setup.deterministic)
+    each = tuning.threads or max(1, cores_of(setup) // count)
+    times = times_on(places, replace(making, length=1), each)
+    sizes = list(layer_bytes(weights))
+    split = split_for(tuning, places, sizes, times, name)
+    whole_fits = fits_one(places, sum(sizes))
+    portions = [Portion(shape, start, stop) for start, stop in split]
+    seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
+    threads = threads_of(seconds, setup, tuning.threads)
+
+    def find(shape: Shape, place: torch.device, free: int, lanes: int = 0) -> Sizing:
+        return estimate(shape, dtype, place, free, slots=slots, length=length, step_tokens=step_tokens, lanes=lanes)
+
+    if places[0].type == "cpu":
+        lanes = own_lanes(shape, dtype, places[0], max(threads), compile=False)
+        sizing = find(shape, places[0], free_memory(places[0]), lanes)
+        decoders = _decoders(making, portions, sizing.slots, places, threads)
+    else:
+        decoders = _decoders(making, portions, 1, places, threads)  # the weights are there before room is counted
+        sizing = fill_devices(decoders, places, find, step_tokens)
+    stages = _stages(portions, decoders, places, threads, setup)
+    told = _told(stages, split, sizes, {"mode": tuning.parallel, "fits_one": whole_fits})
+    alone = tuning.parallel == "layers"
+    least = CPU_LEAST if places[0].type == "cpu" else CUDA_LEAST
+    cutter = Cutter(tuning.micro_batch_rows, least, 1 if alone else FILLED * count)
+    in_force = {"threads": max(threads), "stages": count}
+    return StagedDecoder(shape, portions, decoders, Pipeline(stages, lane), cutter, alone, told, in_force), sizing
+
+
+def times_on(places: Sequence[torch.device], making: Making, threads: int) -> list[list[float]]:
+    """Seconds of each layer at each stage's place; the places of one name are measured once."""
+    found: dict[str, list[float]] = {}
+    for place in places:
+        if (name := device_name(place)) not in found:
+            make = partial(making.decoder, place=place, threads=threads)
+            found[name] = seconds_of(making.shape, make, threads)
+    return [found[device_name(place)] for place in places]
+
+
+def layer_bytes(weights: Weights) -> Iterator[int]:
+    """Of each layer, the embedding with the first and the norm and head with the last."""
+    last = len(weights.layers) - 1
+    for number, layer in enumerate(weights.layers):
+        size = _bytes(layer)
+        if number == 0:
+            size += weights.embedding.nbytes + _bytes(weights.positions)
+        if number == last:
+            size += _bytes(weights.norm) + _bytes(weights.head)
+        yield size
+
+
+def _bytes(part: Any) -> int:
+    if isinstance(part, Tensor):
+        return part.nbytes
+    return 0 if part is None else sum(map(_bytes, vars(part).values()))
+
+
+def _decoders(
+    making: Making, portions: Sequence[Portion], slots: int, places: Sequence[torch.device], threads: Sequence[int]
+) -> list[PortionDecoder]:
+    return [making.decoder(*one) for one in zip(portions, [slots] * len(portions), places, threads, strict=True)]
+
+
+def fill_devices(
+    decoders: Sequence[PortionDecoder],
+    places: Sequence[torch.device],
+    find: Callable[[Shape, torch.device, int], Sizing],
+    step_tokens: int,
+) -> Sizing:
+    """Give all of them as many slots as there is room for on the fullest device, tried with the largest step. Raises
+    `UsageError` where there is room for none.
+    """
+    sharing = {place: places.count(place) for place in places}
+    found = [
+        find(decoder.shape, place, free_memory(place) // sharing[place])
+        for decoder, place in zip(decoders, places, strict=True)
+    ]
+    slots = min(sizing.slots for sizing in found)
+    tried: list[Sizing] = []
+    for decoder, sizing in zip(decoders, found, strict=True):
+        assert isinstance(decoder, TorchDecoder)
+        _, own = open_and_try(decoder, replace(sizing, slots=slots), step_tokens)
+        slots = own.slots
+        tried.append(own)
+    for decoder in decoders:
+        if decoder.slots != slots:
+            assert isinstance(decoder, TorchDecoder)
+            decoder.resize(slots)
+    return Sizing(
+        slots,
+        sum(own.slot_bytes for own in tried),
+        max(own.working_bytes for own in tried),
+        min(own.free_bytes for own in tried),
+        sum(own.measured_bytes or 0 for own in tried),
+    )
+
+
+def _stages(
+    portions: Sequence[Portion],
+    decoders: Sequence[PortionDecoder],
+    places: Sequence[torch.device],
+    threads: Sequence[int],
+    setup: Setup,
+) -> list[Placed]:
+    cores = own_cores(threads, setup)
+    stages: list[Placed] = []
+    for number, (portion, decoder, place) in enumerate(zip(portions, decoders, places, strict=True)):
+        name = f"{said(portion.start, portion.stop)} on {place}"
+        segments = [PortionSegment(number, portion, decoder)]
+        if place.type == "cpu":
+            stages.append(CpuStage(name, segments, threads[number], cores[number], torch.no_grad))
+        else:
+            enter = _as_it_is if portion.first else None
+            stages.append(CudaStage(name, segments, place, enter, mode=torch.no_grad))
+    return stages
+
+
+def _as_it_is(value: Any) -> Any:
+    """The first stage's step comes from no other stage."""
+    return value
+
+
+def _told(
+    stages: Sequence[Placed], split: Split, sizes: Sequence[int], cut: Mapping[str, Any]
+) -> Callable[[], Mapping[str, Any]]:
+    gauges = [Gauge(device) for device in dict.fromkeys(stage.device for stage in stages)]
+    each = [
+        told_of(stage, (start, stop), sum(sizes[start:stop]))
+        for stage, (start, stop) in zip(stages, split, strict=True)
+    ]
+    return lambda: {**reading(gauges), "parallel": {**cut, "stages": each}}
