@@ -1,7 +1,7 @@
 # make demo   a real search plays a real card game on this machine, with a live view
 # make loop   a network learns Connect Four from its own games, and is held against what it was: minutes
 # make test   the tests with small counts: minutes
-# make thorough    what takes long, and properties with more examples: CI runs it too
+# make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
 # make processors  what depends on the processor, again as on older ones
@@ -29,8 +29,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
 
 thorough: $(READY)
-	TEST_COUNTS=thorough $(BIN)/python -m pytest -n 2 --dist loadfile \
-		-m "(thorough or property) and not soak and not gpu and not system and not vllm" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+		-m "thorough and not soak and not gpu and not system and not vllm" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
@@ -47,6 +47,7 @@ vllm: $(VLLM)/.ready
 
 soak: $(READY)
 	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm" --timeout 21600 tests plugins
+	$(BIN)/python tests/processors.py --whole
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

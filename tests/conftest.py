@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Properties run again in `make thorough`, with more examples."""
+    """Properties try more examples in `make soak`: `-m property` has them alone."""
     if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
         item.add_marker("property")
 
@@ -44,6 +44,15 @@ def gpuinfer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
         return ended.value.code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def children_forked() -> Iterator[None]:
+    """Worker processes and servers that tests of this module start need not load torch (`preloaded.py`)."""
+    import preloaded
+
+    with preloaded.in_force():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

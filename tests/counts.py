@@ -1,4 +1,4 @@
-"""How much is enough: few in `make test`, more in `make thorough`, the counts that we promise in `make soak`."""
+"""How much is enough: few in `make test` and `make thorough`, the counts that we promise in `make soak`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import os
 
 import pytest
 
-SHARES = {"soak": 1, "thorough": 3}  # one in so many of a property's examples is tried
-QUICK_SHARE = 5  # in `make test`
-THOROUGH = os.environ.get("TEST_COUNTS") in SHARES
-SHARE = SHARES.get(os.environ.get("TEST_COUNTS", ""), QUICK_SHARE)
+SOAK = os.environ.get("TEST_COUNTS") == "soak"
+SHARE = 1 if SOAK else 5  # one in so many of a property's examples is tried
 LEAST = 3
 
 
 def examples(number: int) -> int:
-    """A property's `max_examples`: `number` in `make soak`, a third of it in `make thorough`."""
+    """A property's `max_examples`: `number` in `make soak`, a fifth of it elsewhere."""
     return max(LEAST, number // SHARE)
 
 

@@ -2,6 +2,7 @@
 
     python tests/processors.py            all that this machine can pass for
     python tests/processors.py avx2       those that are named
+    python tests/processors.py --whole    with all tests that depend on the processor as on each: `make soak`
 
 Libraries choose their kernels by what the processor can do, and round otherwise in each. Their own switches make them
 take those of an older one. What a processor lacks cannot be emulated: one without AVX-512 passes for AVX2 alone.
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 AT_ONCE = 2  # processes
 LIMIT_S = 1500
-DEPENDENT = (
+PRODUCTS = (
     "tests/text/test_arithmetic.py",
     "tests/text/test_decoder.py",
     "tests/text/test_decoder_cpu.py",
@@ -28,13 +29,17 @@ DEPENDENT = (
     "tests/text/test_decoder_experts.py",
     "tests/text/test_decoder_sees.py",
     "tests/text/test_decoder_torch.py",
+    "tests/test_forward.py",
+    "tests/test_inprocess.py",
+)
+"""Tests of what is computed in another way where the processor lacks bfloat16."""
+DEPENDENT = (
+    *PRODUCTS,
     "tests/text/test_diffusion_reference.py",
     "tests/text/test_diffusion_scoring.py",
     "tests/text/test_generator.py",
     "tests/text/test_generator_models.py",
     "tests/text/test_generator_properties.py",
-    "tests/test_forward.py",
-    "tests/test_inprocess.py",
     "tests/test_verify.py",
     "tests/test_verify_parts.py",
     "tests/selfplay/test_bits.py",
@@ -56,6 +61,7 @@ class Processor:
 
     flags: frozenset[str]
     switches: Mapping[str, str]
+    tests: Sequence[str]  # but for `--whole`: what differs from what newer ones and older ones do
 
 
 def switches(aten: str, onednn: str, mkl: str, numba: str, features: Sequence[str]) -> dict[str, str]:
@@ -94,8 +100,9 @@ PROCESSORS = {
     "avx512": Processor(
         frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
         switches("avx512", "AVX512_CORE", "AVX512", "skylake-avx512", AVX512),
+        PRODUCTS,
     ),
-    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "znver4", AVX2)),
+    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "znver4", AVX2), DEPENDENT),
 }
 """Newest first. None of them multiplies bfloat16 itself. What LLVM unrolls and sums in parts follows from the name that
 Numba is given: for a Zen 4 it does so where it does not for a Haswell.
@@ -112,7 +119,7 @@ def flags_here() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
 
 
-def run(name: str) -> int:
+def run(name: str, tests: Sequence[str]) -> int:
     """Run the tests as on this processor; pytest's exit code."""
     print(f"\n== tests that depend on the processor, as on one with {name}", flush=True)
     command = [
@@ -130,16 +137,18 @@ def run(name: str) -> int:
     with tempfile.TemporaryDirectory() as compiled:
         # torch.compile takes what another processor left in its folder for its own, and computes nonsense with it
         environment = {**os.environ, **PROCESSORS[name].switches, "TORCHINDUCTOR_CACHE_DIR": compiled}
-        return subprocess.run([*command, *DEPENDENT], cwd=ROOT, env=environment, timeout=LIMIT_S).returncode
+        return subprocess.run([*command, *tests], cwd=ROOT, env=environment, timeout=LIMIT_S).returncode
 
 
-def main(names: list[str]) -> int:
+def main(words: list[str]) -> int:
+    names = [word for word in words if word != "--whole"]
     can = possible(flags_here())
     unknown = [name for name in names if name not in can]
     if unknown:
         print(f"cannot be emulated here: {', '.join(unknown)}. Possible: {', '.join(can) or 'none'}.", file=sys.stderr)
         return 2
-    return max([run(name) for name in names or can], default=0)
+    whole = "--whole" in words
+    return max([run(name, DEPENDENT if whole else PROCESSORS[name].tests) for name in names or can], default=0)
 
 
 if __name__ == "__main__":

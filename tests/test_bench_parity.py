@@ -17,6 +17,8 @@ from gpuinfer.bench.parity import BLOCKS, arrays, check, cut, difference, sample
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SPEC = ModelSpec("blobnet-small", inputs=40, input_dtype="uint8", arguments={"actions": 8, "seats": 2})
 
 

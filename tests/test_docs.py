@@ -16,13 +16,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import forking
 import pytest
-from forked_commands import ForkedCommands
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
 PLACEHOLDERS = {"module:Class": "nim:Nim"}  # what a reader puts their own name for
-SMALL = {"--games": "4"}  # counts that only cost time
+SMALL = {"--games": "4", "--replicas": "2"}  # counts that only cost time
 BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
@@ -35,8 +35,15 @@ BRIEFER = {  # what makes a command shorter that runs games
     "loop": ["--iterations", "1", "--games", "16", "--simulations", "8", "--evaluation-games", "8"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
 }
+ONE_WORKER = (
+    "selfplay",
+    "bench selfplay",
+    "loop",
+    "tune selfplay",
+)  # unless they say how many: each starts for seconds
 ALONE = (
     "bench",
+    "chat",
     "tune",
     "simulate",
     "doctor",
@@ -47,6 +54,7 @@ ALONE = (
 RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "
 LIMIT_S = 200.0  # for a command
+ENVIRONMENT = forking.own_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
 UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
@@ -86,6 +94,8 @@ def shortened(line: str) -> list[str]:
         words += BRIEFER[name]
     if name == "selfplay" and "--games" not in words:
         words += ["--games", SMALL["--games"]]
+    if (words[1] in ONE_WORKER or " ".join(words[1:3]) in ONE_WORKER) and "--workers" not in words:
+        words += ["--workers", "1"]
     return words
 
 
@@ -103,10 +113,10 @@ class Served:
             self._ports[named] = port = str(free.getsockname()[1])
         self._said = self._folder / "served.txt"
         with self._said.open("w") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *map(self.rewritten, words), "--port", port],
-                cwd=self._folder,
-                env=_environment(),
+            self._process = forking.Forked(
+                [*map(self.rewritten, words), "--port", port],
+                self._folder,
+                ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -135,7 +145,7 @@ class Served:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(DOWN_S)
 
 
 @contextlib.contextmanager
@@ -162,16 +172,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[ForkedCommands]:
-    here = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-    commands = ForkedCommands({**_environment(), **here})
-    yield commands
-    commands.close()
-
-
 @pytest.mark.parametrize("page", CASES)
-def test_every_command_of_a_page_runs_in_their_order(page, tmp_path, forked):
+def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
     with served(tmp_path) as server:
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
@@ -181,21 +183,18 @@ def test_every_command_of_a_page_runs_in_their_order(page, tmp_path, forked):
                 for name, text in files(page).items():
                     (tmp_path / name).write_text(server.rewritten(text))
             else:
-                run(server.rewritten(line), tmp_path, forked)
+                run(server.rewritten(line), tmp_path)
 
 
-def run(line: str, folder: Path, forked: ForkedCommands) -> None:
+def run(line: str, folder: Path) -> None:
     if line.startswith("gpuinfer "):
-        done = forked.run(shortened(line), folder, LIMIT_S)  # a conversation ends with its messages: there are none
+        # a conversation ends with its messages: there are none
+        done = forking.run(shortened(line), folder, ENVIRONMENT, LIMIT_S, workers=True)
     else:
         done = subprocess.run(
             ["bash", "-c", line.replace("curl ", "curl -f ", 1)],
             cwd=folder,
-            env={
-                **_environment(),
-                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-            },
+            env={**ENVIRONMENT, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -224,7 +223,3 @@ def test_links_between_pages_lead_somewhere():
             if "://" not in target and not (page.parent / target).exists():
                 dead.append(f"{page.relative_to(ROOT)} → {target}")
     assert dead == []
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}

@@ -24,6 +24,8 @@ from gpuinfer.runtime.session import Session
 from gpuinfer.text.adapter_options import FIRST
 from gpuinfer.text.generator.adapters import Adapters
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 async def answered(infer, prompt):
     return await asyncio.wait_for(infer(prompt), 2 * WAIT_S)

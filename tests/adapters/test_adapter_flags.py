@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
+from forking import run
 from random_adapters import peft_folder
 from text.decoders import opened
 from text.tiny import tiny_checkpoint
@@ -30,10 +29,8 @@ def test_rows_are_answered_by_the_adapter_that_they_name_or_else_by_the_first(ad
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [word for name, folder in zip("ab", adapters, strict=True) for word in ("--adapter", f"{name}={folder}")]
     drawing = ("--max-new-tokens", "8", "--temperature", "0", "--logprobs", "0")
-    command = [sys.executable, "-m", "gpuinfer", "generate", "--model", str(tiny_checkpoint("qwen2")), *drawing, *flags]
-    done = subprocess.run(
-        [*command, "--input", "prompts.jsonl"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = ["gpuinfer", "generate", "--model", tiny_checkpoint("qwen2"), *drawing, *flags]
+    done = run([*command, "--input", "prompts.jsonl"], tmp_path)
     assert done.returncode == 0, done.stderr
     said = {row["id"]: str(row["logprobs"]) for row in map(json.loads, done.stdout.splitlines())}
     assert said["None"] == said["a"]

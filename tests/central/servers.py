@@ -34,10 +34,11 @@ def serving(model: str = "models:tagged", **options: Any) -> Iterator[CentralSer
 
 
 def context(method: str = "forkserver") -> Any:
-    chosen = multiprocessing.get_context(method)
     if method == "forkserver":
-        chosen.set_forkserver_preload(["programs"])
-    return chosen
+        from preloaded import preload
+
+        preload("programs")
+    return multiprocessing.get_context(method)
 
 
 class Program:

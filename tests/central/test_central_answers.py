@@ -15,6 +15,8 @@ from servers import Program, programs, served, serving
 from gpuinfer.api import ModelSpec
 from gpuinfer.models.load import build
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SPREAD = [1, 2, 3, 5, 8, 31, 32, 33, 63, 64, 65, 127, 255, 256, 257, 511, 512, 777, 1023, 1024, 1025, 2048, 3001, 4096]
 
 

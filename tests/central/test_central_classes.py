@@ -10,6 +10,8 @@ from gpuinfer.api import Priority
 from gpuinfer.errors import QueueFull
 from gpuinfer.strategies.priority import ByPriority
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 WIDTH = 64  # rows of a block, as wide as a batch: 64 of them may wait
 LOW, HIGH = 80, 10
 

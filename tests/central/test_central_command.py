@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
+from forking import run
+
+pytestmark = pytest.mark.usefixtures("children_forked")
 
 WORK = ["--games", "20", "--simulations", "10", "--model", "blobnet-small", "--no-roofline", "--json", "-", "--quiet"]
 SCHEMA = json.loads(files("gpuinfer").joinpath("report.schema.json").read_text())
 
 
 def selfplay(*words, cwd):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuinfer", "selfplay", *WORK, *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run(["gpuinfer", "selfplay", *WORK, *words], cwd, workers=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return json.loads(done.stdout)

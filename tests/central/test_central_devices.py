@@ -18,6 +18,8 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.strategies.dynamic import Dynamic
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SECONDS = 120
 FEATURES = 4
 DEVICES = ("cpu", "cpu")

@@ -21,6 +21,8 @@ from gpuinfer.backends.central import Remote, Way
 from gpuinfer.errors import BackendDied, Closed, Expired, UsageError
 from gpuinfer.stats import since
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 AT_ONCE = 1.0  # seconds until a waiting client knows that its server was killed
 NOTICED = 30.0  # … or stopped: 5 s of silence, and this machine may be busy
 

@@ -6,13 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
 import pytest
+from forking import Forked
 from servers import until
+
+pytestmark = pytest.mark.usefixtures("children_forked")
 
 SCHEMA = json.loads(files("gpuinfer").joinpath("report.schema.json").read_text())
 SECONDS = 120
@@ -38,18 +40,8 @@ def prompts(tmp_path):
 
 
 def started(*words, cwd):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
     fixed = ["--model", "tiny", "-B", "slots=8", "-B", "threads=1", "--device", "cpu", "--input", "prompts.jsonl"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpuinfer", "generate", *fixed, *words],
-        cwd=cwd,
-        env=inherited,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+    return Forked(["gpuinfer", "generate", *fixed, *words], cwd, stdin=subprocess.DEVNULL, text=True, workers=True)
 
 
 def ended(process):

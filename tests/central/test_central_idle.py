@@ -13,6 +13,8 @@ from servers import Program, pid_of, programs, serving
 from gpuinfer.central.address import listen
 from gpuinfer.central.lines import ClientLines
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SECONDS = 3.0
 CLIENTS = 8
 SHARE = 0.05  # of a core; the benchmark measures the true figure, which is far lower

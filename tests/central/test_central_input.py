@@ -36,6 +36,8 @@ from gpuinfer.errors import (
     UsageError,
 )
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 @pytest.fixture(scope="module")
 def server():

@@ -15,6 +15,8 @@ from servers import Program, pid_of, programs, served
 
 from gpuinfer.backends.central import Remote, Way
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 EACH = 64  # rows at most in a request
 FEW = [pytest.param(seed, id=f"seed {seed}") for seed in range(2)]
 MORE = [pytest.param(seed, id=f"seed {seed}", marks=pytest.mark.thorough) for seed in range(2, 8)]

@@ -19,6 +19,8 @@ from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.generation import Generation, Part, Prompt, Sampling
 from gpuinfer.text.resuming import Had
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 @pytest.fixture(scope="module")
 def server():

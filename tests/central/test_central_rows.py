@@ -19,6 +19,8 @@ from gpuinfer.api import Priority
 from gpuinfer.backends.central import Remote, Way
 from gpuinfer.errors import Expired
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 WIDEST = 128
 
 

@@ -18,6 +18,8 @@ from strangers import Stranger, header
 from gpuinfer.central import memory
 from gpuinfer.central.wire import VERSION, Kind, Record, pack
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 @pytest.fixture(scope="module")
 def server():

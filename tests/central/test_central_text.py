@@ -34,6 +34,8 @@ from gpuinfer.errors import (
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 from gpuinfer.text.frames import LARGEST_PROMPT
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SECONDS = 120  # after which what does not come about has failed
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from forking import Forked
 
 HERE = Path(__file__).parents[1]
 sys.path[:0] = [str(HERE / "central"), str(HERE / "serving")]
@@ -38,17 +39,7 @@ FLEET = ["--backend", "fleet", "-B", "replicas=2", "-B", "threads=1"]
 
 
 def started(*words, cwd):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpuinfer", *words],
-        cwd=cwd,
-        env=inherited,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+    return Forked(["gpuinfer", *words], cwd, stdin=subprocess.DEVNULL, text=True)
 
 
 def ran(*words, cwd):

@@ -72,6 +72,13 @@ def completion(prompt: Prompt, text: str, number: int) -> Completion:
     )
 
 
+def prepare() -> None:
+    import gpuinfer.text.language  # noqa: F401  what a form of answers is checked with
+
+    patch()
+    try_out()
+
+
 def patch() -> None:
     """Put the instant model in the place of the real one, fingerprint and all."""
     from gpuinfer.backends import inprocess

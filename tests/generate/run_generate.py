@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forking import Forked
+from forking import Forked, own_environment
 
-SECONDS = 120  # after which a process that does not end has failed
+INSTANT = Path(__file__).with_name("instant.py")
+SECONDS = 240  # after which a process that does not end has failed
 
 
 def started(*words: object, cwd: Path, environment: dict[str, str] | None = None, limit: int | None = None) -> Forked:
     """`limit`: the most bytes that a file of its may have."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
     return Forked(
-        ["generate", "--no-roofline", "--model", "tiny", *map(str, words)],
+        ["gpuinfer", "generate", "--no-roofline", "--model", "tiny", *words],
         cwd,
-        {**inherited, "COLUMNS": "200", **(environment or {})},
-        limit,
+        own_environment(**{"COLUMNS": "200", **(environment or {})}),
+        limit=limit,
+        prepared=INSTANT,
     )
 
 

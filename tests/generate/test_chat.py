@@ -14,14 +14,15 @@ import time
 
 import pytest
 from complaints import complaint
-from forking import Forked
+from forking import Forked, own_environment
+from run_generate import INSTANT
 
 SECONDS = 60
 
 
 def chat(*words: str, given: bytes, cwd) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    with Forked(["chat", *words], cwd, {**inherited, "COLUMNS": "200"}) as process:
+    environment = own_environment(COLUMNS="200")
+    with Forked(["gpuinfer", "chat", *words], cwd, environment, prepared=INSTANT) as process:
         out, err = process.communicate(given, timeout=SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forking import Forked
 from packages import install
 
 SECONDS = 200
@@ -40,10 +39,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    command = [sys.executable, "-m", "gpuinfer", "generate", *WORDS, *words]
-    return subprocess.Popen(command, cwd=folder, env=inherited, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def started(folder: Path, *words: str) -> Forked:
+    return Forked(["gpuinfer", "generate", *WORDS, *words], folder, stdin=subprocess.DEVNULL, workers=True)
 
 
 def answered(folder: Path, *words: str) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from counts import THOROUGH
+from counts import SOAK
 from malformed_requests import CASES, LONG, chunked, get, post
 from serving_http import Served, answers, said_to, serving
 
@@ -18,12 +18,12 @@ LIMITS = HttpLimits(body_bytes=1 << 20)
 
 
 def cuts(raw: bytes) -> list[tuple[bytes, ...]]:
-    """Ways in which it may arrive: whole, in two pieces cut at each place (`make test`: at some), byte by byte."""
+    """Ways in which it may arrive: whole, in two pieces, cut at some places (`make soak`: each), byte by byte."""
     if len(raw) > LONG:
         middle = len(raw) // 2
         return [(raw,), (raw[:100], raw[100:]), (raw[:middle], raw[middle:]), (raw[:-1], raw[-1:])]
     bytewise = tuple(raw[at : at + 1] for at in range(len(raw)))
-    return [(raw,), bytewise, *[(raw[:at], raw[at:]) for at in range(1, len(raw), 1 if THOROUGH else 9)]]
+    return [(raw,), bytewise, *[(raw[:at], raw[at:]) for at in range(1, len(raw), 1 if SOAK else 9)]]
 
 
 async def outcome(served: Served, pieces: tuple[bytes, ...]) -> tuple[int, str, str]:

@@ -10,6 +10,8 @@ import pytest
 from gpuinfer.bench.document import schema
 from gpuinfer.config import registry
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 BENCH = ["bench", "engine", "--seconds", "0.8", "--warmup", "0", "--repeats", "2"]
 STANDIN = ["--backend", "standin", "-B", "alpha=10us", "-B", "beta=1ms"]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
+from forking import Forked, own_environment
 
 TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
 WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]
@@ -39,16 +37,7 @@ def test_a_loop_that_cannot_be_is_refused(gpuinfer, tmp_path, monkeypatch, words
 
 
 def started(folder, *words):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpuinfer", "loop", *WORK, *words],
-        cwd=folder,
-        env={**environment, "COLUMNS": "160"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return Forked(["gpuinfer", "loop", *WORK, *words], folder, own_environment(COLUMNS="160"), text=True)
 
 
 def ended(folder, *words):

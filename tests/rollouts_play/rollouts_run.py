@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from generate.forking import Forked
+from forking import Forked, own_environment
 
 from gpuinfer.rollouts.files import read
 from gpuinfer.rollouts.record import Group, Timing
 
 SECONDS = 120  # after which a process that does not end has failed
 HERE = Path(__file__).parent
+INSTANT = HERE.parent / "generate" / "instant.py"
 
 
 def started(*words: object) -> Forked:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    line = ["rollouts", "--no-roofline", "--no-live", *map(str, words)]
-    return Forked(line, HERE, {**inherited, "COLUMNS": "200"})
+    line = ["gpuinfer", "rollouts", "--no-roofline", "--no-live", *words]
+    return Forked(line, HERE, own_environment(COLUMNS="200"), prepared=INSTANT)
 
 
 def ended(process: Forked) -> tuple[int, str, str]:

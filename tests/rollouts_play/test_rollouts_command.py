@@ -1,9 +1,8 @@
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
+from forking import run
 from rollouts_run import HERE, ended, groups_in, rollouts, started, timeless, until
 
 CHATTING = ("--env", "rollout_tables:Chatting", "--model", "null", "--groups", 6, "--samples-per-group", 2)
@@ -119,25 +118,22 @@ def test_opponents_are_another_model_with_a_temperature_of_its_own_and_do_not_le
         pytest.param(("--backend", "central"), id="a central server"),
     ],
 )
-def test_the_same_seed_is_the_same_record_however_it_is_played(tmp_path, words):
-    def played(folder, *words):
-        line = [
-            "-m",
-            "gpuinfer",
-            "rollouts",
-            "--no-roofline",
-            "--no-live",
-            "--quiet",
-            "--model",
-            "tiny",
-            "--out",
-            folder,
-        ]
-        games = ("--env", "rollout_tables:Chatting", "--env-option", "steps=3", "--groups", 2, "--temperature", 0.8)
-        subprocess.run([sys.executable, *map(str, (*line, *games, *words))], cwd=HERE, check=True, timeout=280)
-        return [timeless(group) for group in groups_in(folder)]
+def test_the_same_seed_is_the_same_record_however_it_is_played(tmp_path, words, eight_at_once):
+    assert played(tmp_path / "one", *words) == eight_at_once
 
-    assert played(tmp_path / "one", *words) == played(tmp_path / "other", "--samples-per-group", 8)
+
+@pytest.fixture(scope="module")
+def eight_at_once(tmp_path_factory):
+    return played(tmp_path_factory.mktemp("eight") / "out", "--samples-per-group", 8)
+
+
+def played(folder, *words):
+    """The record of some games with a real model."""
+    line = ["gpuinfer", "rollouts", "--no-roofline", "--no-live", "--quiet", "--model", "tiny", "--out", folder]
+    games = ("--env", "rollout_tables:Chatting", "--env-option", "steps=3", "--groups", 2, "--temperature", 0.8)
+    done = run([*line, *games, *words], HERE, workers=True)
+    assert done.returncode == 0, done.stderr
+    return [timeless(group) for group in groups_in(folder)]
 
 
 def test_a_backend_that_knows_the_models_own_log_probabilities_alone_is_asked_for_them(at_once):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from forking import Forked
 from run_router import Router, post, routing
 
 from gpuinfer.fleet.roster import Member
@@ -23,8 +21,7 @@ START_S = 250.0
 
 
 @contextlib.asynccontextmanager
-async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subprocess.Popen[bytes], Member]]]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[Forked, Member]]]:
     (folder / "key").write_text("the-key-of-the-replicas\n")
     (folder / "key").chmod(0o600)
     words = ["serve", "--model", "tiny", "-B", "threads=1", "--port", "0", "--behind-router", "--api-key-file", "key"]
@@ -32,9 +29,8 @@ async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subproc
     try:
         for number in range(count):
             with (folder / f"log-{number}").open("wb") as log:
-                command = [sys.executable, "-m", "gpuinfer", *words, "--ready-file", f"ready-{number}"]
-                started = subprocess.Popen(command, cwd=folder, env=inherited, stdout=log, stderr=log)  # noqa: ASYNC220
-                processes.append(started)
+                command = ["gpuinfer", *words, "--ready-file", f"ready-{number}"]
+                processes.append(Forked(command, folder, stdout=log, stderr=log))
         members = [
             await asyncio.to_thread(ready, folder / f"ready-{number}", number, process)
             for number, process in enumerate(processes)
@@ -43,10 +39,10 @@ async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[subproc
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.wait(START_S)
 
 
-def ready(file: Path, number: int, process: subprocess.Popen[bytes]) -> Member:
+def ready(file: Path, number: int, process: Forked) -> Member:
     end = time.monotonic() + START_S
     while not file.exists():
         over = time.monotonic() > end or process.poll() is not None

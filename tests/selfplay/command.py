@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from forking import Forked, own_environment
 from matches import in_order
 
-SECONDS = 120  # after which a process that does not end has failed
+SECONDS = 240  # after which a process that does not end has failed
 
 
-def started(*words: object, cwd: Path, run: Sequence[str] = ("-m", "gpuinfer"), **options) -> subprocess.Popen[str]:
-    """The command in a session of its own, so that it can be signalled with all its workers."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    return subprocess.Popen(
-        [sys.executable, *run, "selfplay", *map(str, words)],
-        cwd=cwd,
-        env={**environment, "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+def started(*words: object, cwd: Path, program: str = "gpuinfer", **options) -> Forked:
+    """The command in a session of its own, so that it can be signalled with all its workers. `program`: the module or
+    the file that is run.
+    """
+    return Forked([program, "selfplay", *words], cwd, own_environment(COLUMNS="200"), text=True, **options)
 
 
 def selfplay(*words: object, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
-    with started(*words, cwd=cwd, **options) as process:
+    """The command to its end, with worker processes that are forked."""
+    with started(*words, cwd=cwd, workers=True, **options) as process:
         try:
             out, err = process.communicate(timeout=SECONDS)
         finally:
@@ -51,7 +43,7 @@ def records_of(folder: Path) -> dict[str, np.ndarray]:
     return in_order(parts)
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def until(condition: Callable[[], object], process: Forked) -> None:
     """Wait, with an end, for something that a running process does."""
     for _ in range(SECONDS * 50):
         if condition():

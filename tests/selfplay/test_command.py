@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -125,14 +124,10 @@ def test_an_out_that_cannot_be_written_is_refused(tmp_path, out):
     assert message.endswith("Give another folder with --out.")
 
 
-def little_room():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-
 @pytest.mark.thorough
 def test_a_full_disk_ends_the_run_and_room_mends_it(tmp_path):
     words = ["--model", "uniform", "--games", 100, "--workers", 2, "--out", "games"]
-    done = selfplay(*words, cwd=tmp_path, preexec_fn=little_room)
+    done = selfplay(*words, cwd=tmp_path, limit=100_000)
     assert done.returncode == 1
     assert complaint(done).endswith("then run again with --resume.")
     assert [path.name for path in (tmp_path / "games").iterdir()] == ["manifest.json"]
@@ -174,8 +169,10 @@ def test_a_game_of_ones_own_plays(tmp_path):
     """The example, as its docstring says, from a folder that Python does not search by itself."""
     shutil.copy(EXAMPLES / "nim.py", tmp_path)
     words = ["--game", "nim:Nim", "--game-options", "largest=4", "--model", "rollout", "--games", 30, "--workers", 1]
-    script = ["-c", "from gpuinfer.cli import main; import sys; sys.path.remove(''); main()"]
-    done = selfplay(*words, "--out", "games", cwd=tmp_path, run=script)
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "script.py"
+    script.write_text("if __name__ == '__main__':\n    from gpuinfer.cli import main\n\n    main()\n")
+    done = selfplay(*words, "--out", "games", cwd=tmp_path, program=str(script))
     assert done.returncode == 0, done.stderr
     records = records_of(tmp_path / "games")
     assert records["finished"].tolist() == list(range(30))

@@ -21,7 +21,7 @@ from gpuinfer.report.strength import Tally, of_strength
 from gpuinfer.workloads.selfplay.sides import Sides, points
 
 HERE = Path(__file__).parent
-SMALL_SHARDS = [str(HERE / "small_shards.py")]
+SMALL_SHARDS = str(HERE / "small_shards.py")
 BOARD = ["--game", "connect-four", "--simulations", 8, "--no-roofline", "--quiet", "--json", "-"]
 PAIRED = [*BOARD, "--model", "blobnet-small", "--opponent-model", "blobnet-small", "--opponent-weights", "other.pt"]
 
@@ -78,7 +78,7 @@ def test_two_networks_play_the_same_games_whatever_the_batches(folder):
 def test_a_match_that_was_killed_is_finished_by_the_next(folder):
     words = [*PAIRED, "--workers", 2, "--games", 300, "--deterministic"]
     whole = done(*words, "--out", "whole", cwd=folder)
-    with started(*words, "--out", "games", cwd=folder, run=SMALL_SHARDS) as process:
+    with started(*words, "--out", "games", cwd=folder, program=SMALL_SHARDS) as process:
         until(lambda: shards(folder / "games"), process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=SECONDS)

@@ -18,7 +18,7 @@ from matches import same
 
 GAMES = 2000
 WORK = ["--games", GAMES, "--simulations", 100, "--model", "uniform", "--workers", 2, "--out", "games"]
-SMALL_SHARDS = [str(Path(__file__).with_name("small_shards.py"))]
+SMALL_SHARDS = str(Path(__file__).with_name("small_shards.py"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, tim
     for attempt in range(times):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with started(*WORK, cwd=folder, run=SMALL_SHARDS) as process:
+        with started(*WORK, cwd=folder, program=SMALL_SHARDS) as process:
             time.sleep(moments.uniform(0, 1.1 * seconds))
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=SECONDS)
@@ -62,7 +62,7 @@ def test_a_run_killed_at_any_moment_is_finished_by_the_next(whole, tmp_path, tim
 
 @pytest.mark.thorough
 def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
-    with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
+    with started(*WORK, cwd=tmp_path, program=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
         workers = workers_of(process)
         process.kill()
@@ -77,7 +77,7 @@ def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
 @pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped for good"])
 def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, number):
-    with started(*WORK, "--json", "-", cwd=tmp_path, run=SMALL_SHARDS) as process:
+    with started(*WORK, "--json", "-", cwd=tmp_path, program=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
         workers_of(process)[0].send_signal(number)
         out, errors = process.communicate(timeout=SECONDS)
@@ -89,7 +89,7 @@ def test_the_games_of_a_lost_worker_are_played_by_the_others(whole, tmp_path, nu
 
 @pytest.mark.thorough
 def test_when_every_worker_is_killed_the_run_ends_with_the_cure(whole, tmp_path):
-    with started(*WORK, cwd=tmp_path, run=SMALL_SHARDS) as process:
+    with started(*WORK, cwd=tmp_path, program=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
         for worker in workers_of(process):
             worker.kill()
@@ -113,7 +113,7 @@ def test_when_every_worker_is_killed_the_run_ends_with_the_cure(whole, tmp_path)
     ],
 )
 def test_a_run_that_is_told_to_stop_keeps_what_is_finished(whole, tmp_path, number, to_all):
-    with started(*WORK, "--json", "-", cwd=tmp_path, run=SMALL_SHARDS) as process:
+    with started(*WORK, "--json", "-", cwd=tmp_path, program=SMALL_SHARDS) as process:
         until(lambda: shards(tmp_path / "games"), process)
         (os.killpg if to_all else os.kill)(process.pid, number)
         out, errors = process.communicate(timeout=SECONDS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from forking import Forked, own_environment
 
 SECONDS = 120  # for a server to load its model on a machine that stalls, and for anything to come about
 
@@ -22,15 +22,11 @@ class Server:
 
     def __init__(self, *words: object, folder: Path, environment: dict[str, str] | None = None) -> None:
         self.ready_file, self.log_file = folder / "ready.json", folder / "log"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
         with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "gpuinfer", "serve", "--port", "0"),
-                    *("--ready-file", str(self.ready_file), *map(str, words)),
-                ],
-                cwd=folder,
-                env={**inherited, "COLUMNS": "200", **(environment or {})},
+            self.process = Forked(
+                ["gpuinfer", "serve", "--port", "0", "--ready-file", self.ready_file, *words],
+                folder,
+                own_environment(**{"COLUMNS": "200", **(environment or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import forking
 import numpy as np
 import pytest
 import torch
@@ -377,8 +378,7 @@ def test_flags_name_a_checkpoint_and_its_base_together(tmp_path):
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gpuinfer", *words]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=240)
+    return forking.run(["gpuinfer", *words], cwd)
 
 
 @pytest.mark.thorough

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from helpers import AtOnce, Counting, Doubler, Spread
 from playing import check_trace, record_little
@@ -91,16 +91,7 @@ def test_a_trace_that_finds_no_room_fails_the_run_but_not_its_report(tmp_path, m
 @pytest.mark.parametrize("backend", ["inprocess", "central"])
 def test_the_command_records_where_batches_are_formed(tmp_path, backend):
     words = [*SELFPLAY, "--workers", "2", "--backend", backend, "--trace", "trace.jsonl.gz", "--json", "-"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuinfer", *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = forking.run(["gpuinfer", *words], tmp_path, workers=True)
     assert done.returncode == 0, done.stderr
     trace, report = read(tmp_path / "trace.jsonl.gz"), json.loads(done.stdout)
     check_trace(trace)

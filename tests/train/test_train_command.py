@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
+import forking
 import jsonschema
 import numpy as np
 import pytest
@@ -104,17 +102,14 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(train, records, tmp_path)
     assert train(out="whole", steps=200)[0] == 0
     flags = ["--records", records, "--out", "killed", "--model", "blobnet-small", "--steps", 200, "--batch-size", 32]
     flags += ["--learning-rate", 0.003, "--warmup-steps", 4, "--checkpoint-every", 5, "--device", "cpu", "--quiet"]
-    words = [sys.executable, "-m", "gpuinfer", "train", *map(str, flags), "-B", "threads=1", "--resume"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    words = ["gpuinfer", "train", *flags, "-B", "threads=1", "--resume"]
     for _ in range(2):
-        with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        with forking.Forked(words, tmp_path) as run:
             until, seen = time.monotonic() + 120, _written(tmp_path / "killed")
             while _written(tmp_path / "killed") == seen and run.poll() is None and time.monotonic() < until:
                 time.sleep(0.005)
             run.send_signal(signal.SIGKILL)
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forking.run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     assert not list((tmp_path / "killed").glob("*.tmp"))
