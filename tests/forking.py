@@ -117,6 +117,9 @@ class Forked:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             self.returncode = int(self._line.recv(100))
             self._line.close()
+            with contextlib.suppress(OSError):
+                if self.stdin is not None:
+                    self.stdin.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
