@@ -75,9 +75,6 @@ class InProcess(Backend):
         checkpoint_segments: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
             None, description="of gradients: keep activations of so many segments of the layers alone, or auto"
         )
-        checkpoint_layers: str | None = Field(
-            None, description="the attribute that holds those layers, where it cannot be told"
-        )
         parallel: Parallel = Field("data", description=PARALLEL)
         stages: Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"] = Field(
             "auto", description=STAGES, json_schema_extra=WITH_STAGES
@@ -90,7 +87,7 @@ class InProcess(Backend):
 
         @model_validator(mode="after")
         def _stages_fit(self) -> Self:
-            if complaint := complaint_of(self):
+            if complaint := complaint_of(self, self.checkpoint_segments is not None):
                 raise ValueError(complaint)
             return self
 
@@ -128,7 +125,7 @@ class InProcess(Backend):
     def _refuse_training_options(self) -> None:
         if self.options.backward and self.setup.model is not None:
             raise UsageError("-B backward=true is for models of rows, and this one is of text. Leave it out.")
-        given = [name for name in ("loss", "checkpoint_segments", "checkpoint_layers") if getattr(self.options, name)]
+        given = [name for name in ("loss", "checkpoint_segments") if getattr(self.options, name)]
         if given and self.setup.model is not None:
             raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
 

@@ -19,6 +19,7 @@ from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.models import losses, segments
 from gpuinfer.models.device import Gauge, resolve_device
+from gpuinfer.models.layers import check_same
 from gpuinfer.models.layouts import BITS, misfit, row_dtype
 from gpuinfer.models.live_bytes import LiveBytes
 from gpuinfer.models.load import probe, trainable
@@ -41,7 +42,7 @@ class GradientTuning(ForwardTuning, Protocol):
     @property
     def checkpoint_segments(self) -> segments.Segments | None: ...
     @property
-    def checkpoint_layers(self) -> str | None: ...
+    def layers(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
         autocast=torch.bfloat16 if computed == "bfloat16" else None,
         seed=setup.seed,
         checkpoint_segments=tuning.checkpoint_segments,
-        checkpoint_layers=tuning.checkpoint_layers,
+        layers=tuning.layers,
     )
     gauge, threads = Gauge(device), threads_for(setup, tuning)
     limits = Limits(tuning.max_rows or MAX_ROWS)
@@ -118,7 +119,7 @@ class GradientPass:
         autocast: torch.dtype | None = None,
         seed: int = 0,
         checkpoint_segments: segments.Segments | None = None,
-        checkpoint_layers: str | None = None,
+        layers: str | None = None,
     ) -> None:
         self._spec, self._loss, self._loss_name, self._seed, self._autocast = spec, loss, loss_name, seed, autocast
         # By their own names, which segments would change.
@@ -132,7 +133,7 @@ class GradientPass:
         self._measured: dict[int, int] = {}  # rows → bytes of activations
         self.segments = 1
         if checkpoint_segments is not None:
-            module, self.segments = self._divided(module, checkpoint_segments, checkpoint_layers)
+            module, self.segments = self._divided(module, checkpoint_segments, layers)
         self.module = module
 
     def __call__(self, batch: TrainingBatch) -> Gradients:
@@ -161,16 +162,11 @@ class GradientPass:
         with torch.inference_mode():
             before = module.eval()(rows)
         module, made = segments.divide(module, count, layers, self._spec.name)
-        try:
-            with torch.inference_mode():
-                same = segments.same_answers(before, module.eval()(rows))
-        except Exception:  # noqa: BLE001 (whatever a model does that expects its own layers)
-            same = False
-        if not same:
-            raise UsageError(
-                f"model '{self._spec.name}' does more with its layers than call each with the last one's answer, so "
-                "they cannot be taken in segments. Leave -B checkpoint_segments out."
-            )
+        cure = (
+            "Its layers must each be called with the last one's answer: name others with -B layers=attribute, or "
+            f"{segments.CURE}."
+        )
+        check_same(self._spec.name, before, lambda: module.eval()(rows), "with its layers in segments", cure)
         return module, made
 
     def _misfit(self, batch: TrainingBatch) -> BackendError | None:

@@ -34,6 +34,14 @@ class Skipping(nn.Module):
         return {"policy": self.heads(x + first), "sum": features.sum(1, keepdim=True)}
 
 
+class OneRow(Skipping):
+    """Nothing has to be named."""
+
+    def __init__(self, features: int = 6) -> None:
+        super().__init__(features)
+        del self.other
+
+
 class Backwards(Skipping):
     def forward(self, features):
         x = self.embed(features)

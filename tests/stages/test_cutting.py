@@ -29,6 +29,7 @@ def parts(answer):
         pytest.param(staged_models.line(), None, 6, id="a Sequential within one, a layer that comes twice"),
         pytest.param(staged_models.Named(), None, 5, id="segments()"),
         pytest.param(staged_models.Skipping(), "blocks", 4, id="an attribute, with values that skip layers"),
+        pytest.param(staged_models.OneRow(), None, 4, id="the only row of alike layers"),
         pytest.param(nn.Sequential(staged_models.Skipping()), "0.blocks", 4, id="an attribute within another"),
         pytest.param(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 2))), "1", 2, id="a member"),
     ],

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
-from gpuinfer.errors import UsageError
 from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices
 from gpuinfer.models.frozen import unpack
+from gpuinfer.models.layers import check_same
 from gpuinfer.models.layouts import row_dtype
-from gpuinfer.models.load import build, called, probe, resolve_dtype
-from gpuinfer.models.memory import first_line, keep_freed_memory
+from gpuinfer.models.load import build, probe, resolve_dtype
+from gpuinfer.models.memory import keep_freed_memory
 from gpuinfer.models.nvml import seen_together
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.pinned import register
@@ -27,11 +27,10 @@ from gpuinfer.models.stages.moving import OnCpu, OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.placing import Placed, stages_at
 from gpuinfer.models.stages.planning import StageTuning, bytes_of, count_for, fits_one, rows_for, split_for, times_on
-from gpuinfer.models.staging import tensors_of
 
 HOST = torch.device("cpu")
 CHECKED_ROWS = 2  # as few as a model is tried with in any case
-TOLERANCE = 1e-3  # between a model and its own segments: the same operations, so that it hardly needs any
+BY_LAYER = "layer by layer"
 
 
 def open_staged(
@@ -57,7 +56,7 @@ def open_staged(
         unpack(module)
     answer = probe(module, spec, device=HOST, dtype=dtype)
     segments = segments_of(module, spec.name, tuning.layers)
-    check_alike(module, segments, spec, dtype)
+    check_cut(module, segments, spec, dtype)
 
     count = count_for(tuning, devices, len(segments), spec.name)
     places = [devices[number * len(devices) // count] for number in range(count)]
@@ -99,30 +98,13 @@ def open_staged(
     return Opened(spec, limits, forward, answer, device, partial(register, device=places[0]), pipeline.close)
 
 
-def check_alike(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec, dtype: torch.dtype) -> None:
+def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec, dtype: torch.dtype) -> None:
     """Raises `UsageError` unless the segments, one after the other, answer as the model itself."""
     features = torch.ones(CHECKED_ROWS, spec.inputs, dtype=dtype)
-    cure = "Mend its segments(), or name the attribute with its layers, -B layers=attribute."
     with torch.inference_mode():
-        whole = tensors_of(module(features.clone()))
-        value: Any = features
-        try:
-            for segment in segments:
-                value = segment(value)
-            found = tensors_of(value)
-        except Exception as error:
-            raise UsageError(
-                f"{called(spec.name)} cannot be called layer by layer: {type(error).__name__}: {first_line(error)}. "
-                f"{cure}"
-            ) from error
-    if len(whole) != len(found) or not all(map(_alike, whole, found)):
-        raise UsageError(f"{called(spec.name)} answers otherwise when it is called layer by layer. {cure}")
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(
-        one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
-    )
+        whole = module(features.clone())
+    cure = "Mend its segments(), or name the attribute with its layers, -B layers=attribute."
+    check_same(spec.name, whole, lambda: reduce(lambda value, layer: layer(value), segments, features), BY_LAYER, cure)
 
 
 def limits_of(

@@ -22,7 +22,7 @@ STAGES = "of layers and pipeline: how many; auto: one a device, two on a single 
 SPLIT_POINTS = "of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and memory"
 MICRO_BATCH_ROWS = "of layers and pipeline: rows, of text tokens, that go through a stage at once; default by the batch"
 LAYERS = (
-    "of layers and pipeline: the attribute that holds the layers of a model that is no Sequential, as encoder.blocks"
+    "of stages and checkpoint_segments: the attribute with the layers, where they cannot be told, as encoder.blocks"
 )
 
 
@@ -50,13 +50,15 @@ class StageOptions(CutOptions, Protocol):
     def compile(self) -> bool: ...
 
 
-def complaint_of(given: StageOptions) -> str | None:
-    """What is wrong with these together, with the cure; None when nothing is."""
+def complaint_of(given: StageOptions, layers_serve: bool = False) -> str | None:
+    """What is wrong with these together, with the cure; None when nothing is. `layers_serve`: there is another use for
+    the layers than stages.
+    """
     said: Mapping[str, Any] = {
         "stages": None if given.stages == "auto" else given.stages,
         "split_points": None if given.split_points is None else ",".join(map(str, given.split_points)),
         "micro_batch_rows": given.micro_batch_rows,
-        "layers": given.layers,
+        "layers": None if layers_serve else given.layers,
     }
     if given.parallel == "data":
         name = next((name for name in OF_STAGES if said[name] is not None), None)
