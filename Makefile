@@ -4,6 +4,9 @@
 # make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
+# make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man
+# make reference   docs/reference anew from the code, after an option, a field or a metric has changed
+# make share   manual pages and completion of shells, for the wheel
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
 # make lint   formatting, lint, types
@@ -15,7 +18,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy
 
-.PHONY: demo loop test thorough processors system vllm soak lint clean
+.PHONY: demo loop test thorough processors system docs reference share vllm soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
@@ -26,27 +29,45 @@ loop: $(READY)
 		--fail-under 0.75 --out build/loop --resume
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs" tests plugins
 
 thorough: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "thorough and not soak and not gpu and not system and not vllm" tests plugins
+		-m "thorough and not soak and not gpu and not system and not vllm and not docs" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
 
+# What a rule needs of Debian's packages, installed where it is missing.
+debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) >/dev/null; }
+
 DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
-	dpkg -s $(DEBIAN) >/dev/null 2>&1 || { apt-get -qq update; \
-		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) >/dev/null; }
-	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm" tests plugins
+	$(call debian,$(DEBIAN))
+	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs" tests plugins
+
+docs: reference share $(VENV)/.docs
+	$(call debian,chromium man-db)
+	$(BIN)/python -m tools.site
+	$(BIN)/python -m pytest -m docs tests
+
+reference: $(READY)
+	$(BIN)/python -m tools.reference
+
+share: $(READY)
+	$(BIN)/python -m tools.share
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@touch $@
 
 VLLM := .venv-vllm
 vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm
 
 soak: $(READY)
-	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs" --timeout 21600 tests plugins
 	$(BIN)/python tests/processors.py --whole
 
 lint: $(READY)
@@ -71,4 +92,4 @@ $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist share *.egg-info

@@ -50,6 +50,7 @@ ALONE = (
     "memory",
     "config",
     "plugins",
+    "docs",
 )  # need no command before them, nor does one need them
 RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "

@@ -46,12 +46,12 @@ LAYERS = [
         "gpuinfer.text",
     ],
     ["gpuinfer.models", "gpuinfer.trace"],
-    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.positions", "gpuinfer.stats"],
+    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.manual", "gpuinfer.positions", "gpuinfer.stats"],
     ["gpuinfer.host", "gpuinfer.units", "gpuinfer.unmasked"],
     ["gpuinfer.api", "gpuinfer.generation", "gpuinfer.gradients"],
     ["gpuinfer.errors", "gpuinfer"],
 ]
-ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display"]}
+ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display", "gpuinfer.screen.page"]}
 HEAVY = {
     "torch": [
         "gpuinfer.memory.rows",  # which a child process alone imports

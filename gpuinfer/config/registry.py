@@ -53,6 +53,7 @@ COMMANDS = (
     "plugins",
     "doctor",
     "config",
+    "docs",
 )  # ours, whoever is installed
 SETTINGS = (
     "backend", "strategy", "device", "dtype", "seed", "json", "trace", "live", "quiet", "verbose", "roofline",

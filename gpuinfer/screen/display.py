@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -30,6 +31,7 @@ from gpuinfer.units import bar, duration, short
 if TYPE_CHECKING:
     from gpuinfer.runtime.run import Update
 
+FONT = re.compile(r"@font-face\s*\{[^}]*\}\s*")  # that rich would have a browser fetch
 ACCENT, FAINT, BAD, GOOD = "cyan", "dim", "red", "green"
 TONES = {"plain": "", "strong": "bold", "command": ACCENT, "bad": BAD, "warning": "yellow"}
 WARNINGS = ("skipped", "stopped", "unquiet", "the sender", "failed requests")
@@ -209,10 +211,10 @@ def comparison(
 
 
 def svg(renderable: RenderableType, title: str, width: int = 80) -> str:
-    """What the screen would show, as a picture for a page."""
+    """What the screen would show, as a picture for a page, in the reader's own fonts: it asks no other host for one."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(renderable)
-    return console.export_svg(title=title)
+    return FONT.sub("", console.export_svg(title=title))
 
 
 def _progress_line(update: Update) -> RenderableType:

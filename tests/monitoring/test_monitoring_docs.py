@@ -7,18 +7,10 @@ import re
 import subprocess
 
 import pytest
-from monitoring.exposed import PAGE, dashboard, everything, expressions, labels_of, name_of
+from monitoring.exposed import dashboard, everything, expressions, labels_of
 
 BY_PROMETHEUS = {"job", "instance"}  # labels that it adds itself
 CALLED = re.compile(r"\b(gpuinfer_\w+)(\{[^}]*\})?")
-
-
-def test_the_table_of_metrics_is_what_an_exposition_has():
-    told = []
-    for family in everything():
-        labels = sorted({name for sample in family.samples for name in sample.labels} - {"le"})
-        told.append(f"| `{name_of(family)}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
-    assert re.findall(r"^\| `gpuinfer_\w+` \|.*$", PAGE.read_text(), re.M) == told
 
 
 @pytest.mark.parametrize("expression", expressions())

@@ -1,0 +1,132 @@
+"""Find a page of the documentation, here in the terminal."""
+
+from __future__ import annotations
+
+import os
+import pydoc
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from gpuinfer.errors import UsageError
+from gpuinfer.manual import contents
+from gpuinfer.manual.pages import Page, Section, pages
+from gpuinfer.manual.passage import passage
+from gpuinfer.manual.search import Found, search
+
+COLOURS = "-R"  # for less, which shows the signs of a colour unless it is told to heed them
+OTHERS = 8  # sections that are named below the best one
+WORDS = "What you look for: words, an option, a command, a page or a page#heading."
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+def _names(incomplete: str) -> list[str]:
+    return [name for name in pages() if name.startswith(incomplete)]
+
+
+@app.command("docs", context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+def docs(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...", help=WORDS, autocompletion=_names)] = None,
+) -> None:
+    """Find a page of the documentation: the passage that answers a few words, and where else they stand.
+
+    Without a word it lists the pages. The name of a page shows it whole: `gpuinfer docs serve`. An option is a word
+    too: `gpuinfer docs --temperature`. A word that is misspelled is taken for the nearest one.
+    """
+    known = pages()
+    query = " ".join(words or ())
+    parts = list(_listing(known) if not query.strip() else _answer(known, query))
+    _show(parts)
+
+
+def _listing(known: Mapping[str, Page]) -> Iterator[Any]:
+    from gpuinfer.screen.page import listed
+
+    about = contents.described(known)
+    for group in contents.groups(known):
+        listing = [page for page in group.pages if page.name.rpartition("/")[0] not in known]
+        yield listed(group.title, [(page.name, about[page.name]) for page in listing])
+    yield "`gpuinfer docs PAGE` shows one, `gpuinfer docs WORD…` finds a passage."
+
+
+def _answer(known: Mapping[str, Page], query: str) -> Iterator[Any]:
+    from gpuinfer.screen.page import markdown
+
+    found = search(known.values(), query)
+    if page := _page(known, query):
+        yield markdown(page.text)
+        yield from _others([section for section in found.sections if section.page != page.name][:OTHERS])
+    elif (section := _named(known, query)) is not None:
+        yield _passage(section, section.text)
+    elif found.sections:
+        yield from _remarks(found)
+        yield _passage(found.sections[0], passage(found.sections[0], found.words))
+        yield from _others(found.sections[1 : OTHERS + 1])
+    else:
+        raise UsageError(_nothing(query, found))
+
+
+def _page(known: Mapping[str, Page], name: str) -> Page | None:
+    return known.get(name.lower().removeprefix("docs/").removesuffix(".md"))
+
+
+def _named(known: Mapping[str, Page], address: str) -> Section | None:
+    """The section of a `page#heading`."""
+    name, mark, anchor = address.partition("#")
+    page = _page(known, name) if mark else None
+    if page is None:
+        return None
+    for section in page.sections:
+        if section.anchor == anchor:
+            return section
+    anchors = ", ".join(section.anchor for section in page.sections if section.anchor)
+    raise UsageError(f"page '{page.name}' has no heading '{anchor}'. Headings: {anchors or 'none'}.")
+
+
+def _passage(section: Section, text: str) -> Any:
+    from gpuinfer.screen import page
+
+    return page.passage(" › ".join(section.headings), section.address, text)
+
+
+def _others(sections: Sequence[Section]) -> Iterator[Any]:
+    from gpuinfer.screen.page import listed
+
+    if sections:
+        yield listed("Also", [(one.address, " › ".join(one.headings)) for one in sections])
+
+
+def _remarks(found: Found) -> Iterator[str]:
+    for word, near in found.instead.items():
+        yield f"No page says '{word}'. This is of '{near}':"
+    for word, several in found.unknown.items():
+        yield f"No page says '{word}'{_or_else(several)}."
+    if found.instead or found.unknown:
+        yield ""
+
+
+def _nothing(query: str, found: Found) -> str:
+    near = [one for words in found.unknown.values() for one in words]
+    return f"no page says '{query}'{_or_else(near)}. `gpuinfer docs` lists the pages."
+
+
+def _or_else(near: Sequence[str]) -> str:
+    return f"; there are {', '.join(near)}" if near else ""
+
+
+def _show(parts: Sequence[Any]) -> None:
+    """On a terminal through its pager, where it is longer than the screen."""
+    from gpuinfer.screen.page import drawn
+
+    terminal = sys.stdout.isatty()
+    size = shutil.get_terminal_size()
+    flags = os.environ.setdefault("LESS", COLOURS)
+    text = drawn(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
+    if terminal and text.count("\n") >= size.lines:
+        pydoc.pager(text)
+    else:
+        typer.echo(text, nl=False)

@@ -1,0 +1,112 @@
+"""Pages, their sections and their order, as `gpuinfer docs` and the site have them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpuinfer.manual import contents
+from gpuinfer.manual.pages import pages, read
+
+ROOT = Path(__file__).parent.parent.parent
+
+TEXT = """# Serving a `model`
+
+One model, many *askers*. And more.
+
+## Limits
+
+They are there.
+
+```
+# no heading: a comment
+## neither
+```
+
+### Of a [request](generate.md)
+
+Few.
+
+## Limits
+
+Again.
+"""
+
+
+@pytest.fixture(scope="module")
+def known():
+    return pages()
+
+
+def test_a_page_is_cut_at_its_headings_but_not_inside_code():
+    page = read("serve", TEXT)
+    assert page.title == "Serving a model"
+    assert [(one.anchor, one.headings[1:]) for one in page.sections] == [
+        ("", ()),
+        ("limits", ("Limits",)),
+        ("of-a-request", ("Limits", "Of a request")),
+        ("limits_1", ("Limits",)),
+    ]
+    assert "## neither" in page.sections[1].text
+
+
+def test_a_page_is_described_by_the_home_page_or_by_its_title():
+    home = read("index", "# Home\n\n## Guides\n\n- [Serving](serve.md): requests, *limits*,\n  keys\n- [Odd](odd.md)\n")
+    known = {page.name: page for page in (home, read("serve", TEXT), read("odd", "# An odd page\n"))}
+    assert contents.described(known)["serve"] == "requests, limits, keys"
+    assert contents.described(known)["odd"] == "An odd page"
+
+
+@pytest.mark.parametrize("text", ["", "words alone", "## Below\n", "```\nnever closed\n# x"])
+def test_a_page_of_any_form_has_a_section(text):
+    assert read("odd", text).sections
+
+
+def test_a_folders_own_page_has_the_folders_name():
+    assert read("decisions/README", "# Why\n").name == "decisions"
+
+
+def test_all_pages_of_the_repository_travel(known):
+    """And those that git does not know yet, but will."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "docs/*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if listed.returncode:
+        pytest.skip("no git repository here")
+    there = {path.removeprefix("docs/").removesuffix(".md").removesuffix("/README") for path in listed.stdout.split()}
+    assert set(known) == there
+
+
+def test_every_page_has_one_place_in_the_contents(known):
+    named = [page.name for group in contents.groups(known) for page in group.pages]
+    assert sorted(named) == sorted(set(known) - {"index"})
+    assert len(named) == len(set(named))
+
+
+def test_a_newcomer_meets_tutorials_first_and_decisions_last(known):
+    titles = [group.title for group in contents.groups(known)]
+    assert titles == ["Tutorials", "Guides", "Reference", "How it is made"]
+    last = contents.groups(known)[-1].pages
+    assert [page.name for page in last][:1] == ["architecture"]
+    assert last[-1].name.startswith("decisions/")
+
+
+def test_a_page_that_nobody_has_listed_stands_behind_its_like(known):
+    more = {**known, "install": read("install", "# Install\n"), "tutorials/zoo": read("tutorials/zoo", "# Zoo\n")}
+    tutorials, guides = contents.groups(more)[:2]
+    assert tutorials.pages[-1].name == "tutorials/zoo"
+    assert guides.pages[-1].name == "install"
+
+
+def test_the_home_page_links_to_every_page_of_its_own_folders(known):
+    """So that nobody who writes a page forgets the newcomer: a decision is listed by its folder's page."""
+    home = set(contents.linked(known["index"].text, known))
+    decided = {f"{name}" for name in contents.linked(known["decisions"].text, known, "decisions")}
+    missing = {name for name in known if name != "index" and name not in home | decided}
+    assert {name for name in missing if name.startswith(("decisions/", "tutorials/", "reference/"))} == set()
