@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pydoc
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,6 +126,8 @@ def _show(parts: Sequence[Any]) -> None:
     flags = os.environ.setdefault("LESS", COLOURS)
     text = drawn(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
     if terminal and text.count("\n") >= size.lines:
+        import pydoc
+
         pydoc.pager(text)
     else:
         typer.echo(text, nl=False)
