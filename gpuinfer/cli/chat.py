@@ -53,15 +53,7 @@ class ChatOptions(UnmaskingOptions, DrawingOptions, AdapterOptions, ModelOptions
 
 
 def _app() -> typer.Typer:
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values))
-
-    return flags.app(NAME, {**flags.of(ChatOptions, NAME), **common}, TEXT, call)
-
-
-app = _app()
+    return flags.command(NAME, flags.of(ChatOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -224,3 +216,6 @@ def _edit_lines() -> None:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+app = _app()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,20 @@ def of(model: type[BaseModel], owner: str) -> Parameters:
         if name in taken:
             raise PluginError(f"{owner} has an option '{name}', which is a flag of every command. Rename the option.")
     return {name: _of_field(name, field) for name, field in options.fields_of(model).items()}
+
+
+def command(
+    name: str, own: Parameters, shared: Collection[str], text: str, execute: Callable[[Mapping[str, Any]], int]
+) -> typer.Typer:
+    """A command of ours: flags of its own, and these of the common ones. `execute` gets all their values, and gives the
+    exit code.
+    """
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(values))
+
+    known = common()
+    return app(name, {**own, **{key: one for key, one in known.items() if key in shared}}, text, call)
 
 
 def app(name: str, parameters: Parameters, text: str, call: Callable[..., None]) -> typer.Typer:

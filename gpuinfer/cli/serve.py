@@ -44,16 +44,8 @@ LAUNCHER_TEXT = "Option of the launcher, such as account=… of slurm; repeatabl
 
 
 def _app() -> typer.Typer:
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values))
-
     launcher = {"launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT)}
-    return flags.app(NAME, {**flags.of(FleetOptions, NAME), **launcher, **common}, TEXT, call)
-
-
-app = _app()
+    return flags.command(NAME, {**flags.of(FleetOptions, NAME), **launcher}, COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -178,3 +170,6 @@ def _welcome(described: Described, own: FleetOptions, host: str, port: int) -> s
     key = " -H 'Authorization: Bearer KEY'" if own.api_key_file else ""
     names = " and ".join(described.names)
     return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"
+
+
+app = _app()

@@ -46,17 +46,8 @@ def _app() -> typer.Typer:
         help="Simulate each value of a flag, of a strategy's option, or of `strategy`; repeatable.",
         show_default=False,
     )
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
     one = inspect.Parameter("sweep", inspect.Parameter.KEYWORD_ONLY, default=sweep, annotation=list[str] | None)
-    parameters = {**flags.of(Options, NAME), "sweep": one, **common}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values))
-
-    return flags.app(NAME, parameters, TEXT, call)
-
-
-app = _app()
+    return flags.command(NAME, {**flags.of(Options, NAME), "sweep": one}, COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -220,3 +211,6 @@ def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
 def _say(line: str, quiet: bool) -> None:
     if not quiet:
         print(line, file=sys.stderr, flush=True)
+
+
+app = _app()

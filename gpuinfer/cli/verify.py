@@ -31,16 +31,7 @@ Exits 4 when a check does not hold.
 def _app() -> typer.Typer:
     from gpuinfer.verifying.rig import Options
 
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
-    parameters = {**flags.of(Options, NAME), **common}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values))
-
-    return flags.app(NAME, parameters, TEXT, call)
-
-
-app = _app()
+    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -86,3 +77,6 @@ def _say(line: str) -> None:
 
 def _silent(line: str) -> None:
     pass
+
+
+app = _app()
