@@ -9,6 +9,8 @@ import psutil
 import pytest
 from forking import Forked, own_environment
 
+from gpuinfer.loop.plan import KINDS
+
 TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
 WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]
 
@@ -46,19 +48,28 @@ def ended(folder, *words):
     return process.returncode, out, err
 
 
+def reports(iteration, kinds):
+    """When each was written."""
+    return {kind: (iteration / f"{kind}.json").stat().st_mtime_ns for kind in kinds}
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_a_loop_that_was_killed_goes_on_where_it_was(tmp_path):
-    first = tmp_path / "l" / "iteration-001" / "training" / "manifest.json"
-    with started(tmp_path) as process:
-        while not first.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=30)[1]  # none goes on alone
-    played = (tmp_path / "l" / "iteration-001" / "games.json").stat().st_mtime_ns
+def test_a_loop_that_was_killed_in_any_of_its_steps_goes_on_where_it_was(tmp_path):
+    """With SIGKILL, as soon as a step's folder is there."""
+    first = tmp_path / "l" / "iteration-001"
+    finished = {}
+    for kind in KINDS:
+        with started(tmp_path, *(["--resume"] if kind != KINDS[0] else [])) as process:
+            while not (first / kind / "manifest.json").exists():
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.02)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.communicate(timeout=60)
+        assert not psutil.wait_procs(children, timeout=30)[1]  # none goes on alone
+        assert reports(first, finished) == finished
+        finished = reports(first, KINDS[: KINDS.index(kind)])
     code, _, err = ended(tmp_path)
     assert code == 2
     assert "--resume" in err
@@ -66,9 +77,10 @@ def test_a_loop_that_was_killed_goes_on_where_it_was(tmp_path):
     assert code == 0, err
     told = json.loads(out)
     assert [one["iteration"] for one in told["iterations"]] == [1, 2]
+    assert [one["games"] for one in told["iterations"]] == [12, 12]
     assert [one["strength"]["games"] for one in told["iterations"]] == [8, 8]
     assert all(one["loss"] > 0 for one in told["iterations"])
-    assert (tmp_path / "l" / "iteration-001" / "games.json").stat().st_mtime_ns == played
+    assert reports(first, finished) == finished
     assert json.loads((tmp_path / "l" / "loop.json").read_text()) == told
     code, out, err = ended(tmp_path, "--resume", "--fail-under", "1")
     assert (code, "against the first generation" in out) == (4 if told["strength"]["score"] < 1 else 0, True)
