@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import machine
+from gpuinfer.runtime.naming import free_name
 from gpuinfer.runtime.processes import Workers
 from gpuinfer.stats import Snapshot, merge, since
 
@@ -133,13 +133,6 @@ async def refresh(all_of_them: Iterable[Counting]) -> None:
     """Ask their far sides what they have measured. What was known stays where that takes over a second."""
     if asking := {one.ask() for one in all_of_them if one.is_far}:
         await asyncio.wait(asking, timeout=FAR_S)
-
-
-def free_name(name: str, taken: Iterable[str]) -> str:
-    """This one, or else the first of `name 2`, `name 3`, … that is not taken."""
-    known = set(taken)
-    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-    return next(free for free in names if free not in known)
 
 
 def _named(whose: str, part: Snapshot) -> Snapshot:

@@ -22,7 +22,8 @@ from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import WorkError
 from gpuinfer.host import pauses
 from gpuinfer.runtime import counting
-from gpuinfer.runtime.counting import Counting, free_name
+from gpuinfer.runtime.counting import Counting
+from gpuinfer.runtime.naming import called, free_name, told_apart
 from gpuinfer.runtime.processes import Job, Workers
 from gpuinfer.stats import Snapshot
 from gpuinfer.trace.recorder import Recorder
@@ -216,6 +217,9 @@ class Session(Infer):
         with blame.calling(self._backend, "beside"):
             backend = self._backend.beside(spec, share)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
+        if name is None and (model := self._backend.setup.model) is not None:
+            own, name = told_apart(model, spec)
+            self.called = self.called or (own if own != called(model) else "")
         name = free_name(name or called(spec), (one._name for one in self._beside))
         one = Session(backend, strategy, name=name, within=self)  # what the report calls its model, and its lanes
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
@@ -356,11 +360,6 @@ class OwnPulse:
 
     def snapshot(self) -> Snapshot:
         return self._counting.own()
-
-
-def called(spec: ModelSpec) -> str:
-    """What people call a model: a path's last part."""
-    return os.path.basename(spec.name.rstrip("/"))
 
 
 def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
