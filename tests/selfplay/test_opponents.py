@@ -104,9 +104,10 @@ def test_a_match_that_was_killed_is_finished_by_the_next(folder):
             id="weights that are not there",
         ),
         pytest.param(["--opponent-model", "blobnte"], "Did you mean 'blobnet'?", id="no such opponent"),
-        pytest.param(["--opponent-model", "rollout"], "Name a network, or uniform.", id="rollout"),
         pytest.param(
-            ["--model", "uniform", "--opponent-model", "blobnet"], "Name the network with --model", id="no network"
+            ["--model", "rollout", "--opponent-model", "blobnet"],
+            "Name the network with --model; rollout may be the opponent.",
+            id="no network",
         ),
     ],
 )

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from matches import arena_of, in_order, played, random_linear, same
 
 from gpuinfer.workloads.selfplay import arrays
-from gpuinfer.workloads.selfplay.asking import one_network, two_networks
+from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, by_network, one_network, two_sides
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 from gpuinfer.workloads.selfplay.sides import Sides, points
+from gpuinfer.workloads.selfplay.workload import EVALUATORS
 
 SMALL = {"determinizations": 1, "evaluator": arrays.NETWORK, "games_per_deal": 2}
 
@@ -35,6 +36,20 @@ class Network:
         assert len(payload) == rows > 0
         self.rows += rows
         return self.model(payload)
+
+
+def between(arena, sides, *ways):
+    """Those that are no name are asked."""
+    return two_sides(
+        arena, sides, *(by_name(arena, one) if isinstance(one, str) else by_network(one, arena) for one in ways)
+    )
+
+
+def by_name(arena, name):
+    async def answer(*block):
+        WITHOUT_NETWORK[name](arena, *block)
+
+    return contextlib.nullcontext(answer)
 
 
 async def match(arena, asking, games):
@@ -88,7 +103,7 @@ async def test_each_move_is_thought_of_by_the_network_whose_seat_it_is(game):
     """With one simulation and no noise the policy is the root's priors: those of the one or of the other."""
     sides, ways = Sides(game.seats, 3), (Network(game, 1), Network(game, 2))
     arena = arena_of(game, 4, **SMALL, simulations=1, noise=0.0)
-    records = await match(arena, two_networks(*ways, arena, sides), 12)
+    records = await match(arena, between(arena, sides, *ways), 12)
     assert records["finished"].tolist() == list(range(12))
     for row in range(len(records["game"])):
         ours = sides.of(int(records["game"][row]))[records["player"][row]]
@@ -102,17 +117,15 @@ async def test_a_network_against_itself_plays_as_it_does_alone():
     game = Blob()
     alone, divided = (arena_of(game, slots, **SMALL) for slots in (3, 5))
     records = await match(alone, one_network(Network(game, 1), alone), 10)
-    both = two_networks(Network(game, 1), Network(game, 1), divided, Sides(game.seats, 0))
+    both = between(divided, Sides(game.seats, 0), Network(game, 1), Network(game, 1))
     assert same(await match(divided, both, 10), records)
 
 
-async def test_a_uniform_opponent_thinks_as_the_search_without_a_network():
-    game = ConnectFour()
-    arena, plain = arena_of(game, 3, **SMALL), arena_of(game, 3, **{**SMALL, "evaluator": arrays.UNIFORM})
-
-    class Nobody(Network):
-        async def __call__(self, payload, *, rows, client):
-            return np.zeros((rows, 7), np.float32), np.zeros((rows, 2), np.float32)
-
-    records = await match(arena, two_networks(Nobody(game, 0), None, arena, Sides(2, 0)), 8)
+@pytest.mark.parametrize("game", [ConnectFour(), Blob(None, players=3)], ids=["connect-four", "three at blob"])
+@pytest.mark.parametrize("name", WITHOUT_NETWORK)
+async def test_an_opponent_without_a_network_thinks_as_the_search_does_by_itself(name, game):
+    search = {**SMALL, "determinizations": 1 + game.hidden}
+    divided = arena_of(game, 3, **search)
+    plain = arena_of(game, 5, **{**search, "evaluator": EVALUATORS.index(name)})
+    records = await match(divided, between(divided, Sides(game.seats, 0), name, name), 8)
     assert same(records, played(plain, range(8)))

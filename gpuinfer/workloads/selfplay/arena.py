@@ -107,6 +107,19 @@ class Arena:
             )
         )
 
+    def play_out(self, rows: np.ndarray, logits: np.ndarray, values: np.ndarray) -> None:
+        """Answer these rows of the last block by a random playout each. rows: int [n]; the others stay as in `play`."""
+        self._kernels.play_out(
+            self.game.config,
+            self.search,
+            self._games,
+            self._trees,
+            self._work,
+            np.asarray(np.flatnonzero(self._trees.row >= 0)[rows], np.int64),
+            logits,
+            values,
+        )
+
     def collect(self) -> dict[str, np.ndarray] | None:
         """Copies of what games that finished since the last call left behind; None when there were none."""
         games, rows = int(self.counters[arrays.LOG_GAMES]), int(self.counters[arrays.LOG_ROWS])

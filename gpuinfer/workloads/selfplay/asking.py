@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions]
 Ask = Callable[[int], Coroutine[Any, Any, Answers]]
 """The answers to the first rows of an arena's block, as many as it says. They may lie in memory that the next call
 writes anew."""
+
+Answer = Callable[[NDArray[np.intp], np.ndarray, np.ndarray], Coroutine[Any, Any, None]]
+"""Put the answers to these rows of the block into the same rows of logits and values."""
 
 
 def network(game: Game, name: str, weights: str | None) -> ModelSpec:
@@ -80,14 +84,28 @@ def one_network(infer: Infer, arena: Arena) -> Iterator[Ask]:
 
 
 @contextlib.contextmanager
-def two_networks(infer: Infer, opponent: Infer | None, arena: Arena, sides: Sides) -> Iterator[Ask]:
-    """Each row goes to the network whose seat moves at the root of its tree. `opponent`: None for `uniform`."""
-    with contextlib.ExitStack() as clients:
-        shares = [
-            Share(way, clients.enter_context(way.client()), arena, who) if way is not None else None
-            for way, who in ((infer, "the model"), (opponent, "the opponent"))
-        ]
-        yield Divided(arena, sides, shares).ask
+def two_sides(
+    arena: Arena, sides: Sides, ours: AbstractContextManager[Answer], theirs: AbstractContextManager[Answer]
+) -> Iterator[Ask]:
+    """Each row goes to the side whose seat moves at the root of its tree."""
+    with ours as answer, theirs as others:
+        yield Divided(arena, sides, [answer, others]).ask
+
+
+@contextlib.contextmanager
+def by_network(infer: Infer, arena: Arena, who: str = "the model") -> Iterator[Answer]:
+    """One of two sides that ask models."""
+    with infer.client() as me:
+        yield Share(infer, me, arena, who).answer
+
+
+def equal(arena: Arena, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+    """`uniform`: equal priors and values of 0, as inside the search."""
+    logits[rows] = values[rows] = 0.0
+
+
+WITHOUT_NETWORK = {"uniform": equal, "rollout": Arena.play_out}
+"""What answers these rows of an arena's block, into the same rows of logits and values, by the name of an opponent."""
 
 
 class Share:
@@ -111,12 +129,11 @@ class Share:
 class Divided:
     """The blocks of one arena, each divided between the model and the opponent."""
 
-    def __init__(self, arena: Arena, sides: Sides, shares: list[Share | None]) -> None:
+    def __init__(self, arena: Arena, sides: Sides, shares: Sequence[Answer]) -> None:
         self._arena, self._sides, self._shares = arena, sides, shares
         self._known = np.full(arena.slots, arrays.IDLE, np.int64)  # the games for which `_ours` holds
         self._ours = np.zeros((arena.slots, arena.game.seats), np.bool_)
         rows = len(arena.features)
-        # Of no model: equal priors and values of 0, as inside the search.
         self._logits = np.zeros((rows, arena.game.actions), np.float32)
         self._values = np.zeros((rows, arena.game.seats), np.float32)
 
@@ -124,12 +141,9 @@ class Divided:
         ours = self._moved_by_us()
         logits, values = self._logits[:rows], self._values[:rows]
         async with asyncio.TaskGroup() as group:
-            for share, whose in zip(self._shares, (ours, ~ours), strict=True):
-                mine = np.flatnonzero(whose)
-                if share is not None and len(mine):
-                    group.create_task(share.answer(mine, logits, values))
-                elif share is None:
-                    logits[mine] = values[mine] = 0.0
+            for answer, whose in zip(self._shares, (ours, ~ours), strict=True):
+                if len(mine := np.flatnonzero(whose)):
+                    group.create_task(answer(mine, logits, values))
         return logits, values
 
     def _moved_by_us(self) -> NDArray[np.bool_]:

@@ -42,7 +42,8 @@ def load(rules_name: str) -> ModuleType:
     folder = cache_folder(rules)
     with kernel_cache.caching_in(folder):
         spec.loader.exec_module(module)
-    compiled_once(module.play, folder)
+    for function in (module.play, module.play_out):
+        compiled_once(function, folder)
     return module
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +22,17 @@ from gpuinfer.api import Channel, Infer
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays, games, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
-from gpuinfer.workloads.selfplay.asking import Answers, Ask, network, one_network, room, two_networks
+from gpuinfer.workloads.selfplay.asking import (
+    WITHOUT_NETWORK,
+    Answer,
+    Answers,
+    Ask,
+    by_network,
+    network,
+    one_network,
+    room,
+    two_sides,
+)
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.keeping import Keeper, ShardWriter, Unwritten
 from gpuinfer.workloads.selfplay.sides import Sides, points
@@ -28,6 +40,8 @@ from gpuinfer.workloads.selfplay.sides import Sides, points
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
 AHEAD_S = 0.25  # games on hand, beyond those in flight
+
+Made = TypeVar("Made")
 
 
 async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
@@ -49,8 +63,9 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Opponent:
-    """Who holds the other seats: another network, or `uniform`, for which there is nobody to ask."""
+    """Who holds the other seats: another network, or one of `asking.WITHOUT_NETWORK`, for which nobody is asked."""
 
+    model: str
     infer: Infer | None
     sides: Sides
 
@@ -60,11 +75,11 @@ async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) ->
     if (said := arguments["opponent"]) is None:
         return None
     sides = Sides(game.seats, arguments["search"]["seed"])
-    if said["model"] == "uniform":
-        return Opponent(None, sides)
+    if said["model"] in WITHOUT_NETWORK:
+        return Opponent(said["model"], None, sides)
     way = infer.beside(network(game, said["model"], said["weights"]))
     await way.ready()
-    return Opponent(way, sides)
+    return Opponent(said["model"], way, sides)
 
 
 def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None) -> list[int]:
@@ -90,6 +105,9 @@ def _prepare(
     module: ModuleType = kernels.load(game.rules)
     arenas = [Arena(game, module, search, count, block) for count, block in zip(slots, rooms, strict=True)]
     arenas[0].play()  # with no games queued: compiles, and does nothing
+    if (arguments["opponent"] or {}).get("model") == "rollout":
+        nothing = np.zeros((0, game.actions), np.float32), np.zeros((0, game.seats), np.float32)
+        arenas[0].play_out(np.zeros(0, np.intp), *nothing)
     return arenas
 
 
@@ -148,32 +166,42 @@ class Round:
                 await self._collect(arena)
 
     def _asking(self, arena: Arena) -> AbstractContextManager[Ask]:
-        if self._opponent is None:
+        other = self._opponent
+        if other is None:
             return one_network(self._infer, arena)
-        return two_networks(self._infer, self._opponent.infer, arena, self._opponent.sides)
+        theirs: AbstractContextManager[Answer]
+        if other.infer is None:
+            theirs = contextlib.nullcontext(functools.partial(self._in_thread, WITHOUT_NETWORK[other.model], arena))
+        else:
+            theirs = by_network(other.infer, arena, "the opponent")
+        return two_sides(arena, other.sides, by_network(self._infer, arena), theirs)
 
     async def _alone(self, arena: Arena) -> None:
         """An evaluator inside the kernel: many rounds a call."""
         rounds = 1
         while await self._supply(arena):
             start = time.perf_counter()
-            self._play(arena, None, rounds)
+            self._searching(arena.play, None, None, rounds)
             seconds = time.perf_counter() - start
             rounds = max(1, min(2 * rounds, int(rounds * PLAY_S / max(seconds, 1e-6))))
             await self._collect(arena)
             await asyncio.sleep(0)
 
     async def _search(self, arena: Arena, answers: Answers | None) -> int:
-        if self._thread is None:
-            return self._play(arena, answers)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._play, arena, answers)
-
-    def _play(self, arena: Arena, answers: Answers | None, rounds: int = 1) -> int:
-        self._lane.enter("search")
         logits, values = answers or (None, None)
-        rows = arena.play(logits, values, rounds)
+        return await self._in_thread(arena.play, logits, values)
+
+    async def _in_thread(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        if self._thread is None:
+            return self._searching(work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._searching, work, *arguments)
+
+    def _searching(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        """On the lane of the search."""
+        self._lane.enter("search")
+        made = work(*arguments)
         self._lane.enter("idle")
-        return rows
+        return made
 
     async def _has_games(self, arena: Arena) -> bool:
         """Wait for games. False when there never will be any, or when the run is to stop."""

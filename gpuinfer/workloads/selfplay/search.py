@@ -240,13 +240,42 @@ def offer(config, search, trees, stream, work, features, tree, leaf, count, rows
     trees.leaf[tree] = leaf
     trees.row[tree] = rows
     if search.evaluator == ROLLOUT:
-        while rules.to_move(config, state) >= 0:
-            count = rules.legal(config, state, actions)
-            rules.apply(config, state, actions[random_below(stream, count)])
-        rules.returns(config, state, seats)
+        play_to_the_end(config, stream, state, actions, seats)
         copy(trees.values[tree], seats)
         return
     observe(config, state, actions, count, features[rows])
+
+
+@inlined
+def play_to_the_end(config, stream, state, actions, seats):
+    """Moves at random; what comes of them, a return each seat."""
+    while rules.to_move(config, state) >= 0:
+        count = rules.legal(config, state, actions)
+        rules.apply(config, state, actions[random_below(stream, count)])
+    rules.returns(config, state, seats)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+def play_out(config, search, games, trees, work, chosen, logits, values):
+    """Answer the leaves of these trees of the last block as the evaluator ROLLOUT does: equal priors, and the returns
+    of a random playout. For an opponent that is no network, beside one that is.
+
+    chosen: int64 [trees]; logits: float32 [rows, actions], values: float32 [rows, seats] of the block, where only the
+    rows of those trees are written
+    """
+    state, actions, seats, _ = work
+    players = seats.shape[0]
+    for tree in chosen:
+        copy(state, trees.root[tree])
+        for i in range(trees.depth[tree]):
+            advance(config, state, actions, trees.edges[tree, trees.path[tree, i]].action)
+        mover = rules.to_move(config, state)
+        play_to_the_end(config, games.stream[tree // search.determinizations], state, actions, seats)
+        row = trees.row[tree]
+        fill(logits[row], 0.0)
+        for k in range(players):
+            seat = mover + k
+            values[row, k] = seats[seat if seat < players else seat - players]
 
 
 @inlined

@@ -19,7 +19,7 @@ from gpuinfer.host import machine
 from gpuinfer.positions.records import Folder
 from gpuinfer.report.strength import Tally
 from gpuinfer.workloads.selfplay import games, rehearsal
-from gpuinfer.workloads.selfplay.asking import network
+from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
 from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
@@ -28,7 +28,6 @@ PLAYER = "gpuinfer.workloads.selfplay.player:play"
 
 EVALUATORS = ("network", "uniform", "rollout")
 MODELS = ("blobnet", "blobnet-small", "uniform", "rollout", "module:factory")
-OPPONENTS = ("blobnet", "blobnet-small", "uniform", "module:factory")
 LEAST_ROWS = 640  # half a block's, where the best batch is smaller or was not measured: blocks shrink as games end
 HEAVY_ROWS = 1280  # the same for a heavy model, where the search hardly counts and each block's change of hands does
 HEAVY_PER_S = 200_000  # rows: a model is heavy that the machine does fewer of
@@ -59,7 +58,7 @@ class SelfPlay(Workload):
         model: str = Field("blobnet", description="blobnet, blobnet-small, uniform, rollout or module:factory")
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
         opponent_model: str | None = Field(
-            None, description="has half of the seats: a model, with weights of its own, or uniform"
+            None, description="has half of the seats: a model, with weights of its own, uniform or rollout"
         )
         opponent_weights: Path | None = Field(None, description="of the opponent, as --weights")
         out: Path | None = Field(None, description="write records to this folder")
@@ -94,25 +93,20 @@ class SelfPlay(Workload):
     def _check_opponent(self) -> None:
         """Raises `UsageError` unless there is none, or one that can hold half of the seats."""
         model, weights = self.options.opponent_model, self.options.opponent_weights
-        if weights is not None and model in (None, "uniform"):
+        if weights is not None and model in (None, *WITHOUT_NETWORK):
             raise UsageError(
                 f"--opponent-weights {weights}: "
-                + ("no network is named that has them." if model is None else "uniform has no weights.")
+                + ("no network is named that has them." if model is None else f"{model} has no weights.")
                 + " Name one with --opponent-model, such as blobnet."
             )
         if model is None:
             return
-        if model == "rollout":
-            raise UsageError(
-                "--opponent-model rollout: playouts happen inside the search, and that is the same for both sides. "
-                "Name a network, or uniform."
-            )
-        if model not in OPPONENTS and ":" not in model:
-            raise UnknownName("opponent", model, OPPONENTS, label="Choices")
+        if model not in MODELS and ":" not in model:
+            raise UnknownName("opponent", model, MODELS, label="Choices")
         if self.evaluator != "network":
             raise UsageError(
                 f"--opponent-model {model}: the run's own side must be a network, and --model is {self.options.model}. "
-                "Name the network with --model; uniform may be the opponent."
+                f"Name the network with --model; {self.options.model} may be the opponent."
             )
         if self.game.seats < PAIR:
             raise UsageError(f"game '{self.options.game}' has one seat, and none for an opponent. Choose another game.")
@@ -134,9 +128,9 @@ class SelfPlay(Workload):
 
     @property
     def opponent(self) -> ModelSpec | None:
-        """The other network; None without one, and for `uniform`, which nobody is asked for."""
+        """The other network; None without one, and for what needs none."""
         name = self.options.opponent_model
-        if name in (None, "uniform"):
+        if name is None or name in WITHOUT_NETWORK:
             return None
         return network(self.game, name, _text(self.options.opponent_weights))
 
