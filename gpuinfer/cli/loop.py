@@ -76,15 +76,7 @@ class Options(api.Options):
 
 
 def _app() -> typer.Typer:
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values))
-
-    return flags.app(NAME, {**flags.of(Options, NAME), **common}, TEXT, call)
-
-
-app = _app()
+    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -225,10 +217,10 @@ def _told(step: Step, report: Report, seconds: float) -> str:
 
 
 def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:
-    from gpuinfer.loop import story
+    from gpuinfer.loop import drawing, story
     from gpuinfer.screen.display import comparison
 
-    notes = [("strength", story.verdict(told))]
+    notes = [("strength", story.verdict(told)), *drawing.drawn(told)]
     notes += [("weights", told["weights"])] if told["weights"] else []
     notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
     comparison(
@@ -242,3 +234,6 @@ def _judged(told: Mapping[str, Any], least: float | None) -> int:
         return 0
     print(f"gpuinfer: --fail-under {least:g} does not hold: the last score is {score:.3f}.", file=sys.stderr)
     return CHECK_FAILED
+
+
+app = _app()

@@ -113,7 +113,7 @@ def in_elo(found: Mapping[str, Any]) -> str:
     """Such as `+85 Elo (+40 to +132)`."""
     if found["elo"] is None:
         return f"{_ends(found['elo_ci95'], 'Elo')}, all {'won' if found['score'] else 'lost'}"
-    return f"{_signed(found['elo'])} Elo ({_ends(found['elo_ci95'])})"
+    return f"{signed(found['elo'])} Elo ({_ends(found['elo_ci95'])})"
 
 
 def in_score(found: Mapping[str, Any]) -> str:
@@ -127,11 +127,12 @@ def _ends(interval: Sequence[float | None], unit: str = "") -> str:
     low, high = interval
     after = f" {unit}" if unit else ""
     if low is None or high is None:
-        known = _signed(low if low is not None else high or 0.0)
+        known = signed(low if low is not None else high or 0.0)
         bound = "more than" if low is not None else "less than"
         return f"{bound} {known}{after}" if (low, high) != (None, None) else "anything"
-    return f"{_signed(low)} to {_signed(high)}{after}"
+    return f"{signed(low)} to {signed(high)}{after}"
 
 
-def _signed(elo: float) -> str:
+def signed(elo: float) -> str:
+    """Such as `+85` and `−40`."""
     return f"{elo:+.0f}".replace("-", "−")

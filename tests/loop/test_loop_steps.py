@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.loop import pages, story
+from gpuinfer.loop import drawing, pages, story
 from gpuinfer.loop.course import follow
 from gpuinfer.loop.plan import Plan
 
@@ -160,6 +160,41 @@ def test_a_strength_without_a_bound_is_drawn_too(plan, go):
     for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
         one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
     pages.plot(told)
+
+
+def matches(*found):
+    told = {"score": 0.5}
+    return {
+        "iterations": [
+            {"iteration": at, "strength": None if one is None else {**told, "elo": one[1], "elo_ci95": one[::2]}}
+            for at, one in enumerate(found, start=1)
+        ]
+    }
+
+
+@pytest.mark.parametrize("found", [[], [None, None]])
+def test_without_a_match_nothing_is_drawn(found):
+    assert list(drawing.drawn(matches(*found))) == []
+
+
+def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
+    (name, scale), first, third = drawing.drawn(matches((-100, 0, 100), None, (135, 235, 370)))
+    assert (name, first[0], third[0]) == ("Elo", "iteration 1", "iteration 3")
+    assert (scale[:4], scale[10], scale[-4:], len(scale)) == ("−100", "0", "+370", drawing.WIDTH)
+    assert first[1] == "├─────────●─────────┤"
+    assert third[1] == "          ┊             ├─────────●────────────┤"
+
+
+@pytest.mark.parametrize(
+    ("elo", "line"),
+    [
+        pytest.param((100, None, None), "          ┊         ├" + 26 * "─" + "▶", id="all won"),
+        pytest.param((None, None, -50), "◀────┤    ┊", id="all lost"),
+        pytest.param((None, None, None), "◀" + 46 * "─" + "▶", id="anything"),
+    ],
+)
+def test_an_end_that_is_not_known_is_drawn_as_an_arrow(elo, line):
+    assert list(drawing.drawn(matches((-100, 0, 370), elo)))[-1][1] == line
 
 
 def test_of_a_loop_that_has_just_begun_little_is_told(plan):
