@@ -143,7 +143,9 @@ def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
     allowed = [str(choice) for choice in options.choices(field.annotation)]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     kind = extra.get("kind")  # of plugins, such as "games", whose names the option takes
-    complete = _names(str(kind)) if kind else _from(*allowed) if allowed else None
+    known = extra.get("names")  # what it takes beside files and names of people's own: a shell offers them
+    offered = [str(name) for name in known] if isinstance(known, list) else allowed
+    complete = _names(str(kind)) if kind else _from(*offered) if offered else None
     if short := extra.get("short"):
         return words(name, str(short), "KEY=VALUE", text)
     if options.takes_list(field.annotation):  # `--names a,b`, or the flag once for each

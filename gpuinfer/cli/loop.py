@@ -49,13 +49,17 @@ At the end (and after each so many iterations, `--evaluate-every`) it plays agai
 class Options(api.Options):
     """The flags of `gpuinfer loop`."""
 
-    game: str = Field("blob", description="the game, or module:Class")
+    game: str = Field("blob", description="the game, or module:Class", json_schema_extra={"kind": "games"})
     players: int | None = Field(None, description="players at the table, as in selfplay")
     cards: int | None = Field(None, description="cards dealt to each player, as in selfplay")
     trump: str | None = Field(None, description="turned, none, or a suit, as in selfplay")
     scoring: str | None = Field(None, description="blob or oh-hell, as in selfplay")
     game_options: str | None = Field(None, description="options of another game, as key=value,key=value")
-    model: str = Field("blobnet-small", description="blobnet, blobnet-small or module:factory")
+    model: str = Field(
+        "blobnet-small",
+        description="blobnet, blobnet-small or module:factory",
+        json_schema_extra={"names": ["blobnet", "blobnet-small"]},
+    )
     weights: Path | None = Field(None, description="those of the first generation [drawn at random]")
     iterations: int = Field(10, ge=1, le=999, description="each plays and trains once")
     games: int = Field(400, ge=1, description="of self-play, in each iteration")

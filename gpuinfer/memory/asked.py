@@ -13,7 +13,7 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
-from gpuinfer.openai.options import check_parts, spec_of
+from gpuinfer.openai.options import TEXT_MODELS, check_parts, spec_of
 from gpuinfer.openai.schema import MOST_TOKENS
 from gpuinfer.units import size
 
@@ -30,7 +30,11 @@ def _size_of(given: Any) -> Any:
 class Options(api.Options):
     """The flags of `gpuinfer memory`."""
 
-    model: str | None = Field(None, description="blobnet, blobnet-small, module:factory, or a folder with a checkpoint")
+    model: str | None = Field(
+        None,
+        description="blobnet, blobnet-small, module:factory, or a folder with a checkpoint",
+        json_schema_extra={"names": ["blobnet", "blobnet-small", *TEXT_MODELS]},
+    )
     weights: Path | None = Field(None, description="of a network of rows: safetensors, or a torch file")
     game: str | None = Field(None, description="a network of rows has this game's sizes [blob; of a factory none]")
     players: int | None = Field(None, description="at its table")

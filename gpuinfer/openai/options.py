@@ -27,6 +27,8 @@ SAME = (
     *("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+TEXT_MODELS = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
+"""What is built in (`text.checkpoint.builtin`, which imports torch)."""
 GUIDED = 2  # slots of an answer with guidance, the most that one takes
 MOST_FILE = 1 << 20  # bytes of a schema or a grammar
 
@@ -37,7 +39,9 @@ class ModelOptions(api.Options):
     """Which text model, and how it is run."""
 
     model: str | None = Field(
-        None, description="a folder with a checkpoint, or tiny, tiny-llada or null, which are built in"
+        None,
+        description="a folder with a checkpoint, or tiny, tiny-llada or null, which are built in",
+        json_schema_extra={"names": [*TEXT_MODELS]},
     )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")

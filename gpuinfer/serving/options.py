@@ -15,7 +15,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.layouts import INPUT_DTYPES
 from gpuinfer.openai.adapters import AdapterOptions, adapters_of
-from gpuinfer.openai.options import ModelOptions, check_model, model_of, try_out
+from gpuinfer.openai.options import TEXT_MODELS, ModelOptions, check_model, model_of, try_out
 from gpuinfer.openai.several import by_name, models_in
 from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
 
@@ -38,6 +38,7 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
         None,
         description="a folder with a checkpoint, tiny, blobnet, blobnet-small, or module:factory; "
         "several at once as NAME=DIR,NAME=DIR",
+        json_schema_extra={"names": [*TEXT_MODELS, *NETWORKS]},
     )
     share: str | None = Field(None, description="of several models: of the device, as NAME=2,NAME=1 [equal]")
     weights: Path | None = Field(

@@ -17,7 +17,7 @@ from pydantic import Field
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.openai.options import check_parts, try_out
+from gpuinfer.openai.options import TEXT_MODELS, check_parts, try_out
 from gpuinfer.openai.options import spec_of as model_spec
 from gpuinfer.openai.rows import prompts_of
 from gpuinfer.openai.schema import MOST_TOKENS
@@ -112,7 +112,11 @@ LARGEST_BATCH = 4096
 class Options(UnmaskingOptions):
     """The flags of `gpuinfer verify`."""
 
-    model: str | None = Field(None, description="a folder with a checkpoint, or tiny, which is built in")
+    model: str | None = Field(
+        None,
+        description="a folder with a checkpoint, or tiny, which is built in",
+        json_schema_extra={"names": [*TEXT_MODELS]},
+    )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")

@@ -53,7 +53,11 @@ class Load(Workload):
             None, gt=0, le=1e9, allow_inf_nan=False, description="seconds of load [10, or as scheduled]"
         )
         requests: int | None = Field(None, ge=1, le=10**12, description="requests, instead of a duration")
-        model: str | None = Field("blobnet", description="blobnet, blobnet-small, module:factory, or none")
+        model: str | None = Field(
+            "blobnet",
+            description="blobnet, blobnet-small, module:factory, or none",
+            json_schema_extra={"names": ["blobnet", "blobnet-small", "none"]},
+        )
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
         features: int | None = Field(
             None, ge=1, le=1_000_000, description="of a row, for a module:factory that plays no cards"

@@ -55,10 +55,16 @@ class SelfPlay(Workload):
         games_in_flight: int | None = Field(
             None, ge=1, description="games played at once, by all workers [so that blocks reach the best batch]"
         )
-        model: str = Field("blobnet", description="blobnet, blobnet-small, uniform, rollout or module:factory")
+        model: str = Field(
+            "blobnet",
+            description="blobnet, blobnet-small, uniform, rollout or module:factory",
+            json_schema_extra={"names": ["blobnet", "blobnet-small", "uniform", "rollout"]},
+        )
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
         opponent_model: str | None = Field(
-            None, description="has half of the seats: a model, with weights of its own, uniform or rollout"
+            None,
+            description="has half of the seats: a model, with weights of its own, uniform or rollout",
+            json_schema_extra={"names": ["blobnet", "blobnet-small", "uniform", "rollout"]},
         )
         opponent_weights: Path | None = Field(None, description="of the opponent, as --weights")
         out: Path | None = Field(None, description="write records to this folder")

@@ -39,7 +39,11 @@ class Train(Workload):
     class Options(api.Options):
         records: list[Path] = Field(description="folders that selfplay --out wrote, oldest first")
         out: Path = Field(description="folder for checkpoints and, in the end, weights.safetensors")
-        model: str = Field("blobnet", description="blobnet, blobnet-small or module:factory")
+        model: str = Field(
+            "blobnet",
+            description="blobnet, blobnet-small or module:factory",
+            json_schema_extra={"names": ["blobnet", "blobnet-small"]},
+        )
         weights: Path | None = Field(
             None, description="begin with these: safetensors, or a torch file of plain tensors"
         )
