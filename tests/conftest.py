@@ -55,8 +55,14 @@ def children_forked() -> Iterator[None]:
         yield
 
 
+FIRST = ("tests/test_docs.py",)  # of a file's tests one process does all: the others have what is left to do meanwhile
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `sample`, the ordinary run tries the first alone."""
+    """Of the cases of a test that is marked `sample`, the ordinary run tries the first alone. What takes longest begins
+    first.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     seen: set[str] = set()
     for item in items:
         if item.get_closest_marker("sample") is not None:

@@ -18,7 +18,7 @@ CENTRAL_PAGE = ROOT / "docs" / "central.md"
 def central_client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")  # a user's program need not lie where it is started
     return subprocess.run(
-        [sys.executable, str(CENTRAL_CLIENT)], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(CENTRAL_CLIENT)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
 
 

@@ -39,7 +39,7 @@ FLEET = ["--backend", "fleet", "-B", "replicas=2", "-B", "threads=1"]
 
 
 def started(*words, cwd):
-    return Forked(["gpuinfer", *words], cwd, stdin=subprocess.DEVNULL, text=True)
+    return Forked(["gpuinfer", *words], cwd, stdin=subprocess.DEVNULL, text=True, workers=True)
 
 
 def ran(*words, cwd):
