@@ -1,13 +1,15 @@
 """Two models in one server against two servers with half the cores each: closed loops of clients, in turns.
 
-    python benchmarks/models.py [--pair rows|text|mixed] [--rounds 5] [--seconds 4] [--clients 4]
+    python benchmarks/models.py [--pair rows|text|mixed] [--rounds 5] [--seconds 4] [--clients 4] [--ways one,at-once]
 
 `one` serves both models on all cores, in turns (`gpuinfer serve --model a=…,b=…`), `threads=1` the same with one thread
-in each forward, `at once` with `-B gate=false`; `halves` are two servers, each held to half the cores (`taskset`).
+in each forward, `at-once` with `-B gate=false`; `halves` are two servers, each held to half the cores (`taskset`).
 Blocks of 256 rows go to `blobnet` as safetensors, prompts of 32 tokens for 64 more to `--text`. All servers are up all
 the time, and asked one way after the other. Shown is, of each way, the rate of each model (rows or tokens a second) in
 the median, the cores that its servers had, and the mean over the models of the ratio to `halves`, round by round; then
-the same for each second of processor time that the servers took, which others on the machine disturb less.
+the same for each second of processor time that the servers took, which others on the machine disturb less. `--ways`
+takes some of them alone (without `halves` there are no ratios), `--device cuda` puts the models on a GPU, and `--json`
+writes the rates down.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
 FEATURES, ROWS, TOKENS = 256, 256, 64
 PAIRS = {"rows": ("rows", "rows"), "text": ("text", "text"), "mixed": ("text", "rows")}
 COMMON = ("--features", str(FEATURES), "-B", "slots=16", "--quiet")
+WAYS = {"one": (), "threads=1": ("-B", "threads=1"), "at-once": ("-B", "gate=false")}  # of one server with both
 
 
 class Server:
@@ -109,23 +112,20 @@ async def together(asked: Sequence[Asked], clients: int, seconds: float) -> tupl
 
 
 @contextlib.contextmanager
-def ways(pair: Sequence[str], text: str) -> Iterator[dict[str, list[Asked]]]:
+def ways(pair: Sequence[str], text: str, wanted: Sequence[str], device: str) -> Iterator[dict[str, list[Asked]]]:
     places = {"rows": "blobnet", "text": text}
     names = ["a", "b"]
     both = ",".join(f"{name}={places[kind]}" for name, kind in zip(names, pair, strict=True))
     cores = sorted(os.sched_getaffinity(0))
     halves = (cores[: len(cores) // 2], cores[len(cores) // 2 :])
     with tempfile.TemporaryDirectory(prefix="models-") as told:
-        folder = Path(told)
-        found = {
-            "halves": [
-                Server(f"{name}={places[kind]}", folder, cores=half)
+        folder, on = Path(told), ("--device", device)
+        found = {way: [Server(both, folder, [*on, *words])] * 2 for way, words in WAYS.items() if way in wanted}
+        if "halves" in wanted:
+            found["halves"] = [
+                Server(f"{name}={places[kind]}", folder, on, half)
                 for name, kind, half in zip(names, pair, halves, strict=True)
-            ],
-            "one": [Server(both, folder)] * 2,
-            "threads=1": [Server(both, folder, ["-B", "threads=1"])] * 2,
-            "at once": [Server(both, folder, ["-B", "gate=false"])] * 2,
-        }
+            ]
         try:
             for servers in found.values():
                 for one in servers:
@@ -150,8 +150,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--clients", type=int, default=4, help="of each model")
+    parser.add_argument("--ways", default=",".join(("halves", *WAYS)), help="which")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, help="a file for the median rates of each model, by way")
     own = parser.parse_args()
-    with ways(PAIRS[own.pair], own.text) as found:
+    wanted = own.ways.split(",")
+    if unknown := [way for way in wanted if way not in ("halves", *WAYS)]:
+        parser.error(f"no way {', '.join(unknown)}. There are halves, {', '.join(WAYS)}.")
+    with ways(PAIRS[own.pair], own.text, wanted, own.device) as found:
         rates: dict[str, list[list[float]]] = {way: [] for way in found}
         cores: dict[str, list[float]] = {way: [] for way in found}
         for number in range(own.rounds + 1):
@@ -160,16 +166,23 @@ def main() -> None:
                 if number:  # the first warms up
                     rates[way].append(measured)
                     cores[way].append(had)
+    medians = {
+        way: [statistics.median(column) for column in zip(*rounds, strict=True)] for way, rounds in rates.items()
+    }
+    if own.json is not None:
+        own.json.write_text(json.dumps(medians, indent=1) + "\n")
     for way, rounds in rates.items():
+        each = ", ".join(f"{rate:,.0f}" for rate in medians[way])
+        had = f"{way:>10}: {each}/s on {statistics.median(cores[way]):.2f} cores"
+        if "halves" not in rates:
+            print(had)
+            continue
         ratios = [
             statistics.fmean(mine / theirs for mine, theirs in zip(one, other, strict=True))
             for one, other in zip(rounds, rates["halves"], strict=True)
         ]
         paid = [ratio * all_of / own for ratio, own, all_of in zip(ratios, cores[way], cores["halves"], strict=True)]
-        each = ", ".join(f"{statistics.median(column):,.0f}" for column in zip(*rounds, strict=True))
-        print(
-            f"{way:>10}: {each}/s on {statistics.median(cores[way]):.2f} cores, {spread(ratios)}; paid {spread(paid)}"
-        )
+        print(f"{had}, {spread(ratios)}; paid {spread(paid)}")
 
 
 def spread(ratios: Sequence[float]) -> str:
