@@ -322,7 +322,7 @@ def stages(it: Bench) -> None:
 
 
 def models(it: Bench) -> None:
-    """Two models in one server, in turns and at once."""
+    """Two models in one server: in turns or at once, whichever it finds to be faster, and each as if it were alone."""
     for pair in ("rows", "text"):
         words = ["--pair", pair, "--ways", "one,at-once", "--rounds", it.size.rounds, "--seconds", it.size.seconds / 2]
         file = it.results / f"models-{pair}-found.json"
@@ -333,7 +333,7 @@ def models(it: Bench) -> None:
             it.add(f"two of {pair}", {}, status, it.last(f"two of {pair}"))
         for way, rates in (json.loads(file.read_text()) if file.exists() else {}).items():
             figures = {f"{UNIT[pair]} of {name}": rate for name, rate in zip("ab", rates, strict=True)}
-            it.add(f"two of {pair}, {'in turns' if way == 'one' else way}", figures)
+            it.add(f"two of {pair}, {'the faster way' if way == 'one' else way}", figures)
 
 
 UNIT = {"rows": "rows/s", "text": "tokens/s"}

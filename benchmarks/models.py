@@ -2,8 +2,9 @@
 
     python benchmarks/models.py [--pair rows|text|mixed] [--rounds 5] [--seconds 4] [--clients 4] [--ways one,at-once]
 
-`one` serves both models on all cores, in turns (`gpuinfer serve --model a=…,b=…`), `threads=1` the same with one thread
-in each forward, `at-once` with `-B gate=false`; `halves` are two servers, each held to half the cores (`taskset`).
+`one` serves both models (`gpuinfer serve --model a=…,b=…`), in turns or at once, whichever it finds to be faster; `turns`
+gives all cores to each forward (`-B threads=` their number), `threads=1` one, and `at-once` is `-B gate=false`; `halves`
+are two servers, each held to half the cores (`taskset`).
 Blocks of 256 rows go to `blobnet` as safetensors, prompts of 32 tokens for 64 more to `--text`. All servers are up all
 the time, and asked one way after the other. Shown is, of each way, the rate of each model (rows or tokens a second) in
 the median, the cores that its servers had, and the mean over the models of the ratio to `halves`, round by round; then
@@ -37,7 +38,8 @@ from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
 FEATURES, ROWS, TOKENS = 256, 256, 64
 PAIRS = {"rows": ("rows", "rows"), "text": ("text", "text"), "mixed": ("text", "rows")}
 COMMON = ("--features", str(FEATURES), "-B", "slots=16", "--quiet")
-WAYS = {"one": (), "threads=1": ("-B", "threads=1"), "at-once": ("-B", "gate=false")}  # of one server with both
+ALL = f"threads={len(os.sched_getaffinity(0))}"
+WAYS = {"one": (), "turns": ("-B", ALL), "threads=1": ("-B", "threads=1"), "at-once": ("-B", "gate=false")}
 
 
 class Server:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from gpuinfer.bench.interval import STUDENT, Interval, interval, ratio, ratio_of_turns
+from gpuinfer.bench.interval import Interval, interval, ratio, ratio_of_turns
+from gpuinfer.report.student import STUDENT
 
 speeds = st.floats(0.1, 1e7)
 

@@ -166,6 +166,11 @@ class Central(Remote):
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
+        if self.setup.share != 1.0:
+            raise UsageError(
+                f"a share of {self.setup.share:g}: with the backend 'central' each model has a process of its own, and "
+                "nobody divides the device between these. Choose --backend inprocess, or leave --share out."
+            )
         self._server: CentralServer | None = None
         self.notices = arithmetic.notices(self.setup, self.options.compute)
 

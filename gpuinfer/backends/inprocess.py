@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, enter_station
 from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.host import machine
 from gpuinfer.models import processor
 from gpuinfer.models.gate import NoPlace, Place, gate_of
 from gpuinfer.models.halving import answers_to
@@ -91,7 +92,9 @@ class InProcess(Backend):
                 raise ValueError(complaint)
             return self
 
-        gate: bool = Field(True, description="models of one run take turns at the device; false: all compute at once")
+        gate: bool = Field(
+            True, description="models of one run share the device; false: each computes as if it were alone"
+        )
 
     options: Options
     serves = ("rows", "text", "gradients")
@@ -105,9 +108,10 @@ class InProcess(Backend):
         else:
             self._refuse_training_options()
             self.notices = arithmetic.notices(self.setup, self.options.compute)
-        self._gate = gate_of(self.setup) if self.options.gate else None  # the same one for all models of a run
+        self._gate = gate_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
         self._place: Place = NoPlace()
         self._width = 1  # cores of one forward
+        self._on_cuda = machine.wants_cuda(self.setup.devices)
         self._opened: Opened | None = None
         self._gradients: OpenedGradients | None = None
         self._text: TextModel | TextDevices | None = None
@@ -142,8 +146,7 @@ class InProcess(Backend):
                 f"parallel={self.options.parallel} cuts models that answer, and for gradients a model is whole. Leave "
                 "-B parallel out."
             )
-        if self._gate is not None:
-            self._place = self._gate.join(self.setup.share)
+        self._place = self._gate.join(self.setup.share, fixed=self._keeps_its_threads)
         if spec.kind == "text":
             if self.options.layers is not None:
                 raise UsageError(
@@ -201,8 +204,8 @@ class InProcess(Backend):
             return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        compute = partial(answers_to, self._opened.forward, blocks)
-        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
+        compute, rows = partial(answers_to, self._opened.forward, blocks), sum(map(len, blocks))
+        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute, rows)
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
@@ -215,12 +218,25 @@ class InProcess(Backend):
         context, payloads = contextvars.copy_context(), [request.payload for request in batch]
         loop = asyncio.get_running_loop()
         answers = partial(gradients.answers_to, opened.passed, payloads)
-        return await loop.run_in_executor(threads, context.run, self._in_turn, answers)
+        return await loop.run_in_executor(threads, context.run, self._in_turn, answers, len(batch))
 
-    def _in_turn(self, answers: Callable[[], list[Any]]) -> list[Any]:
-        """In a thread of its own, once it is its turn at the device."""
-        with self._place.turn(self._width, enter_station):
+    def _in_turn(self, answers: Callable[[], list[Any]], work: int) -> list[Any]:
+        """In a thread of its own, once it is its turn at the device, on as many cores as it has there."""
+        with self._place.turn(self._width, enter_station, work=work) as cores:
+            if not (self._keeps_its_threads or self._on_cuda):
+                from gpuinfer.models.open_model import compute_with
+
+                compute_with(cores)
             return answers()
+
+    @property
+    def _keeps_its_threads(self) -> bool:
+        """Whether a forward has as many as it was opened with, whatever is computed beside it: a user has said so, or
+        the bits of the answers may depend on it.
+        """
+        own, spec = self.options, self.setup.model
+        of_bits = self.setup.deterministic and spec is not None and spec.kind != "text"
+        return own.threads is not None or own.compile or own.parallel != "data" or self._trains or of_bits
 
     @property
     def streams(self) -> bool:

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469)  # the 0.975 quantile for 1 to 6 degrees of freedom
+from gpuinfer.report.student import quantile
+
 DOUBT = 0.025  # on each side
 
 
@@ -72,14 +73,14 @@ def ratio_of_turns(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     logs = [[math.log(value) for value in values] for values in (ours, theirs)]
     freedom = sum(map(len, logs)) - 2
     variance = sum(sum((value - fmean(values)) ** 2 for value in values) for values in logs) / freedom
-    reach = STUDENT[freedom - 1] * math.sqrt(variance * sum(1 / len(values) for values in logs))
+    reach = quantile(freedom) * math.sqrt(variance * sum(1 / len(values) for values in logs))
     middle = fmean(logs[0]) - fmean(logs[1])
     return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
 def _by_student(values: Sequence[float]) -> tuple[float, float]:
     logs = [math.log(value) for value in values]
-    reach = STUDENT[len(logs) - 2] * stdev(logs) / math.sqrt(len(logs))
+    reach = quantile(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
     # The median of so few lies within one standard deviation of their mean, and `reach` is more than that.
     return math.exp(fmean(logs) - reach), math.exp(fmean(logs) + reach)
 

@@ -122,6 +122,12 @@ def divide_cores(setup: Setup, tuning: ForwardTuning) -> None:
         torch.set_num_interop_threads(1)
 
 
+def compute_with(threads: int) -> None:
+    """The calling thread computes with so many from now on."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
 def cuda_forward(
     module: nn.Module,
     spec: ModelSpec,

@@ -6,19 +6,27 @@ starts where the others are: nobody saves time up, and an idle model's share is 
 the model's last ones took when it begins, and the difference when it ends. For a model that is behind, and that will
 want its next turn in a moment, the device is kept for that moment (Iyer and Druschel 2001, "Anticipatory scheduling"):
 else whoever is there at once, though ahead, would get every other turn, however short those of the other are.
+
+Where several have work, each forward has all of the device when it is its turn, or they run at once, each on the
+model's share of it: whichever `looks` has found to be faster.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from gpuinfer.models.looks import Judged, Looks, Way
 
 RECENT = 0.2  # weight of the latest forward in the means of what they take, and of the pauses between them
 SURE_S = 0.010  # for one that has said that it goes on: a generator between two steps
 GUESSED_S = 0.005  # for one that most often does, at most
 LONG_S = 0.1  # what longer pauses count as, so that they are forgotten soon
 WORTH = 0.5  # a pause that is longer than this part of a forward is not waited for
+ROUNDING = 1e-9
+PRESENT_S = 0.1  # since its last forward: so long a model counts among those that have work
 
 
 @dataclass(eq=False, slots=True)
@@ -37,15 +45,23 @@ class Member:
     away: deque[float] = field(default_factory=deque)  # since when, of forwards that have ended and not come back
     kept: deque[float] = field(default_factory=deque)  # until when for each forward that is expected, ascending
     kept_from: float | None = None  # since when somebody waits for its sake
+    ended_at: float = -math.inf  # its last forward
+
+    def present(self, now: float) -> bool:
+        """Whether it has work, or had some a moment ago."""
+        return bool(self.waiting or self.running) or now - self.ended_at <= PRESENT_S
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One forward. `width`: how much of the room it takes."""
+    """One forward. `widths`: how much of the room it takes in its turn, the least that it can do with, and how much it
+    takes alone. `width`: what it has got.
+    """
 
     member: Member
-    width: int
+    widths: tuple[int, int, int]
     asked_at: float
+    width: int = 0
     began_at: float | None = None  # None: it waits
     charged: float = 0.0
 
@@ -56,8 +72,12 @@ class Turns:
     Tell it what happens, then ask who is `due`. Times are seconds on any one clock that does not go back.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, looks: Looks | None = None, way: Way = Way.TURNS) -> None:
+        """`looks` say how models share it; without them they share it in this way."""
         self.room = room
+        self._looks, self._way = looks, way
+        self.at_once_s = self.together_s = 0.0  # in which several had work; of it, those in which they ran at once
+        self._told_at = -math.inf
         self.members: list[Member] = []
         self._free = room
         self._begun = 0.0  # the clock of whoever began last: where those start who come back
@@ -71,12 +91,26 @@ class Turns:
         """It is waited for no more. Those of its turns that wait begin now, whoever computes."""
         self.members.remove(member)
         while member.waiting:
-            self._begin(member.waiting.popleft(), now)
+            turn = member.waiting.popleft()
+            turn.width = turn.widths[0]
+            self._begin(turn, now)
 
-    def ask(self, member: Member, width: int, now: float) -> Turn:
-        """It wants to run this forward."""
+    @property
+    def way(self) -> Way:
+        """How those that have work share it now."""
+        return self._way if self._looks is None else self._looks.way
+
+    def judged(self, member: Member) -> Judged:
+        """What this model got done in one way and the other."""
+        return Judged() if self._looks is None else self._looks.judged.get(id(member), Judged())
+
+    def ask(self, member: Member, width: int, now: float, *, least: int = 1, alone: int | None = None) -> Turn:
+        """It wants to run this forward, with so much of the room in its turn, `least` in any case, and `alone` (None:
+        as in its turn) while no other model has work.
+        """
         self._come_back(member, now)
-        turn = Turn(member, max(1, min(width, self.room)), now)
+        widths = (width, min(least, width), width if alone is None else alone)
+        turn = Turn(member, tuple(max(1, min(one, self.room)) for one in widths), now)  # type: ignore[arg-type]
         member.waiting.append(turn)
         return turn
 
@@ -91,8 +125,10 @@ class Turns:
         elif not (member.waiting or member.running):
             member.behind = max(member.behind, self._begun)
 
-    def done(self, turn: Turn, now: float, *, again: bool = False) -> None:
-        """This forward has ended. `again`: the model has said that it wants another at once."""
+    def done(self, turn: Turn, now: float, *, again: bool = False, work: float = 1.0) -> None:
+        """This forward has ended, which has done so much `work`, in whatever the model counts its own by. `again`: the
+        model has said that it wants another at once.
+        """
         member = turn.member
         began_at = now if turn.began_at is None else turn.began_at
         seconds = now - began_at
@@ -104,8 +140,41 @@ class Turns:
         member.usual_s += RECENT * (seconds - member.usual_s) if member.usual_s else seconds
         member.usual_width = turn.width
         member.away.append(now)
+        member.ended_at = now
+        self._look(turn, now, work)
         if (within_s := self._expected_s(member, again)) > 0:
             member.kept.append(max(now + within_s, member.kept[-1] if member.kept else now))
+
+    def _look(self, turn: Turn, now: float, work: float) -> None:
+        shares = self._present(now)
+        if len(shares) > 1:
+            since_s = min(now - self._told_at, PRESENT_S)
+            self.together_s += since_s
+            self.at_once_s += since_s * (self.way is not Way.TURNS)
+        self._told_at = now
+        if self._looks is not None and turn.began_at is not None:
+            before = self.way
+            self._looks.ended(id(turn.member), turn.began_at, now, work, shares)
+            if self.way is not before:  # at once each has what it can use: nobody owes anybody anything
+                latest = max(one.behind for one in self.members)
+                for one in self.members:
+                    one.behind = latest
+
+    def _present(self, now: float) -> Mapping[int, float]:
+        """The parts that are due to those that have work."""
+        there = [one for one in self.members if one.present(now)]
+        total = math.fsum(one.share for one in there)
+        return {id(one): one.share / total for one in there}
+
+    def _width(self, turn: Turn, now: float) -> int:
+        """What it takes now."""
+        in_turn, least, alone = turn.widths
+        shares = self._present(now)
+        if len(shares) < 2 or self.way is Way.FREELY:
+            return alone
+        if self.way is Way.SHARES:
+            return max(least, min(alone, int(self.room * shares[id(turn.member)] + ROUNDING)))
+        return in_turn
 
     @staticmethod
     def _expected_s(member: Member, again: bool) -> float:
@@ -121,11 +190,13 @@ class Turns:
         """
         begun: list[Turn] = []
         passed: set[Member] = set()
-        free = self._free if len(self.members) > 1 else math.inf  # alone, it has its own limits
+        alone = len(self.members) < 2 or self.way is Way.FREELY
+        free = math.inf if alone else self._free  # alone, it has its own limits
         again_at = math.inf
         while (member := self._next(now, passed)) is not None:
             if member.waiting:
                 turn = member.waiting[0]
+                turn.width = self._width(turn, now)
                 if turn.width > free:  # nobody goes before it: that could go on for ever
                     break
                 member.waiting.popleft()

@@ -66,11 +66,12 @@ def by_name(flag: str, text: str, models: Mapping[str, str], form: str) -> dict[
     return found
 
 
-def refuse_several(text: str | None, command: str) -> None:
-    """Raises `UsageError` where a command that runs one model is given several."""
+def refuse_several(text: str | None, command: str, cure: str = "") -> None:
+    """Raises `UsageError` where a command that runs one model is given several. `cure`: what it has in their place."""
     if text is not None and (found := models_in(text)) is not None:
-        place = next(iter(found.values()))
+        name, place = next(iter(found.items()))
         raise UsageError(
-            f"{command} runs one model, and --model {text} names {' and '.join(found)}. Give one folder, such as "
-            f"--model {place}; several are served together: gpuinfer serve --model {text}"
+            f"{command} runs one model, and --model {text} names {' and '.join(found)}. Give one, such as --model "
+            f"{place}{cure}. Several are served together, gpuinfer serve --model {text}, and asked one by one: "
+            f"--backend fleet -B endpoint=URL -B model={name}"
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ WANTED = (
 HERE = ("127.0.0.1", "::1", "localhost")
 MOST_SHARE = 1000.0  # of one model, where another has 1
 OF_ROWS = ("weights", "features", "actions", "seats")  # flags of networks of rows
+MOST = {"features": 1 << 20, "actions": 1 << 20, "seats": 1 << 10}
+FLOAT32 = "float32"
 OF_TEXT = (*FIELDS, "mask_token_id")
 
 
@@ -44,11 +46,13 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     weights: Path | None = Field(
         None, description="of a network of rows: its weights, a safetensors file; of several NAME=FILE,NAME=FILE"
     )
-    features: int | None = Field(None, ge=1, le=1 << 20, description="of a network of rows: values in one row")
-    actions: int | None = Field(None, ge=1, le=1 << 20, description="of a network for games: its moves")
-    seats: int | None = Field(None, ge=1, le=1 << 10, description="of a network for games: its players")
-    input_dtype: Literal["float32", "uint8", "int8", "bits"] = Field(
-        "float32", description="of a network of rows: what its rows are made of"
+    features: int | str | None = Field(
+        None, description="of a network of rows: values in one row; of several NAME=8,NAME=256, or one for all"
+    )
+    actions: int | str | None = Field(None, description="of a network for games: its moves; of several likewise")
+    seats: int | str | None = Field(None, description="of a network for games: its players; of several likewise")
+    input_dtype: str = Field(
+        "float32", description="what the rows are made of: float32, uint8, int8 or bits; of several likewise"
     )
     served_model_name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
@@ -93,10 +97,11 @@ def models_of(own: ServeOptions) -> list[Chosen]:
     networks = [name for name in named if name not in texts]
     _refuse_what_is_of_one(own, texts)
     weights, shares, adapters = _weights(own, networks), _shares(own, named), _adapters(own, texts)
+    sizes = _sizes(own, networks)
     found = []
     for name, place in named.items():
         told: dict[str, Any] = {"model": place, "weights": weights.get(name), "adapter": adapters.get(name, [])}
-        told |= dict.fromkeys(OF_ROWS if name in texts else OF_TEXT)
+        told |= dict.fromkeys(OF_ROWS) if name in texts else {**dict.fromkeys(OF_TEXT), **sizes[name]}
         one = own.model_copy(update=told)
         spec = spec_of(one)
         unmasking = usual_unmasking(one, spec) if name in texts else None
@@ -129,6 +134,32 @@ def _weights(own: ServeOptions, networks: Sequence[str]) -> dict[str, Path]:
     known = dict.fromkeys(networks, "")
     found = by_name("--weights", str(own.weights), known, "NAME=FILE,NAME=FILE")
     return {name: Path(file) for name, file in found.items()}
+
+
+def _sizes(own: ServeOptions, networks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the flags say of the rows of each network: one word is said of all of them."""
+    found: dict[str, dict[str, Any]] = {name: {"input_dtype": FLOAT32} for name in networks}
+    for flag in (*MOST, "input_dtype"):
+        value, known = getattr(own, flag), dict.fromkeys(networks, "")
+        if isinstance(value, str) and "=" in value:
+            given: Mapping[str, Any] = by_name(f"--{flag.replace('_', '-')}", value, known, "NAME=…,NAME=…")
+        else:
+            given = dict.fromkeys(networks, value)
+        for name, one in given.items():
+            found[name][flag] = one
+        for name in known.keys() - given.keys():
+            found[name].setdefault(flag, None)
+    return found
+
+
+def _number(own: ServeOptions, flag: str) -> int | None:
+    """Raises `UsageError` for what is no whole number in its range."""
+    value = getattr(own, flag)
+    if value is None:
+        return None
+    if not str(value).strip().isdecimal() or not 1 <= int(value) <= MOST[flag]:
+        raise UsageError(f"--{flag} {value}: not a whole number from 1 to {MOST[flag]:,}. Write --{flag} 256.")
+    return int(value)
 
 
 def _shares(own: ServeOptions, named: Mapping[str, str]) -> dict[str, float]:
@@ -173,14 +204,14 @@ def spec_of(own: ServeOptions) -> ModelSpec:
         return model_of(own, adapters=adapters_of(own.adapter))
     _refuse_text_flags(own)
     if own.input_dtype not in INPUT_DTYPES:
-        raise UsageError(f"--input-dtype {own.input_dtype} is none of {', '.join(INPUT_DTYPES)}.")
+        raise UsageError(f"--input-dtype {own.input_dtype}: no such kind. Choose from {', '.join(INPUT_DTYPES)}.")
     built_in = own.model in NETWORKS
-    features = own.features or (FEATURES if built_in else None)
+    features = _number(own, "features") or (FEATURES if built_in else None)
     if features is None:
         raise UsageError(f"{own.model} takes rows, and nobody says how long they are. Give --features N.")
     sizes = {
-        "actions": own.actions or (ACTIONS if built_in else None),
-        "seats": own.seats or (SEATS if built_in else None),
+        "actions": _number(own, "actions") or (ACTIONS if built_in else None),
+        "seats": _number(own, "seats") or (SEATS if built_in else None),
     }
     return ModelSpec(
         name=own.model,

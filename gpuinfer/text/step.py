@@ -99,6 +99,14 @@ class Decoder(Protocol):
         """What the cache takes, all slots."""
         ...
 
+    def use(self, threads: int) -> None:
+        """Compute with at most so many threads from the next step on; a device that has none of ours heeds it not."""
+        ...
+
+    def rest(self) -> None:
+        """Another model has the cores until the next step: no thread is to wait for that actively."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and memory."""
         ...

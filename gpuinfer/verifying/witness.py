@@ -87,6 +87,12 @@ class Witness:
     def cache_bytes(self) -> int:
         return self._decoder.cache_bytes()
 
+    def use(self, threads: int) -> None:
+        self._decoder.use(threads)
+
+    def rest(self) -> None:
+        self._decoder.rest()
+
     def close(self) -> None:
         """The decoder is somebody else's."""
 

@@ -16,7 +16,7 @@ from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import step_of
 
-from gpuinfer.text.decoder import cpu_math
+from gpuinfer.text.decoder import cpu_math, cpu_sizes
 from gpuinfer.text.decoder.cpu import CpuDecoder, available
 from gpuinfer.text.decoder.cpu_weights import lanes_for
 from gpuinfer.text.shape import Rope
@@ -127,16 +127,57 @@ def test_lanes_that_have_gone_to_sleep_wake_up():
     several = decoder()
     for at in range(4):
         assert torch.equal(several.forward(step_of((0, at, TOKENS[at : at + 1]))), EXPECTED[at : at + 1])
-        lanes = several._lanes
-        while not lanes._control[40]:  # the second lane's word that it sleeps
-            time.sleep(0.001)
+        asleep(several)
+    several.close()
+
+
+def asleep(several):
+    """Wait until the second thread sleeps: for a minute at most."""
+    until = time.monotonic() + 60
+    while not several._threads._control[cpu_sizes.ASLEEP + 8]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [*CASES, pytest.param(UNEVEN, id="sizes that no vector divides")])
+def test_fewer_threads_than_lanes_give_the_same_bits_and_may_change_from_step_to_step(shape, dtype):
+    several = decoder(shape, dtype, threads=4, deterministic=True)
+    found = []
+    for at, threads in enumerate([4, 1, 2, 3, 1, 1, 4, 2]):
+        several.use(threads)
+        found.append(several.forward(step_of((1, at, TOKENS[at : at + 1]))).clone())
+        if threads == 4:
+            several.rest()
+    several.close()
+    assert torch.equal(torch.cat(found), alone(shape, dtype, TOKENS[:8], deterministic=True))
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (9, 4)])
+def test_as_many_threads_take_part_as_share_out_the_lanes_evenly(wanted, taken):
+    several = decoder(threads=4)
+    several.use(wanted)
+    several.forward(step_of((0, 0, TOKENS[:3])))
+    assert several._threads._control[cpu_sizes.GO] % cpu_sizes.MOST_THREADS == taken
+    several.close()
+
+
+def test_threads_that_are_told_to_rest_sleep_at_once_and_come_back():
+    several = decoder()
+    several.forward(step_of((0, 0, TOKENS[:1])))
+    several._threads._control[cpu_sizes.REST] = 0
+    several.rest()
+    assert several._threads._control[cpu_sizes.REST] == 1
+    asleep(several)
+    assert torch.equal(several.forward(step_of((0, 1, TOKENS[1:2]))), EXPECTED[1:2])
+    assert several._threads._control[cpu_sizes.REST] == 0
     several.close()
 
 
 def test_close_ends_the_threads_and_is_harmless_twice():
     several = decoder()
     several.forward(step_of((0, 0, TOKENS[:3])))
-    threads = several._lanes._threads
+    threads = several._threads._threads
     several.close()
     several.close()
     assert not any(thread.is_alive() for thread in threads)

@@ -20,7 +20,7 @@ from gpuinfer.text.decoder.cpu_attention import ASKED, BLOCK, QUERIES
 from gpuinfer.text.decoder.cpu_experts import AT_ONCE
 from gpuinfer.text.decoder.cpu_product import aligned
 from gpuinfer.text.decoder.cpu_sharing import Sharing
-from gpuinfer.text.decoder.cpu_step import Lanes
+from gpuinfer.text.decoder.cpu_step import Threads
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.decoder.cpu_weights import (
     LaneWeights,
@@ -84,14 +84,15 @@ class CpuDecoder:
         self._shares = [share_of(shape, lane, lanes) for lanes in [lanes_for(shape, threads)] for lane in range(lanes)]
         self._padded = -(-shape.head_dim // TILE) * TILE
         self._tiles = -(-length // TILE)
-        self._caches = [self._cache(len(share.kv_heads)) for share in self._shares]
+        self._keys, self._values = self._cache(), self._cache()
         self._packed = self.pack(weights)
-        self._sizes = [self._lane_sizes(share) for share in self._shares]
+        self._sizes = np.stack([self._lane_sizes(share) for share in self._shares])
         self._adapters = LoadedAdapters(len(self._shares), shape.layers)
         self._sharing = Sharing(slots, BLOCK)
         self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
-        self._lanes: Lanes | None = None
+        self._threads: Threads | None = None
+        self._taking_part = len(self._shares)
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
@@ -124,21 +125,30 @@ class CpuDecoder:
             vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, np.asarray(step.vectors.values)
         # Adapters know their rows by where they stand among all of them.
         few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs) and not all_rows
-        for sizes in self._sizes:
-            sizes[cpu_sizes.ROWS : cpu_sizes.FEW + 1] = rows, segments, outputs, len(by_adapter.runs), vectors, few
-        assert self._lanes is not None  # made with the room
-        self._lanes.step()
+        counts = rows, segments, outputs, len(by_adapter.runs), vectors, few
+        self._sizes[:, cpu_sizes.ROWS : cpu_sizes.FEW + 1] = counts
+        assert self._threads is not None  # made with the room
+        self._threads.step(self._taking_part)
         return by_adapter
+
+    def use(self, threads: int) -> None:
+        """See `step.Decoder.use`. So many as share out the lanes evenly."""
+        lanes = len(self._shares)
+        self._taking_part = next(count for count in range(max(1, min(threads, lanes)), 0, -1) if lanes % count == 0)
+
+    def rest(self) -> None:
+        """See `step.Decoder.rest`."""
+        if self._threads is not None:
+            self._threads.rest()
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         tiles = -(-length // TILE)
         into = list(targets)
-        for (keys, values), share in zip(self._caches, self._shares, strict=True):
-            for cache in (keys, values):
-                form = (self.shape.layers, self.slots, len(share.kv_heads), self._tiles, TILE * self._padded)
-                view = cache.reshape(form)
-                for target in into:
-                    view[:, target, :, :tiles] = view[:, source, :, :tiles]
+        heads = len(self._shares[0].kv_heads)
+        for cache in (self._keys, self._values):
+            view = cache.reshape(-1, self.shape.layers, self.slots, heads, self._tiles, TILE * self._padded)
+            for target in into:
+                view[:, :, target, :, :tiles] = view[:, :, source, :, :tiles]
         self._sharing.copied(source, into, length)
 
     def embedding(self) -> Tensor:
@@ -152,7 +162,7 @@ class CpuDecoder:
         return PackedWeights(own, self._model_arrays(weights))
 
     def swap(self, packed: object) -> None:
-        """See `step.Decoder.swap`. The lanes are made anew with the next step: they hold addresses of weights."""
+        """See `step.Decoder.swap`. The threads are made anew with the next step: they hold addresses of weights."""
         assert isinstance(packed, PackedWeights)
         self.close()
         self._packed = packed
@@ -162,7 +172,7 @@ class CpuDecoder:
         return pack(adapter, self.shape, self._shares)
 
     def load(self, number: int, packed: object) -> None:
-        """See `step.Decoder.load`. The lanes are made anew where there is no room for it."""
+        """See `step.Decoder.load`. The threads are made anew where there is no room for it."""
         assert isinstance(packed, PackedAdapter)
         if self._adapters.load(number, packed):
             self.close()
@@ -173,24 +183,24 @@ class CpuDecoder:
 
     def empty(self) -> None:
         """Forget what all slots hold. All of the cache is resident from here on."""
-        for keys, values in self._caches:
-            keys.fill(0)
-            values.fill(0)
+        self._keys.fill(0)
+        self._values.fill(0)
         self._sharing = Sharing(self.slots, BLOCK)
 
     def cache_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
+        return int(self._keys.nbytes + self._values.nbytes)
 
     def close(self) -> None:
-        lanes, self._lanes = self._lanes, None
+        threads, self._threads = self._threads, None
         self._room = NO_ROOM
-        if lanes is not None:
-            lanes.close()
+        if threads is not None:
+            threads.close()
 
-    def _cache(self, kv_heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of one lane's heads: zeros, which take no memory until they are written over."""
-        size = self.shape.layers * self.slots * kv_heads * self._tiles * TILE * self._padded
-        return np.zeros(size, self._stored), np.zeros(size, self._stored)
+    def _cache(self) -> NDArray[Any]:
+        """Keys, or values, of each lane's heads: zeros, which take no memory until they are written over."""
+        heads = len(self._shares[0].kv_heads)  # as many in each lane
+        size = self.shape.layers * self.slots * heads * self._tiles * TILE * self._padded
+        return np.zeros((len(self._shares), size), self._stored)
 
     def _model_arrays(self, weights: Weights) -> tuple[NDArray[Any], ...]:
         """What all lanes read: embeddings, norms, angles, biases of what they add up."""
@@ -218,7 +228,6 @@ class CpuDecoder:
     def _lane_sizes(self, share: Share) -> NDArray[np.int64]:
         shape = self.shape
         found = {
-            cpu_sizes.LANES: len(self._shares),
             cpu_sizes.LAYERS: shape.layers,
             cpu_sizes.SLOTS: self.slots,
             cpu_sizes.HEADS: len(share.heads),
@@ -266,8 +275,7 @@ class CpuDecoder:
         step.insert(5, np.arange(rows, dtype=np.int32))
         turns, own_vectors = np.zeros((segments, 4), np.int64), np.zeros((vectors, shape.hidden), np.float32)
         self._step = (*step, turns, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
-        for sizes in self._sizes:
-            sizes[cpu_sizes.RANKS] = self._adapters.rank
+        self._sizes[:, cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)
         self._logits = torch.from_numpy(logits)
         self._x = aligned((rows, shape.hidden), np.float32)
@@ -281,33 +289,40 @@ class CpuDecoder:
             logits,
             *_chosen(shape, rows, multiplied),
         )
-        self._lanes = Lanes(self._blas, [self._arguments(lane, rows, shared) for lane in range(len(self._shares))])
+        self._threads = Threads(self._blas, len(self._shares), self._arguments(rows, shared))
 
-    def _widest(self, own: LaneWeights) -> tuple[int, int]:
+    def _widest(self, qkv: int, up: int) -> tuple[int, int]:
         """The most inputs of a product, and the most outputs of a lane's."""
         shape = self.shape
         inputs = max(shape.hidden, shape.heads * shape.head_dim, _widest_inner(shape))
-        return inputs, max(shape.hidden, own.qkv_biases.shape[1], own.up_biases.shape[1])
+        return inputs, max(shape.hidden, qkv, up)
 
-    def _buffers(self, lane: int, rows: int) -> tuple[NDArray[Any], ...]:
-        """A lane's own rows after its products, qkv and up projection; and its biases."""
-        own, share = self._packed.lanes[lane], self._shares[lane]
-        widest = max(own.up_biases.shape[1], (2 if self.shape.gated else 1) * len(share.expert))
-        qkv, up = (aligned((rows, width), np.float32) for width in (own.qkv_biases.shape[1], widest))
-        return qkv, up, own.qkv_biases, own.up_biases
-
-    def _arguments(self, lane: int, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
-        own = self._packed.lanes[lane]
-        room = self._adapters.room(lane, rows, self._widest(own), self._blas is not None)
-        experts = _expert_room(self.shape, self._shares[lane], rows, self._multiplied)
-        inners = _inners(self.shape, self._shares[lane])
-        mine = (*self._buffers(lane, rows), *_scratch(self._tiles, self._padded), *room, inners, experts)
+    def _arguments(self, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
+        """What is a lane's own has the lane for its first index."""
+        lanes, shape, multiplied = len(self._shares), self.shape, self._multiplied
+        qkv_biases = np.stack([own.qkv_biases for own in self._packed.lanes])
+        up_biases = _stacked([own.up_biases for own in self._packed.lanes])
+        expert = max(len(share.expert) for share in self._shares)
+        widest = max(up_biases.shape[2], (2 if shape.gated else 1) * expert)
+        qkv, up = (aligned((lanes, rows, width), np.float32) for width in (qkv_biases.shape[2], widest))
+        room = self._adapters.room(rows, self._widest(qkv_biases.shape[2], up_biases.shape[2]), self._blas is not None)
+        experts = _expert_room(shape, self._shares, rows, multiplied)
+        inners = np.stack([_inners(shape, share) for share in self._shares])
+        scratch = _scratch(lanes, self._tiles, self._padded)
+        mine = (qkv, up, qkv_biases, up_biases, *scratch, *room, inners, experts)
         product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
-        needed = self._adapters.rank or self.shape.experts is not None
+        needed = self._adapters.rank or shape.experts is not None
         wide_product = cpu_product.product_with(np.dtype(np.float32)).address if needed else 0
-        addresses = np.array([product, _sched_yield(), wide_product, *own.addresses], np.int64)
-        eps = np.float32(self.shape.norm_eps)
-        return self._sizes[lane], addresses, eps, self._step, self._packed.model, self._caches[lane], shared, mine
+        common = [product, _sched_yield(), wide_product]
+        addresses = np.array([[*common, *own.addresses] for own in self._packed.lanes], np.int64)
+        eps, cache = np.float32(shape.norm_eps), (self._keys, self._values)
+        return self._sizes, addresses, eps, self._step, self._packed.model, cache, shared, mine
+
+
+def _stacked(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Arrays [layers, columns], with zeros behind the columns of narrower ones."""
+    width = max(part.shape[1] for part in parts)
+    return np.stack([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
 
 
 def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -350,28 +365,32 @@ def _chosen(shape: Shape, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray
     return np.zeros((rows, experts.chosen), np.int32), np.zeros((rows, experts.chosen), np.float32), inner
 
 
-def _expert_room(shape: Shape, share: Share, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
-    """A lane's room for experts: rows gathered for one, how they are sorted, what one gives; for choosing."""
-    experts = shape.experts
+def _expert_room(
+    shape: Shape, shares: Sequence[Share], rows: int, multiplied: np.dtype[Any]
+) -> tuple[NDArray[Any], ...]:
+    """Each lane's room for experts: rows gathered for one, how they are sorted, what one gives; for choosing."""
+    experts, lanes = shape.experts, len(shares)
     count, chosen, rows = (experts.count, experts.chosen, rows) if experts else (0, 0, 0)
+    added, expert = (max(map(len, parts)) for parts in zip(*((one.added, one.expert) for one in shares), strict=True))
     return (
-        aligned((rows, shape.hidden), multiplied),
-        np.zeros(count + 1, np.int64),
-        np.zeros(rows * chosen, np.int32),
-        aligned((rows * len(share.added),), np.float32),
-        np.zeros(2 * len(share.expert), np.float32),
-        aligned((AT_ONCE, shape.hidden if experts else 0), np.float32),
-        aligned((AT_ONCE, count), np.float32),
-        np.zeros(count, np.float32),
+        aligned((lanes, rows, shape.hidden), multiplied),
+        np.zeros((lanes, count + 1), np.int64),
+        np.zeros((lanes, rows * chosen), np.int32),
+        aligned((lanes, rows * added), np.float32),
+        np.zeros((lanes, 2 * expert), np.float32),
+        aligned((lanes, AT_ONCE, shape.hidden if experts else 0), np.float32),
+        aligned((lanes, AT_ONCE, count), np.float32),
+        np.zeros((lanes, count), np.float32),
     )
 
 
-def _scratch(tiles: int, padded: int) -> tuple[NDArray[Any], ...]:
-    """Of the queries that are computed together the scores, themselves, their mixes of values, the sums of weights, and
-    what they ask for.
+def _scratch(lanes: int, tiles: int, padded: int) -> tuple[NDArray[Any], ...]:
+    """Of the queries that a lane computes together the scores, themselves, their mixes of values, the sums of weights,
+    and what they ask for; whole cache lines each, so that no two lanes write to one.
     """
-    counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, QUERIES)
-    return (*(np.zeros(count, np.float32) for count in counts), np.zeros((QUERIES, ASKED), np.int64))
+    counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, TILE)
+    asks = aligned((lanes, 2 * QUERIES * ASKED), np.float32).view(np.int64).reshape(lanes, QUERIES, ASKED)
+    return (*(aligned((lanes, count), np.float32) for count in counts), asks)
 
 
 def _sched_yield() -> int:

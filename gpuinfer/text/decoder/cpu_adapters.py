@@ -129,7 +129,7 @@ class LoadedAdapters:
 
     def __init__(self, lanes: int, layers: int) -> None:
         self._form = (layers, at.PARTS, at.FACTS)
-        self._tables = [self._table(LEAST_PLACES) for _ in range(lanes)]
+        self._tables = np.zeros((lanes, LEAST_PLACES, *self._form), np.int64)
         self._places: dict[int, int] = {}
         self._kept: dict[int, PackedAdapter] = {}
         self.rank = 0  # the largest until now
@@ -138,11 +138,11 @@ class LoadedAdapters:
     def load(self, number: int, packed: PackedAdapter) -> bool:
         """Whether there is more room needed than there was."""
         taken = set(self._places.values())
-        places, grows = len(self._tables[0]), packed.rank > self.rank
+        places, grows = self._tables.shape[1], packed.rank > self.rank
         place = next((place for place in range(1, places) if place not in taken), places)
         if place == places:
             grows = True
-            self._tables = [np.concatenate([table, self._table(places)]) for table in self._tables]
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
         for table, own in zip(self._tables, packed.tables, strict=True):
             table[place] = own
         self._places[number], self._kept[number] = place, packed
@@ -153,17 +153,16 @@ class LoadedAdapters:
     def unload(self, number: int) -> None:
         place = self._places.pop(number)
         del self._kept[number]
-        for table in self._tables:
-            table[place] = 0
+        self._tables[:, place] = 0
 
-    def room(self, lane: int, rows: int, widest: tuple[int, int], narrow: bool) -> tuple[NDArray[Any], ...]:
-        """A lane's table, and its room for inputs of `rows` rows as float32 (where they are `narrow`), for what is
-        between two products, and for what is added.
+    def room(self, rows: int, widest: tuple[int, int], narrow: bool) -> tuple[NDArray[Any], ...]:
+        """The lanes' tables, and each one's room for inputs of `rows` rows as float32 (where they are `narrow`), for
+        what is between two products, and for what is added.
         """
         rows = rows if self.rank else 0
         inputs, outputs = widest
         sizes = (rows * inputs if narrow else 0, rows * self.rank, rows * outputs)
-        return (self._tables[lane], *(aligned((size,), np.float32) for size in sizes))
+        return (self._tables, *(aligned((len(self._tables), size), np.float32) for size in sizes))
 
     def sorted(self, step: Step) -> SortedStep:
         """The same step, with the rows of each adapter side by side."""
@@ -188,6 +187,3 @@ class LoadedAdapters:
         back = np.empty(len(rows), np.int32)
         back[rows] = np.arange(len(rows), dtype=np.int32)
         return _Order(step, order, rows, back, runs[runs[:, 0] > 0])
-
-    def _table(self, places: int) -> NDArray[np.int64]:
-        return np.zeros((places, *self._form), np.int64)

@@ -1,15 +1,16 @@
 """Where compiled code finds what: places in its arrays `control`, `sizes` and `addresses`."""
 
-# in `control`, a cache line apart: what the lanes tell one another
-GO = 0  # how many steps have begun
+# in `control`, a cache line apart: what the threads tell one another
+MOST_THREADS = 1 << 16
+GO = 0  # how many steps have begun × MOST_THREADS + how many threads take part in the latest
 STOP = 8
-ARRIVED = 16  # lanes at the barrier
+ARRIVED = 16  # threads at the barrier
 PHASE = 24  # barriers passed
-ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken part in
+REST = 32  # who waits for the next step is to sleep
+ASLEEP = 40  # + 8 × thread; the next place holds what it has seen in GO
 
 # in `sizes`
 (
-    LANES,
     LAYERS,
     SLOTS,
     HEADS,  # of this lane
@@ -45,7 +46,7 @@ ASLEEP = 32  # + 8 × lane; the next place holds how many steps it has taken par
     GROUPS,
     GROUPS_CHOSEN,
     SIZES,
-) = range(36)
+) = range(35)
 
 # in `addresses`
 PRODUCT, YIELD, WIDE_PRODUCT, FIRST_WEIGHT = 0, 1, 2, 3  # qkv, out, up, down of each layer; then the head, then of

@@ -1,14 +1,19 @@
-"""The compiled forward step of one lane: a thread that has its share of every layer's heads and columns.
+"""The compiled forward step: threads that share out the lanes, each of which has a share of every layer's heads and
+columns.
 
 All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, and their
 attention; its own columns of what all heads add to the rows; its own columns of the up projection; and its own columns
 of what these add. The sums and norms between are divided by rows. Each value is one lane's from its first term to its
-last, so that the number of lanes cannot show in it. (Shoeybi et al. 2019 divide the terms as well, which would save two
-of the six barriers a layer.)
+last, so that the number of lanes cannot show in it, nor that of threads. (Shoeybi et al. 2019 divide the terms as well,
+which would save two of the six barriers a layer.)
 
-Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
+There are as many lanes as threads may take part. A step with fewer of them has some threads compute several lanes, one
+after the other between two barriers: so another model can have the other cores meanwhile.
 
-The threads of a decoder's lanes: the caller's is lane 0, the others wait for the next step.
+Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`. What
+is a lane's own has the lane for its first index.
+
+The threads of a decoder: the caller's is number 0, the others wait for the next step that they take part in.
 """
 
 from __future__ import annotations
@@ -41,55 +46,68 @@ SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies betwee
 
 
 @compiled
-def serve(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
-    """Lane 0: run one step, with all others. Another: take part in steps until there has been none for a while (0) or
-    STOP is set (1). One function for both, as whatever calls `run` is compiled with all of it.
+def serve(thread, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """Thread 0: run one step, with the others that take part. Another: take part in steps until there has been none for
+    a while (0) or STOP is set (1). One function for both, as whatever calls `run` is compiled with all of it.
     """
     while True:
-        if lane and not wait_for_go(lane, control, addresses):
+        if thread and not wait_for_go(thread, control, addresses):
             return np.int64(0)
-        if lane and atomic_load(control, at.STOP):
+        if thread and atomic_load(control, at.STOP):
             return np.int64(1)
-        run(lane, control, sizes, addresses, eps, step, model, cache, shared, own)
-        if not lane:
+        threads = (control[at.ASLEEP + 8 * thread + 1] if thread else atomic_load(control, at.GO)) % at.MOST_THREADS
+        run(thread, threads, control, sizes, addresses, eps, step, model, cache, shared, own)
+        if not thread:
             return np.int64(0)
 
 
 @compiled
-def go(control):
-    """Have the lanes begin the next step."""
-    atomic_add(control, at.GO, 1)
+def go(control, threads):
+    """Have so many threads begin the next step."""
+    atomic_swap(control, at.REST, 0)
+    atomic_swap(control, at.GO, (control[at.GO] // at.MOST_THREADS + 1) * at.MOST_THREADS + threads)
 
 
 @compiled
-def take_asleep(control, lane):
-    """Whether this lane has gone to sleep and must be woken. It is told so once."""
-    return atomic_swap(control, at.ASLEEP + 8 * lane, 0) == 1
+def rest(control):
+    """Have threads that wait for the next step sleep at once: others need their cores."""
+    atomic_swap(control, at.REST, 1)
+
+
+@compiled
+def take_asleep(control, thread):
+    """Whether this thread has gone to sleep and must be woken. It is told so once."""
+    return atomic_swap(control, at.ASLEEP + 8 * thread, 0) == 1
 
 
 @inlined
-def wait_for_go(lane, control, addresses):
-    """Whether a step has begun since this lane's last one. If not, the lane is to sleep until it is woken."""
-    asleep = at.ASLEEP + 8 * lane
-    seen = control[asleep + 1]
+def wait_for_go(thread, control, addresses):
+    """Whether a step has begun in which this thread takes part. If not, it is to sleep until it is woken.
+
+    Which step that is and how many take part is one number, so that nobody joins a step that is over.
+    """
+    asleep = at.ASLEEP + 8 * thread
     spins = 0
-    while atomic_load(control, at.GO) == seen:
+    while True:
+        latest = atomic_load(control, at.GO)
+        if latest != control[asleep + 1]:
+            control[asleep + 1] = latest
+            if thread < latest % at.MOST_THREADS:
+                return True
         spins = spin(spins, addresses)
-        if spins > SPINS_BEFORE_SLEEP:
+        if spins > SPINS_BEFORE_SLEEP or atomic_load(control, at.REST):
             atomic_swap(control, asleep, 1)
             # A step may have begun meanwhile: then its leader has seen the flag, and wakes us, or has not.
-            if atomic_load(control, at.GO) == seen or atomic_swap(control, asleep, 0) == 0:
+            if atomic_load(control, at.GO) == latest or atomic_swap(control, asleep, 0) == 0:
                 return False
-    control[asleep + 1] = seen + 1
-    return True
 
 
 @inlined
-def barrier(control, lanes, addresses):
-    """Wait until all lanes have come here."""
+def barrier(control, threads, addresses):
+    """Wait until all threads of this step have come here."""
     phase = atomic_load(control, at.PHASE)
-    if atomic_add(control, at.ARRIVED, 1) == lanes - 1:
-        atomic_add(control, at.ARRIVED, -lanes)
+    if atomic_add(control, at.ARRIVED, 1) == threads - 1:
+        atomic_add(control, at.ARRIVED, -threads)
         atomic_add(control, at.PHASE, 1)
         return
     spins = 0
@@ -103,116 +121,143 @@ def spin(spins, addresses):
     relax()
     spins += 1
     if spins % SPINS_BEFORE_YIELD == 0:
-        call_int(addresses[at.YIELD])
+        call_int(addresses[0, at.YIELD])
     return spins
 
 
 @inlined
-def run(lane, control, sizes, addresses, eps, step, model, cache, shared, own):
-    """One lane's share of one step."""
+def run(thread, threads, control, sizes, addresses, eps, step, model, cache, shared, own):
+    """One thread's share of one step: its lanes, and its rows."""
     tokens, slots, starts, lengths, wanted, every, positions, sees, vector_rows, turns, vectors, runs = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
     out_biases, down_biases, windows, router_biases, router_scale = model[8:]
     keys, values = cache
     x, normed, mixed, inner, added, last, logits, chosen, shares, expert_inner = shared
     qkv, up, qkv_biases, up_biases, scores, query, mix, totals, asks, adapters, wide, low, delta, inners, experts = own
-    lanes, layers, rows, hidden = sizes[at.LANES], sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
-    first, end = rows * lane // lanes, rows * (lane + 1) // lanes
-    product = addresses[at.PRODUCT]
-    added_begin = sizes[at.ADDED_BEGIN]
-    into = added.ctypes.data + 4 * added_begin
+    gathered, begins, order, given, no_bias, wide_rows, router_scores, ranked = experts
+    common, lanes = sizes[0], len(sizes)  # what is not of one lane is the same in all of them
+    layers, rows, hidden, layer_norm = common[at.LAYERS], common[at.ROWS], common[at.HIDDEN], common[at.LAYER_NORM]
+    first_lane, end_lane = lanes * thread // threads, lanes * (thread + 1) // threads
+    first, end = rows * thread // threads, rows * (thread + 1) // threads
+    product = addresses[0, at.PRODUCT]
     for row in range(first, end):
         embed(embedding[tokens[row]], x[row])
-    for number in range(sizes[at.VECTORS]):
+    for number in range(common[at.VECTORS]):
         if first <= vector_rows[number] < end:
             embed(vectors[number], x[vector_rows[number]])
     for row in range(first, end):
-        if sizes[at.LEARNED_POSITIONS]:
+        if common[at.LEARNED_POSITIONS]:
             add_place(x[row], places[positions[row]])
-        norm_row(x[row], scales[0], shifts[0], eps, sizes[at.LAYER_NORM], normed[row])
-    barrier(control, lanes, addresses)
+        norm_row(x[row], scales[0], shifts[0], eps, layer_norm, normed[row])
+    barrier(control, threads, addresses)
     going = every
     for layer in range(layers):
         weight = at.FIRST_WEIGHT + 4 * layer
-        multiply(product, rows, qkv.shape[1], normed, 0, hidden, addresses[weight], qkv.ctypes.data, qkv.shape[1])
-        if sizes[at.RUNS]:
-            adapt(at.QKV, at.OUT, layer, normed, hidden, qkv, 0, sizes, addresses, runs, adapters, wide, low, delta)
-        few = sizes[at.FEW] and layer == layers - 1
+        few = common[at.FEW] and layer == layers - 1
         if few:  # nobody asks for the others any more, once their keys and values are stored
             going = wanted
-        attend_step(
-            layer, turns, slots, starts, lengths, going, few, sees, windows[layer], sizes, eps, qkv, qkv_biases[layer],
-            query_scales[layer], key_scales[layer], cosines, sines, keys, values, scores, query, mix, totals, asks,
-            mixed,
-        )  # fmt: skip
-        if few:
-            rows = sizes[at.OUTPUTS]
-            first, end = rows * lane // lanes, rows * (lane + 1) // lanes
-        barrier(control, lanes, addresses)
-        multiply(product, rows, sizes[at.ADDED], mixed, 0, mixed.shape[1], addresses[weight + 1], into, hidden)
-        if sizes[at.RUNS]:
-            adapt(
-                at.OUT, at.UP, layer, mixed, mixed.shape[1], added, added_begin, sizes, addresses, runs, adapters,
-                wide, low, delta,
+        for lane in range(first_lane, end_lane):
+            mine, where, heads = sizes[lane], addresses[lane], qkv[lane]
+            multiply(product, rows, heads.shape[1], normed, 0, hidden, where[weight], heads.ctypes.data, heads.shape[1])
+            if common[at.RUNS]:
+                adapt(
+                    at.QKV, at.OUT, layer, normed, hidden, heads, 0, mine, where, runs, adapters[lane], wide[lane],
+                    low[lane], delta[lane],
+                )  # fmt: skip
+            attend_step(
+                layer, turns, slots, starts, lengths, going, few, sees, windows[layer], mine, eps, heads,
+                qkv_biases[lane, layer], query_scales[layer], key_scales[layer], cosines, sines, keys[lane],
+                values[lane], scores[lane], query[lane], mix[lane], totals[lane], asks[lane], mixed,
             )  # fmt: skip
-        barrier(control, lanes, addresses)
+        if few:
+            rows = common[at.OUTPUTS]
+            first, end = rows * thread // threads, rows * (thread + 1) // threads
+        barrier(control, threads, addresses)
+        for lane in range(first_lane, end_lane):
+            mine, where = sizes[lane], addresses[lane]
+            begin = mine[at.ADDED_BEGIN]
+            into = added.ctypes.data + 4 * begin
+            multiply(product, rows, mine[at.ADDED], mixed, 0, mixed.shape[1], where[weight + 1], into, hidden)
+            if common[at.RUNS]:
+                adapt(
+                    at.OUT, at.UP, layer, mixed, mixed.shape[1], added, begin, mine, where, runs, adapters[lane],
+                    wide[lane], low[lane], delta[lane],
+                )  # fmt: skip
+        barrier(control, threads, addresses)
         for row in range(first, end):
-            if few:  # another lane may still have to read what stands where the row goes
+            if few:  # another thread may still have to read what stands where the row goes
                 add_aside(x[going[row]], added[row], out_biases[layer])
             else:
                 add(x[row], added[row], out_biases[layer])
             sums = added[row] if few else x[row]
-            norm_row(sums, scales[2 * layer + 1], shifts[2 * layer + 1], eps, sizes[at.LAYER_NORM], normed[row])
-        barrier(control, lanes, addresses)
+            norm_row(sums, scales[2 * layer + 1], shifts[2 * layer + 1], eps, layer_norm, normed[row])
+        barrier(control, threads, addresses)
         if few:
             for row in range(first, end):
                 embed(added[row], x[row])
-        begin, columns, width = inners[layer, 0], inners[layer, 1], inners[layer, 2]
-        outputs = 2 * columns if sizes[at.GATED] else columns
-        multiply(product, rows, outputs, normed, 0, hidden, addresses[weight + 2], up.ctypes.data, up.shape[1])
-        if sizes[at.RUNS]:
-            adapt(at.UP, at.DOWN, layer, normed, hidden, up, 0, sizes, addresses, runs, adapters, wide, low, delta)
-        for row in range(rows):
-            activate(
-                up[row], up_biases[layer], sizes[at.ACTIVATION], sizes[at.GATED], columns,
-                inner[row, begin : begin + columns],
+        for lane in range(first_lane, end_lane):
+            mine, where, own_up = sizes[lane], addresses[lane], up[lane]
+            begin, columns = inners[lane, layer, 0], inners[lane, layer, 1]
+            outputs = 2 * columns if common[at.GATED] else columns
+            multiply(
+                product, rows, outputs, normed, 0, hidden, where[weight + 2], own_up.ctypes.data, own_up.shape[1]
             )  # fmt: skip
-        if inners[layer, 3]:
-            gathered, begins, order, given, no_bias, wide_rows, router_scores, ranked = experts
+            if common[at.RUNS]:
+                adapt(
+                    at.UP, at.DOWN, layer, normed, hidden, own_up, 0, mine, where, runs, adapters[lane], wide[lane],
+                    low[lane], delta[lane],
+                )  # fmt: skip
+            for row in range(rows):
+                activate(
+                    own_up[row], up_biases[lane, layer], common[at.ACTIVATION], common[at.GATED], columns,
+                    inner[row, begin : begin + columns],
+                )  # fmt: skip
+        if inners[0, layer, 3]:
             choose(
-                first, end, layer, normed, sizes, addresses, router_biases, router_scale, chosen, shares,
-                wide_rows, router_scores, ranked,
+                first, end, layer, normed, common, addresses[0], router_biases, router_scale, chosen, shares,
+                wide_rows[first_lane], router_scores[first_lane], ranked[first_lane],
             )  # fmt: skip
-            barrier(control, lanes, addresses)
-            into_experts(
-                rows, layer, normed, sizes, addresses, chosen, no_bias, up, gathered, begins, order, expert_inner
-            )  # fmt: skip
-        barrier(control, lanes, addresses)
-        if width:
-            multiply(product, rows, sizes[at.ADDED], inner, 0, width, addresses[weight + 3], into, hidden)
-        else:
-            forget(added, rows, added_begin, sizes[at.ADDED])
-        if inners[layer, 3]:
-            out_of_experts(layer, expert_inner, sizes, addresses, shares, begins, order, given, added)
-        if sizes[at.RUNS]:
-            adapt(
-                at.DOWN, at.END, layer, inner, width, added, added_begin, sizes, addresses, runs, adapters, wide,
-                low, delta,
-            )  # fmt: skip
-        barrier(control, lanes, addresses)
+            barrier(control, threads, addresses)
+            for lane in range(first_lane, end_lane):
+                into_experts(
+                    rows, layer, normed, sizes[lane], addresses[lane], chosen, no_bias[lane], up[lane],
+                    gathered[lane], begins[lane], order[lane], expert_inner,
+                )  # fmt: skip
+        barrier(control, threads, addresses)
+        width = inners[0, layer, 2]
+        for lane in range(first_lane, end_lane):
+            mine, where = sizes[lane], addresses[lane]
+            begin = mine[at.ADDED_BEGIN]
+            into = added.ctypes.data + 4 * begin
+            if width:
+                multiply(product, rows, mine[at.ADDED], inner, 0, width, where[weight + 3], into, hidden)
+            else:
+                forget(added, rows, begin, mine[at.ADDED])
+            if inners[0, layer, 3]:
+                out_of_experts(
+                    layer, expert_inner, mine, where, shares, begins[lane], order[lane], given[lane], added
+                )  # fmt: skip
+            if common[at.RUNS]:
+                adapt(
+                    at.DOWN, at.END, layer, inner, width, added, begin, mine, where, runs, adapters[lane], wide[lane],
+                    low[lane], delta[lane],
+                )  # fmt: skip
+        barrier(control, threads, addresses)
         for row in range(first, end):
             add(x[row], added[row], down_biases[layer])
-            norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, sizes[at.LAYER_NORM], normed[row])
-        barrier(control, lanes, addresses)
-    outputs = sizes[at.OUTPUTS]
-    for row in range(outputs * lane // lanes, outputs * (lane + 1) // lanes):
+            norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, layer_norm, normed[row])
+        barrier(control, threads, addresses)
+    outputs = common[at.OUTPUTS]
+    for row in range(outputs * thread // threads, outputs * (thread + 1) // threads):
         for i in range(hidden):
-            last[row, i] = normed[row if sizes[at.FEW] else wanted[row], i]
-    barrier(control, lanes, addresses)
-    head = addresses[at.FIRST_WEIGHT + 4 * layers]
-    target = logits.ctypes.data + 4 * sizes[at.COLUMN]
-    multiply(product, outputs, sizes[at.COLUMNS], last, 0, hidden, head, target, sizes[at.VOCABULARY])
-    barrier(control, lanes, addresses)
+            last[row, i] = normed[row if common[at.FEW] else wanted[row], i]
+    barrier(control, threads, addresses)
+    for lane in range(first_lane, end_lane):
+        mine = sizes[lane]
+        head = addresses[lane, at.FIRST_WEIGHT + 4 * layers]
+        target = logits.ctypes.data + 4 * mine[at.COLUMN]
+        multiply(product, outputs, mine[at.COLUMNS], last, 0, hidden, head, target, mine[at.VOCABULARY])
+    barrier(control, threads, addresses)
 
 
 @compiled
@@ -304,42 +349,47 @@ def nothing() -> None:
     """What there is to prepare where no library computes."""
 
 
-class Lanes:
-    """Runs steps in `len(arguments)` threads. `arguments[lane]` go to the kernel after `control`."""
+class Threads:
+    """Runs steps in up to as many threads as there are lanes: `arguments` go to the kernel after `control`."""
 
-    def __init__(self, blas: Blas | None, arguments: list[tuple[Any, ...]]) -> None:
-        self._arguments = arguments
-        self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (len(arguments) + 1), np.int64)
-        self._awake = [threading.Semaphore(0) for _ in arguments]
+    def __init__(self, blas: Blas | None, lanes: int, arguments: tuple[Any, ...]) -> None:
+        self._arguments, self._count = arguments, lanes
+        self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (lanes + 1), np.int64)
+        self._awake = [threading.Semaphore(0) for _ in range(lanes)]
         self._one_thread_here = nothing if blas is None else blas.one_thread_here
         self._threads = [
-            threading.Thread(target=self._serve, args=(lane, self._one_thread_here), name=f"lane {lane}", daemon=True)
-            for lane in range(1, len(arguments))
+            threading.Thread(
+                target=self._serve, args=(number, self._one_thread_here), name=f"lane {number}", daemon=True
+            )
+            for number in range(1, lanes)
         ]
         for thread in self._threads:
             thread.start()
 
-    def step(self) -> None:
-        """Run one step, whose sizes and tokens are where the arguments point."""
+    def step(self, threads: int) -> None:
+        """Run one step, whose sizes and tokens are where the arguments point, in so many threads."""
         self._one_thread_here()  # whoever sets torch's threads, or is another thread than before, undoes it
-        if self._threads:
-            self._begin()
-        serve(0, self._control, *self._arguments[0])
+        self._begin(threads)
+        serve(0, self._control, *self._arguments)
+
+    def rest(self) -> None:
+        """Leave the cores to others until the next step."""
+        rest(self._control)
 
     def close(self) -> None:
         self._control[at.STOP] = 1
-        self._begin()
+        self._begin(self._count)
         for thread in self._threads:
             thread.join(JOIN_S)
         self._threads = []
 
-    def _begin(self) -> None:
-        go(self._control)
-        for lane in range(1, len(self._arguments)):
-            if take_asleep(self._control, lane):
-                self._awake[lane].release()
+    def _begin(self, threads: int) -> None:
+        go(self._control, threads)
+        for number in range(1, threads):
+            if take_asleep(self._control, number):
+                self._awake[number].release()
 
-    def _serve(self, lane: int, prepare: Callable[[], None]) -> None:
+    def _serve(self, number: int, prepare: Callable[[], None]) -> None:
         prepare()
-        while not serve(lane, self._control, *self._arguments[lane]):
-            self._awake[lane].acquire()
+        while not serve(number, self._control, *self._arguments):
+            self._awake[number].acquire()

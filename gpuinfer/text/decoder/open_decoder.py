@@ -66,6 +66,12 @@ class NullDecoder:
     def cache_bytes(self) -> int:
         return 0
 
+    def use(self, threads: int) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

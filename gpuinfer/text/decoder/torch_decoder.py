@@ -167,6 +167,14 @@ class TorchDecoder:
         """What cache and buffers take that are there all the time, beside the weights."""
         return self.cache_bytes() + self._static.nbytes()
 
+    def use(self, threads: int) -> None:
+        """See `step.Decoder.use`. With `deterministic` always as many: a product may add up in another order."""
+        if self.device.type == "cpu" and not self.deterministic:
+            torch.set_num_threads(threads)
+
+    def rest(self) -> None:
+        """See `step.Decoder.rest`: torch's threads are not ours."""
+
     def close(self) -> None:
         self._drop()
         self._weights = None  # type: ignore[assignment]

@@ -197,6 +197,12 @@ class DiffusionGenerator:
     def unload_adapter(self, name: str) -> None:
         self._adapters.unload(name)
 
+    def use(self, threads: int) -> None:
+        self.decoder.use(threads)
+
+    def rest(self) -> None:
+        self.decoder.rest()
+
     def close(self) -> None:
         self._scorer.close()
         self._blender.close()

@@ -89,7 +89,7 @@ class Driver:
     ) -> None:
         self.generator, self.on_step = generator, on_step
         self._place = place or NoPlace()
-        self._width = 1 if place is None else int(generator.facts.get("threads") or 1)
+        self._width = self._used = 1 if place is None else int(generator.facts.get("threads") or 1)
         self.deliver = deliver
         self._lane: Lane | None = None
         self._wake = threading.Condition()
@@ -262,13 +262,15 @@ class Driver:
     def _step(self) -> None:
         if not self.generator.busy:
             return
-        turn = self._place.begin(self._width, self.generator.enter)
+        turn, tokens = self._place.begin(self._width, self.generator.enter), 0
         try:
+            self._use(self._place.cores_of(turn, self._width))
             started = time.perf_counter()
             stepped = self.generator.step()
-            seconds = time.perf_counter() - started
+            seconds, tokens = time.perf_counter() - started, stepped.tokens
         finally:
-            self._place.end(turn, again=self.generator.busy)
+            if self._place.end(turn, again=self.generator.busy, work=tokens):
+                self.generator.rest()
         if stepped.rows:
             self._counters.add(stepped, seconds)
             if self.on_step is not None:
@@ -276,6 +278,11 @@ class Driver:
         if stepped.finished or stepped.parts:
             outcomes = [(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)]
             self._hand_out(outcomes, cast(Sequence[tuple[int, Part]], stepped.parts))
+
+    def _use(self, threads: int) -> None:
+        if threads != self._used:
+            self.generator.use(threads)
+            self._used = threads
 
     def _hand_out(self, outcomes: Sequence[tuple[int, Outcome]], parts: Sequence[tuple[int, Part]] = ()) -> None:
         with self._wake:

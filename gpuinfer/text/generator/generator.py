@@ -177,6 +177,12 @@ class Generator:
     def unload_adapter(self, name: str) -> None:
         self._adapters.unload(name)
 
+    def use(self, threads: int) -> None:
+        self.decoder.use(threads)
+
+    def rest(self) -> None:
+        self.decoder.rest()
+
     def close(self) -> None:
         self.sampler.close()
         self.decoder.close()

@@ -111,6 +111,14 @@ class TextGenerator(Protocol):
         """No prompt may ask for it any more; answers under way keep it. Raises `UsageError` for one that is unknown."""
         ...
 
+    def use(self, threads: int) -> None:
+        """Compute with at most so many threads from the next step on, beside other models that have the other cores."""
+        ...
+
+    def rest(self) -> None:
+        """Another model has the device until the next step."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and memory."""
         ...

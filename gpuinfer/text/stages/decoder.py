@@ -146,6 +146,13 @@ class StagedDecoder:
         """Of `Backend.device`: the devices, how the model is cut, and what went through the stages."""
         return {**self._told(), "stages": self._pipeline.counts()}
 
+    def use(self, threads: int) -> None:
+        """Stages have cores of their own."""
+
+    def rest(self) -> None:
+        for decoder in self._decoders:
+            decoder.rest()
+
     def close(self) -> None:
         self._pipeline.close()
         for decoder in self._decoders:

@@ -19,6 +19,7 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host.following import followed
 from gpuinfer.load.arrivals import Arrivals, Closed, Mix, Offer
 from gpuinfer.load.options import RATES, classes_of, drawn, refuse_unread, rows_of, schedule_of
+from gpuinfer.openai.several import refuse_several
 from gpuinfer.workloads.load.asking import LoadTally, Payloads, Requester
 from gpuinfer.workloads.load.driving import LoadDriver, Open, ThinkingClients
 
@@ -77,6 +78,7 @@ class Load(Workload):
         refuse_unread(own, source)
         if own.arrivals != "poisson" and source not in RATES:
             raise UsageError(f"--arrivals {own.arrivals} spreads a rate, and --{source} has none. Leave it out.")
+        refuse_several(own.model, "load")
         if own.model is not None and own.model not in MODELS and ":" not in own.model:
             raise UnknownName("model", own.model, MODELS, label="Choices")
         if own.features is not None and ":" not in (own.model or ""):

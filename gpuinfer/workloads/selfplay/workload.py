@@ -16,6 +16,7 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
+from gpuinfer.openai.several import refuse_several
 from gpuinfer.positions.records import Folder
 from gpuinfer.report.strength import Tally
 from gpuinfer.workloads.selfplay import games, rehearsal
@@ -85,6 +86,7 @@ class SelfPlay(Workload):
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
         self.game = games.build(self.options.game, self._game_options)
+        refuse_several(self.options.model, "selfplay", ", and the one that it is to play against with --opponent-model")
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
         self._check_opponent()

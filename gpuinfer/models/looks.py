@@ -1,0 +1,184 @@
+"""Which of two ways of sharing a device is the faster one: looks at both, in turns, while several models have work.
+
+A look is a moment in which all that have work go one way; what counts is how much each gets done, from the end of its
+first forward that began in it to that of its last. Ways come in the order A B B A A B …, so that a drift of the load
+and of the machine's other programs hits both alike. Some pairs of looks are taken at first, then one now and then,
+which costs a few hundredths of the time. It is for those who have work at once: another company is looked at anew. Pure
+decisions, on nobody's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+LOOK_S = 0.25  # of one, at least: prompts and answers come unevenly
+LEAST_FORWARDS = 8  # of each model in a look
+LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
+FIRST_PAIRS = 3
+REST = 20  # times as long as a pair of looks they go on without any, counted while they have work
+IDLE_S = 0.1  # nothing was computed for so long: whatever comes then is another load
+REMEMBERED = 5  # pairs by which is judged
+KEPT = 0.95  # of what a model would get done in the first way: the second one is not to cost anybody more
+
+
+class Way(Enum):
+    """How models that have work at once share a device."""
+
+    TURNS = "turns"  # one after the other, each with all of it
+    SHARES = "shares"  # at once, each with a share of it
+    FREELY = "freely"  # at once, each with as much as if it were alone
+
+
+@dataclass(slots=True)
+class Judged:
+    """Sums over pairs of looks: of the logarithm of how many times as much a model got done in the second way as in
+    the first, and of its square.
+    """
+
+    pairs: int = 0
+    logs: float = 0.0
+    squares: float = 0.0
+
+    def add(self, log: float) -> None:
+        self.pairs += 1
+        self.logs += log
+        self.squares += log * log
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one model got done in a look."""
+
+    first: float | None = None  # when its first forward ended
+    last: float = 0.0
+    work: float = 0.0  # after that
+    forwards: int = 0
+
+    def add(self, now: float, work: float) -> None:
+        if self.first is None:
+            self.first = now
+        else:
+            self.last, self.work, self.forwards = now, self.work + work, self.forwards + 1
+
+    @property
+    def rate(self) -> float:
+        return self.work / (self.last - self.first) if self.first is not None and self.last > self.first else 0.0
+
+
+@dataclass
+class _Company:
+    """What is known of models that have work at once. `pairs`: of each model the logarithms of its ratios."""
+
+    way: Way
+    pairs: deque[Mapping[Any, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    looks: int = 0  # that are over
+    rates: list[Mapping[Any, float]] = field(default_factory=list)  # of the pair under way
+    rest_s: float = 0.0  # until the next look
+
+
+@dataclass
+class _Look:
+    """One under way. `way`: None where nothing is to be learnt."""
+
+    company: frozenset[Any]
+    way: Way
+    since: float
+    learning: bool
+    tallies: dict[Any, _Tally]
+
+
+class Looks:
+    """Tell it of each forward that has ended, and who has work; it says which `way` is to be gone.
+
+    `shares` are those of the models by themselves (whatever can be hashed): a way is judged by the mean of their
+    ratios, weighed so, and no model may lose by it.
+    """
+
+    def __init__(self, first: Way, second: Way, usual: Way | None = None) -> None:
+        """`usual`: the way that is gone whatever is seen; None: the faster one."""
+        self.ways, self._usual = (first, second), usual
+        self.judged: dict[Any, Judged] = {}
+        self._known: dict[frozenset[Any], _Company] = {}
+        self._look: _Look | None = None
+        self._seen = -math.inf  # the end of the latest forward
+        self._forever = usual or first
+
+    @property
+    def way(self) -> Way:
+        return self._forever if self._look is None else self._look.way
+
+    def ended(self, model: Any, began_at: float, now: float, work: float, shares: Mapping[Any, float]) -> None:
+        """A forward of `model` has ended, which has done so much; those with `shares` have work."""
+        company, before = frozenset(shares), self._seen
+        look, self._seen = self._look, now
+        if look is not None and (look.company != company or began_at - before > IDLE_S):
+            self._interrupt(look, before)
+            look = None
+        if len(company) < 2:
+            return
+        if look is None:
+            look = self._begin(company, now)
+        if not look.learning:
+            if now - look.since >= self._known[company].rest_s:
+                self._known[company].rest_s = 0.0
+                self._begin(company, now)
+            return
+        if model in look.tallies and began_at >= look.since:
+            look.tallies[model].add(now, work)
+        if all(tally.forwards >= LEAST_FORWARDS for tally in look.tallies.values()) and now - look.since >= LOOK_S:
+            self._over(look, now, shares)
+        elif now - look.since > LONGEST_S:
+            self._rest(look, now)
+            self._begin(company, now)
+
+    def _interrupt(self, look: _Look, at: float) -> None:
+        known = self._known[look.company]
+        if look.learning:
+            self._rest(look, at)
+        else:
+            known.rest_s = max(0.0, known.rest_s - (at - look.since))
+        self._look = None
+
+    def _begin(self, company: frozenset[Any], now: float) -> _Look:
+        known = self._known.setdefault(company, _Company(self._usual or self.ways[0]))
+        learning = known.rest_s <= 0
+        way = self.ways[known.looks % 2 ^ known.looks // 2 % 2] if learning else known.way
+        self._look = _Look(company, way, now, learning, {one: _Tally() for one in company})
+        return self._look
+
+    def _over(self, look: _Look, now: float, shares: Mapping[Any, float]) -> None:
+        known = self._known[look.company]
+        known.rates.append({one: tally.rate for one, tally in look.tallies.items()})
+        known.looks += 1
+        if len(known.rates) == 2:
+            first, second = known.rates if known.looks // 2 % 2 else reversed(known.rates)
+            known.rates = []
+            ratios = {one: math.log(second[one] / first[one]) for one in look.company if first[one] and second[one]}
+            if len(ratios) == len(look.company):
+                known.pairs.append(ratios)
+                for one, log in ratios.items():
+                    self.judged.setdefault(one, Judged()).add(log)
+            known.way = self._usual or self._faster(known, shares)
+            if known.looks >= 2 * FIRST_PAIRS:
+                self._rest(look, now)
+        self._begin(look.company, now)
+
+    def _rest(self, look: _Look, now: float) -> None:
+        """No look for a while from now on. One that is abandoned takes its pair along."""
+        known = self._known[look.company]
+        known.looks -= len(known.rates)
+        known.rates = []
+        known.rest_s = REST * 2 * max(LOOK_S, now - look.since)
+
+    def _faster(self, known: _Company, shares: Mapping[Any, float]) -> Way:
+        first, second = self.ways
+        if not known.pairs:
+            return first
+        means = {one: math.fsum(pair[one] for pair in known.pairs) / len(known.pairs) for one in shares}
+        all_of_them = math.fsum(share * means[one] for one, share in shares.items())
+        return second if all_of_them > 0 and min(means.values()) >= math.log(KEPT) else first

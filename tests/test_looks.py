@@ -1,0 +1,143 @@
+"""Which way of sharing a device is the faster one, by looks at both: on a virtual clock, with models of known speed."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from gpuinfer.models.looks import FIRST_PAIRS, Looks, Way
+from gpuinfer.models.turns import Turns
+
+CORES, SECONDS = 2, 15.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """One that always has work between `since` and `until`: a forward takes `step_s` on one core, and gets faster by
+    `gain` on both. `crowded`: times as long while another one runs.
+    """
+
+    step_s: float = 0.01
+    gain: float = 1.0
+    share: float = 1.0
+    crowded: float = 1.0
+    since: float = 0.0
+    until: float = math.inf
+    least: int = 1
+
+
+def run(models, looks, seconds=SECONDS, pause_s=1e-5):
+    """Forwards of each model, and the share of time in which they ran at once."""
+    turns = Turns(CORES, looks, Way.TURNS if looks is None else looks.way)
+    members = [turns.join(model.share) for model in models]
+    order, now, done = iter(range(1 << 40)), 0.0, [0] * len(models)
+    events = [(model.since, next(order), "ask", index) for index, model in enumerate(models)]
+    heapq.heapify(events)
+    owners, running = {}, []
+    while events and now < seconds:
+        now, _, kind, what = heapq.heappop(events)
+        if kind == "ask" and now < models[what].until:
+            owners[turns.ask(members[what], CORES, now, least=models[what].least)] = what
+        elif kind == "end":
+            index = owners.pop(what)
+            running.remove(what)
+            done[index] += 1
+            turns.done(what, now, again=True, work=1.0)
+            heapq.heappush(events, (now + pause_s, next(order), "ask", index))
+        begun, again_at = turns.due(now)
+        for turn in begun:
+            model = models[owners[turn]]
+            running.append(turn)
+            seconds_of = model.step_s / (model.gain if turn.width == CORES else 1)
+            heapq.heappush(
+                events, (now + seconds_of * (model.crowded if len(running) > 1 else 1), next(order), "end", turn)
+            )
+        if looks is None or looks.way is not Way.FREELY:
+            assert sum(turn.width for turn in running) <= CORES
+        if again_at < math.inf:
+            heapq.heappush(events, (again_at + 1e-9, next(order), "look", None))
+    return done, turns.at_once_s / turns.together_s if turns.together_s else 0.0
+
+
+def shared(*models, **arguments):
+    return run(models, Looks(Way.TURNS, Way.SHARES), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("models", "at_once"),
+    [
+        pytest.param([Model(), Model()], True, id="forwards that a second core makes no faster run at once"),
+        pytest.param([Model(gain=1.7), Model(gain=1.7)], True, id="and so do those that it makes not twice as fast"),
+        pytest.param(
+            [Model(gain=1.9, crowded=1.4), Model(gain=1.9, crowded=1.4)],
+            False,
+            id="in turns where they disturb another",
+        ),
+        pytest.param([Model(), Model(step_s=0.03, gain=1.9)], True, id="small ones beside a large one"),
+        pytest.param(
+            [Model(gain=1.8, share=2), Model(gain=1.8)], False, id="whoever is to have more would have less at once"
+        ),
+        pytest.param([Model(gain=1.2, share=2), Model(gain=1.2)], True, id="unless its turns bring it less"),
+    ],
+)
+def test_the_faster_way_is_gone_for_nearly_all_of_the_time(models, at_once):
+    looks = Looks(Way.TURNS, Way.SHARES)
+    _, part = run(models, looks)
+    assert part > 0.9 if at_once else part < 0.1
+    assert all(one.pairs >= FIRST_PAIRS for one in looks.judged.values())
+
+
+def test_looks_find_how_many_times_as_fast_it_is():
+    looks = Looks(Way.TURNS, Way.SHARES)
+    run([Model(), Model(gain=1.6)], looks)
+    small, large = (math.exp(one.logs / one.pairs) for one in looks.judged.values())
+    assert (small, large) == pytest.approx((2.0, 2 / 1.6), rel=0.25)  # fair turns are of time, not of forwards
+
+
+def test_two_small_models_get_as_much_done_as_on_half_of_the_cores_each():
+    done, _ = shared(Model(), Model())
+    assert min(done) >= 0.95 * SECONDS / 0.01
+
+
+def test_alone_a_model_has_all_cores_again():
+    done, _ = shared(Model(gain=1.5), Model(gain=1.5, until=5.0))
+    assert done[0] >= 0.95 * (5 + 1.5 * 10) / 0.01
+
+
+def test_weights_hold_where_turns_are_taken():
+    done, _ = shared(Model(gain=1.9, share=3), Model(gain=1.9))
+    assert done[0] / sum(done) == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_model_that_keeps_its_threads_takes_turns():
+    done, _ = shared(Model(gain=1.9, least=CORES), Model(gain=1.9, least=CORES))
+    assert min(done) >= 0.95 * 1.9 / 2 * SECONDS / 0.01
+
+
+def test_what_is_usual_stays_but_for_the_looks():
+    looks = Looks(Way.TURNS, Way.FREELY, Way.FREELY)
+    _, part = run([Model(crowded=3.0), Model(crowded=3.0)], looks)
+    assert part > 0.9
+    assert all(one.pairs >= FIRST_PAIRS and one.logs < 0 for one in looks.judged.values())
+
+
+def test_one_that_comes_and_goes_is_never_looked_at_for_long():
+    looks = Looks(Way.TURNS, Way.SHARES)
+    now = 0.0
+    for _ in range(1000):
+        for _ in range(20):
+            now += 0.004
+            looks.ended("a", now - 0.004, now, 1.0, {"a": 0.5, "b": 0.5})
+        now += 0.2
+        looks.ended("a", now - 0.004, now, 1.0, {"a": 1.0})
+    assert not looks.judged
+    assert looks.way is Way.TURNS
+
+
+def test_another_company_is_looked_at_anew():
+    looks = Looks(Way.TURNS, Way.SHARES)
+    run([Model(), Model(), Model(since=5.0)], looks)
+    assert len(looks.judged) == 3
