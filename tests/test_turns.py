@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.models.gate import STATION, Gate, Place
-from gpuinfer.models.turns import Turns
+from gpuinfer.models.looks import Way
+from gpuinfer.models.turns import PRESENT_S, Turns
 
 CORES = 2
 
@@ -112,6 +113,64 @@ def test_alone_it_waits_for_nobody():
     member = turns.join(1.0)
     asked = [turns.ask(member, 1, 0.0) for _ in range(3)]
     assert turns.due(0.0)[0] == asked
+
+
+def test_at_once_each_has_its_share_of_the_room_and_alone_all_of_it():
+    turns = Turns(4, way=Way.SHARES)
+    large, small = turns.join(3.0), turns.join(1.0)
+    alone = turns.ask(large, 4, 0.0)
+    assert turns.due(0.0)[0] == [alone]
+    assert alone.width == 4
+    turns.done(alone, 1.0)
+    both = [turns.ask(small, 4, 1.0), turns.ask(large, 4, 1.0)]
+    assert set(turns.due(1.0)[0]) == set(both)
+    assert [turn.width for turn in both] == [1, 3]
+    for turn in both:
+        turns.done(turn, 2.0)
+    later = turns.ask(small, 4, 2.0 + 2 * PRESENT_S)
+    assert turns.due(2.0 + 2 * PRESENT_S)[0] == [later]
+    assert later.width == 4
+
+
+@pytest.mark.parametrize(("way", "passed_on"), [(Way.TURNS, True), (Way.SHARES, False), (Way.FREELY, False)])
+def test_the_room_of_a_turn_is_passed_on_where_the_next_one_takes_all_of_it(way, passed_on):
+    turns = Turns(2, way=way)
+    first, second = turns.join(1.0), turns.join(1.0)
+    ended, other = turns.ask(first, 2, 0.0), turns.ask(second, 2, 0.0)
+    turns.due(0.0)
+    turns.done(ended, 1.0)
+    turns.due(1.0)
+    assert other.began_at is not None
+    assert turns.has_passed_on(ended) == passed_on
+
+
+def test_a_forward_that_must_have_its_threads_waits_for_all_of_them():
+    turns = Turns(4, way=Way.SHARES)
+    first, second = turns.join(1.0), turns.join(1.0)
+    held, fixed = turns.ask(first, 4, 0.0), turns.ask(second, 4, 0.0, least=4)
+    assert turns.due(0.0)[0] == [held]
+    assert held.width == 2
+    turns.done(held, 1.0)
+    assert turns.due(1.0)[0] == [fixed]
+    assert fixed.width == 4
+
+
+def test_on_a_device_that_takes_whole_forwards_one_takes_all_of_it_in_turns_alone():
+    for way, begun in ((Way.TURNS, 1), (Way.SHARES, 2), (Way.FREELY, 2)):
+        turns = Turns(2, way=way)
+        members = [turns.join(1.0), turns.join(1.0)]
+        asked = [turns.ask(member, 2, 0.0, alone=1) for member in members]
+        assert turns.due(0.0)[0] == asked[:begun]
+
+
+def test_freely_nobody_waits():
+    turns = Turns(2, way=Way.FREELY)
+    members = [turns.join(1.0), turns.join(1.0), turns.join(1.0)]
+    asked = [turns.ask(member, 2, 0.0) for member in members]
+    assert turns.due(0.0)[0] == asked
+    for turn in asked:
+        turns.done(turn, 1.0)
+    assert [member.had_s for member in members] == [1.0, 1.0, 1.0]
 
 
 # Threads

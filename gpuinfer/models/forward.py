@@ -36,7 +36,7 @@ class CpuForward:
     copied to the same place in memory, so that a row's answer is the same bits whatever it shares its batch with: a
     matrix product may add up in another order for another number of rows, but not for another row of the same.
 
-    `bits` is how many features a row has when they arrive as bits.
+    `bits` is how many features a row has when they arrive as bits; `whose` is said of the model when memory runs out.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class CpuForward:
         chunk_rows: int | None = None,
         fixed_shape: bool = False,
         bits: int | None = None,
+        whose: str = "",
     ) -> None:
         self.module, self.dtype, self.fixed_shape = module, dtype, fixed_shape
-        self.step = StepSize(chunk_rows or (DETERMINISTIC_CHUNK_ROWS if fixed_shape else CHUNK_ROWS))
+        self.step = StepSize(chunk_rows or (DETERMINISTIC_CHUNK_ROWS if fixed_shape else CHUNK_ROWS), whose=whose)
         self.bits, self._cast = bits, cast if bits is None else BitCast(bits, dtype)
         self._own = threading.local()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
-from gpuinfer.models.layouts import BITS, row_dtype, row_shape
+from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned import sources
 from gpuinfer.models.staging import Block, Blocks, like, table_of, tensors_of, unpacked
@@ -86,7 +86,7 @@ class CudaForward:
     ) -> None:
         self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
         self.fixed_shape, self.graphs = fixed_shape, graphs
-        self.step = StepSize(chunk_rows, str(device))
+        self.step = StepSize(chunk_rows, str(device), called(spec))
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]

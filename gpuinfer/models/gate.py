@@ -92,7 +92,7 @@ class Place:
 
     def end(self, turn: Turn | None, *, again: bool = False, work: float = 1.0) -> bool:
         """The forward is over, and has done so much `work` (rows, tokens: always the same). `again`: the next one comes
-        at once, so that its turn may be kept for it. Whether another model has the device meanwhile.
+        at once, so that its turn may be kept for it. Whether other models have its part of the device meanwhile.
         """
         if turn is None:
             return False
@@ -100,7 +100,7 @@ class Place:
         with gate._changed:
             gate._turns.done(turn, time.perf_counter(), again=again and self._open, work=work)
             gate._settle()
-            return any(one.running for one in gate._turns.members if one is not self._member)
+            return gate._turns.has_passed_on(turn)
 
     @contextmanager
     def turn(self, cores: int, enter: Enter, *, work: float = 1.0) -> Iterator[int]:

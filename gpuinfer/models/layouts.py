@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ def row_shape(spec: ModelSpec) -> tuple[int, ...]:
 def packed_width(features: int) -> int:
     """Bytes that so many features take as bits."""
     return -(-features // 8)
+
+
+def called(spec: ModelSpec) -> str:
+    """What people know a network by that may have others beside it: its name, and where its weights are from."""
+    return spec.name if spec.weights is None else f"{spec.name} with {Path(spec.weights).name}"
 
 
 def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:

@@ -26,9 +26,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 class StepSize:
     """How many rows go through the model at once; it only ever shrinks. Threads may share one."""
 
-    def __init__(self, rows: int, where: str = "") -> None:
-        """`where` names the device, where there may be several."""
-        self.rows, self._where = rows, f" on {where}" if where else ""
+    def __init__(self, rows: int, where: str = "", whose: str = "") -> None:
+        """`where` names the device and `whose` the model, where there may be several."""
+        self.rows = rows
+        self._where = (f" of {whose}" if whose else "") + (f" on {where}" if where else "")
         self._lock = threading.Lock()
         self._said = False
 

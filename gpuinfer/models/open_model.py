@@ -19,7 +19,7 @@ from gpuinfer.models.device import Gauge
 from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
-from gpuinfer.models.layouts import BITS, AnswerLayout, row_dtype
+from gpuinfer.models.layouts import BITS, AnswerLayout, called, row_dtype
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.memory import first_line, keep_freed_memory
 from gpuinfer.models.pinned import Registration, register
@@ -88,7 +88,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         # A compiled module is compiled again for each new batch size: give it one.
         fixed_shape = setup.deterministic or tuning.compile
         bits = spec.inputs if spec.input_dtype == BITS else None
-        forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits)
+        forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits, whose=called(spec))
     gauge, threads = Gauge(device), threads_for(setup, tuning)
     in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
     return Opened(

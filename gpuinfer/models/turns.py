@@ -176,6 +176,10 @@ class Turns:
             return max(least, min(alone, int(self.room * shares[id(turn.member)] + ROUNDING)))
         return in_turn
 
+    def has_passed_on(self, turn: Turn) -> bool:
+        """Whether the room that this turn had is others' by now."""
+        return self._free < turn.width and self.way is not Way.FREELY
+
     @staticmethod
     def _expected_s(member: Member, again: bool) -> float:
         if again:

@@ -171,12 +171,12 @@ def standin_answers(tokens: int) -> dict[int, str]:
 
 
 @contextlib.asynccontextmanager
-async def of_tiny(folder: Path, replicas: int) -> AsyncIterator[Program]:
-    """A fleet of the command itself, with the built-in model of text."""
+async def of_tiny(folder: Path, replicas: int, model: str = "tiny") -> AsyncIterator[Program]:
+    """A fleet of the command itself, with the built-in model of text, or with these."""
     key = folder / "admin.key"
     key.touch(0o600)
     key.write_text(f"{programs.ADMIN_KEY}\n")
-    command = [sys.executable, "-m", "gpuinfer", "serve", "--model", "tiny", "--port", "0"]
+    command = [sys.executable, "-m", "gpuinfer", "serve", "--model", model, "--port", "0"]
     command += ["--replicas", str(replicas), "--ready-file", str(folder / "ready.json"), "--admin-key-file", str(key)]
     async with programs.running([*command, "-B", "slots=16", "-B", "threads=1"], folder) as it:
         yield it

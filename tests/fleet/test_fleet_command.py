@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 
 import pytest
 import standins
@@ -66,3 +68,30 @@ async def test_a_fleet_of_the_command_itself_answers_like_one_server(tmp_path):
         os.kill(workers[0]["pid"], 9)
         assert (await it.ask("POST", "/v1/completions", asked)).status == 200
         await standins.until(lambda: it.whole(2), "the pool is whole", within_s=180.0)
+
+
+@pytest.mark.thorough
+async def test_with_several_models_a_replica_that_is_killed_takes_no_answer_of_any_along(tmp_path):
+    async with of_tiny(tmp_path, 2, "a=tiny,b=tiny,net=blobnet-small") as it:
+        text = {"prompt": "Hello", "max_tokens": 64, "seed": 1, "ignore_eos": True}
+        asked = [
+            ("/v1/completions", {**text, "model": "a"}),
+            ("/v1/completions", {**text, "model": "b"}),
+            ("/v1/evaluate", {"rows": [[0.5] * 256] * 2, "model": "net"}),
+        ]
+        before = [[told(await it.ask("POST", *one)) for one in asked] for _ in range(2)]
+        under_way = [asyncio.create_task(it.ask("POST", *one)) for one in asked for _ in range(8)]
+        await asyncio.sleep(0.05)
+        os.kill((await it.workers())[0]["pid"], signal.SIGKILL)
+        answers = [told(answer) for answer in await asyncio.gather(*under_way)]
+        assert answers == [one for one in before[0] for _ in range(8)]
+        await standins.until(lambda: it.whole(2), "the pool is whole", within_s=180.0)
+        again = [[told(await it.ask("POST", *one)) for one in asked] for _ in range(4)]
+        assert again == [before[0]] * 4
+
+
+def told(answer):
+    """The text of an answer, or the numbers."""
+    assert answer.status == 200, answer.body
+    found = json.loads(answer.body)
+    return found["choices"][0]["text"] if "choices" in found else found["outputs"]

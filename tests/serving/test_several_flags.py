@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuinfer.api import Setup
+from gpuinfer.backends.central import Central
 from gpuinfer.errors import UsageError
 from gpuinfer.openai.several import models_in
 from gpuinfer.serving.options import ServeOptions, models_of
@@ -66,6 +68,11 @@ def test_each_model_has_its_own():
     [
         pytest.param({"model": "tiny", "share": "tiny=1"}, "several models", id="a share of one"),
         pytest.param({"model": "a=tiny,b=tiny", "share": "c=1"}, "no model 'c'", id="a share of a stranger"),
+        pytest.param({"model": "blobnet", "features": "a=8"}, "Write --features 256", id="a size by name for one"),
+        pytest.param({"model": "a=blobnet", "features": "a=x"}, "not a whole number", id="a size that is no number"),
+        pytest.param({"model": "a=blobnet", "features": "a=0"}, "from 1 to 1,048,576", id="rows of nothing"),
+        pytest.param({"model": "a=blobnet", "seats": "c=2"}, "no model 'c'", id="a size of a stranger"),
+        pytest.param({"model": "a=blobnet", "input_dtype": "a=int7"}, "Choose from", id="rows of no known kind"),
         pytest.param({"model": "a=tiny,b=tiny", "share": "a=0"}, "0 is no share", id="no share"),
         pytest.param({"model": "a=tiny,b=tiny", "share": "a=nan"}, "nan is no share", id="not a number"),
         pytest.param({"model": "a=tiny,b=tiny", "share": "2"}, "NAME=2", id="a share of nobody"),
@@ -82,8 +89,33 @@ def test_what_does_not_go_together_is_refused(given, why):
         chosen(**given)
 
 
-@pytest.mark.parametrize("words", [["generate", "--prompt", "hi"], ["chat"]])
+@pytest.mark.parametrize(
+    ("features", "actions", "inputs", "moves"),
+    [
+        pytest.param("a=8,b=16", 5, (8, 16), (5, 5), id="one word alone is said of all"),
+        pytest.param(8, "a=5,b=7", (8, 8), (5, 7), id="a number as a settings file has it"),
+        pytest.param("b=16", None, (256, 16), (53, 53), id="who is not named has what is usual"),
+    ],
+)
+def test_each_network_may_have_sizes_of_its_own(features, actions, inputs, moves):
+    found = chosen(model="a=blobnet,b=blobnet-small", features=features, actions=actions, input_dtype="b=int8")
+    assert tuple(one.spec.inputs for one in found) == inputs
+    assert tuple(one.spec.arguments["actions"] for one in found) == moves
+    assert tuple(one.spec.input_dtype for one in found) == ("float32", "int8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["generate", "--prompt", "hi"], ["chat"], ["load"], ["selfplay"], ["rollouts", "--env", "guess"]],
+    ids=lambda words: words[0],
+)
 def test_commands_that_run_one_model_say_where_several_are_served(gpuinfer, words):
     code, _, said = gpuinfer(*words, "--model", "a=tiny,b=tiny")
     assert code == 2
-    assert "gpuinfer serve --model a=tiny,b=tiny" in said
+    assert "gpuinfer serve --model a=tiny,b=tiny" in " ".join(said.split())
+    assert "--backend fleet -B endpoint=URL -B model=a" in " ".join(said.split())
+
+
+def test_shares_are_refused_where_each_model_has_a_process_of_its_own():
+    with pytest.raises(UsageError, match="--backend inprocess, or leave --share out"):
+        Central(Setup(share=2.0))

@@ -93,7 +93,7 @@ class DiffusionGenerator:
         self._settling = Settling(
             self._slots, language, shape.vocabulary, end_tokens, most_parts_s, self._adapters.give_back
         )
-        self._troubles: Troubles[Row] = Troubles(self._slots)
+        self._troubles: Troubles[Row] = Troubles(self._slots, self.facts.get("model"))
 
     @property
     def device(self) -> torch.device:

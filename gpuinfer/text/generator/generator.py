@@ -77,7 +77,7 @@ class Generator:
             lambda adapter: self._adapters.give_back(adapter),
         )
         self._adapters = Adapters(decoder, max_adapters, self._admission.forget_adapter)
-        self._troubles: Troubles[Row] = Troubles(self._table)
+        self._troubles: Troubles[Row] = Troubles(self._table, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._queued = decoder.device.type == "cuda"
 

@@ -39,8 +39,10 @@ class Table(Protocol[R]):
 class Troubles(Generic[R]):
     """What the next step must keep to: `most` tokens (None: all that there is room for), and `only` these rows."""
 
-    def __init__(self, table: Table[R]) -> None:
+    def __init__(self, table: Table[R], model: str | None = None) -> None:
+        """`model` is what it is called when memory runs out: there may be several."""
         self._table = table
+        self._whose = f" of {model}" if model else ""
         self._suspects: list[list[R]] = []  # groups that are tried one after another, the last first
         self._failures = 0
         self.most: int | None = None
@@ -89,9 +91,10 @@ class Troubles(Generic[R]):
             return rows[0]
         if self.most is None:
             logger.warning(
-                "out of memory at a step of %d tokens: going on with fewer at once. "
+                "out of memory at a step of %d tokens%s: going on with fewer at once. "
                 "Set -B slots=%d or -B step_tokens=%d to start there.",
                 tokens,
+                self._whose,
                 max(1, len(rows) // 2),
                 max(1, tokens // 2),
             )
