@@ -52,8 +52,8 @@ def test_the_device_is_named_where_there_may_be_several(caplog):
 
 def test_the_model_is_named_too(caplog):
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        StepSize(64, "cuda:1", "blobnet with best.safetensors").halve(64, FULL)
-    assert "out of memory at 64 rows of blobnet with best.safetensors on cuda:1: going on" in caplog.text
+        StepSize(64, "cuda:1", "blobnet (best.safetensors)").halve(64, FULL)
+    assert "out of memory at 64 rows of blobnet (best.safetensors) on cuda:1: going on" in caplog.text
 
 
 class Shared(nn.Module):

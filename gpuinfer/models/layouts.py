@@ -42,7 +42,7 @@ def packed_width(features: int) -> int:
 
 def called(spec: ModelSpec) -> str:
     """What people know a network by that may have others beside it: its name, and where its weights are from."""
-    return spec.name if spec.weights is None else f"{spec.name} with {Path(spec.weights).name}"
+    return spec.name if spec.weights is None else f"{spec.name} ({Path(spec.weights).name})"
 
 
 def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:
