@@ -2,9 +2,9 @@
 
     python benchmarks/models.py [--pair rows|text|mixed] [--rounds 5] [--seconds 4] [--clients 4] [--ways one,at-once]
 
-`one` serves both models (`gpuinfer serve --model a=…,b=…`), in turns or at once, whichever it finds to be faster; `turns`
-gives all cores to each forward (`-B threads=` their number), `threads=1` one, and `at-once` is `-B gate=false`; `halves`
-are two servers, each held to half the cores (`taskset`).
+`one` serves both models (`gpuinfer serve --model a=…,b=…`), in turns or at once, whichever it finds to be faster;
+`turns` gives all cores to each forward (`-B threads=` their number), `threads=1` one, and `at-once` is `-B gate=false`;
+`halves` are two servers, each held to half the cores (`taskset`).
 Blocks of 256 rows go to `blobnet` as safetensors, prompts of 32 tokens for 64 more to `--text`. All servers are up all
 the time, and asked one way after the other. Shown is, of each way, the rate of each model (rows or tokens a second) in
 the median, the cores that its servers had, and the mean over the models of the ratio to `halves`, round by round; then
