@@ -147,6 +147,7 @@ class Bench:
     def compared(self, case: str, target: str, *words: object) -> None:
         """A `gpuinfer bench` of one repeat: a row for each of its variants."""
         course = ["--seconds", self.size.seconds, "--warmup", self.size.seconds / 4, "--repeats", 1]
+        course += [] if self.cuda else ["--no-roofline"]
         if (found := self.gpuinfer(case, "bench", target, *words, *course)) is None:
             return
         document, status = found
@@ -296,13 +297,19 @@ def generation(it: Bench) -> None:
     rates = [rate for figures in it.figures() if (rate := figures.get("tokens/s"))]
     if len(rates) > 1:
         it.add("over one row at a time", {"times": max(rates) / rates[0], "aim": float(AIM_OVER_ONE_ROW)})
-    ways = {"without CUDA graphs": ["-B", "graphs=false"], "torch.compile": ["-B", "compile=true"]} if it.cuda else {}
-    for case, words in {**ways, "deterministic": ["--deterministic"]}.items():
-        it.text(case, it.size.rows[-1:], it.text_model, *words)
+    if it.cuda:
+        ways = {
+            "without CUDA graphs": "-B graphs=false",
+            "torch.compile": "-B compile=true",
+            "deterministic": "--deterministic",
+        }
+        for case, words in ways.items():
+            it.text(case, it.size.rows[-1:], it.text_model, *words.split())
 
 
 def diffusion(it: Bench) -> None:
-    for decoder, cache in (("low-confidence", "none"), ("threshold", "none"), ("threshold", "dual")):
+    ways = (("threshold", "dual"), ("threshold", "none"), ("low-confidence", "none"))
+    for decoder, cache in ways if it.cuda else ways[:1]:
         how = ("--decoder", decoder, "--cache", cache, "--block-length", it.size.block)
         it.text(f"{decoder}, cache {cache}", [it.size.diffusion_rows], it.diffusion_model, *how)
 
@@ -323,7 +330,7 @@ def stages(it: Bench) -> None:
 
 def models(it: Bench) -> None:
     """Two models in one server: in turns or at once, whichever it finds to be faster, and each as if it were alone."""
-    for pair in ("rows", "text"):
+    for pair in ("rows", "text") if it.cuda else ("rows",):
         words = ["--pair", pair, "--ways", "one,at-once", "--rounds", it.size.rounds, "--seconds", it.size.seconds / 2]
         file = it.results / f"models-{pair}-found.json"
         file.unlink(missing_ok=True)

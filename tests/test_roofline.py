@@ -27,6 +27,8 @@ from gpuinfer.models.bare import (
 from gpuinfer.models.roofline import measure_in_child, outcome, unpacked
 from gpuinfer.runtime.measuring import AFTER_S, LONGER_S, reconciled
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 ONE, TWO = Arrangement(1, 2), Arrangement(2, 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
 RUN = {"devices": ["cpu"], "dtype": "float32", "seed": 0, "cores": 1, "budget_s": 0.1}

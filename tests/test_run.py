@@ -22,6 +22,8 @@ from gpuinfer.report import report
 from gpuinfer.runtime import measuring
 from gpuinfer.runtime.run import execute, run
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 HERE = str(Path(__file__).parent)
 
 

@@ -11,6 +11,8 @@ from gpuinfer.api import Roofline, Setup
 from gpuinfer.errors import Closed, QueueFull, UsageError
 from gpuinfer.runtime.session import Session
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 def session(backend=Doubler, **options):
     return Session(backend(**options), AtOnce())

@@ -22,6 +22,8 @@ from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
 from gpuinfer.verifying.rig import open_rig
 from gpuinfer.verifying.witness import Witness
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 BRIEF = ("--batch-sizes", "1,3", "--new-tokens", "6", "--limit", "6", "--device", "cpu")
 ALONE = (*BRIEF, "--no-transformers")
 PLANTED = 3  # positions of an answer to a one-token prompt, where the planted decoders do something

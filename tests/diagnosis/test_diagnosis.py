@@ -16,6 +16,8 @@ from outcomes import CLOSE, STRONG, Outcome, healthy_verdicts, matrix, predictio
 from plants import PLANTS, healthy, report_of
 from real import REAL
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 SOAK = [pytest.mark.soak, pytest.mark.timeout(14_400)]
 
 
