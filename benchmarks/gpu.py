@@ -329,9 +329,18 @@ def stages(it: Bench) -> None:
 
 
 def models(it: Bench) -> None:
-    """Two models in one server: in turns or at once, whichever it finds to be faster, and each as if it were alone."""
+    """Two models in one server: in turns, at once on streams of their own, and whichever of them it finds faster."""
     for pair in ("rows", "text") if it.cuda else ("rows",):
-        words = ["--pair", pair, "--ways", "one,at-once", "--rounds", it.size.rounds, "--seconds", it.size.seconds / 2]
+        words = [
+            "--pair",
+            pair,
+            "--ways",
+            "turns,at-once,one",
+            "--rounds",
+            it.size.rounds,
+            "--seconds",
+            it.size.seconds / 2,
+        ]
         file = it.results / f"models-{pair}-found.json"
         file.unlink(missing_ok=True)
         given = [sys.executable, ROOT / "benchmarks" / "models.py", *words, "--device", it.device, "--json", file]
@@ -340,10 +349,11 @@ def models(it: Bench) -> None:
             it.add(f"two of {pair}", {}, status, it.last(f"two of {pair}"))
         for way, rates in (json.loads(file.read_text()) if file.exists() else {}).items():
             figures = {f"{UNIT[pair]} of {name}": rate for name, rate in zip("ab", rates, strict=True)}
-            it.add(f"two of {pair}, {'the faster way' if way == 'one' else way}", figures)
+            it.add(f"two of {pair}, {WAYS[way]}", figures)
 
 
 UNIT = {"rows": "rows/s", "text": "tokens/s"}
+WAYS = {"turns": "in turns", "at-once": "at once", "one": "as it chooses"}
 
 
 def memory(it: Bench) -> None:
