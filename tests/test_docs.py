@@ -34,6 +34,8 @@ BRIEFER = {  # what makes a command shorter that runs games
     "train": ["--steps", "10"],
     "loop": ["--iterations", "1", "--games", "16", "--simulations", "8", "--evaluation-games", "8"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
+    "plugins install": ["--yes", "--into", "folder", "--no-index"],  # never into the environment of the tests
+    "plugins uninstall": ["--yes"],
 }
 ONE_WORKER = (
     "selfplay",

@@ -17,6 +17,7 @@ import typer
 from gpuinfer.cli import flags
 from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.loading import inspect_all
+from gpuinfer.cli.plugins_install import install, uninstall, upgrade
 from gpuinfer.cli.plugins_new import kinds_that_begin, new
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.config import contract, registry
@@ -155,6 +156,9 @@ def check(
 
 
 app.command("new")(new)
+app.command("install")(install)
+app.command("upgrade")(upgrade)
+app.command("uninstall")(uninstall)
 
 
 def _text(value: str | list[str]) -> str:

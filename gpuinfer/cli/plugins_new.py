@@ -37,7 +37,7 @@ def new(
     for file, _ in sorted(writing.files(package)):
         typer.echo(f"  {file}")
     typer.echo("Install it, see that it works, then make it yours:")
-    for line in [f"pip install {_as_path(folder)}", *package.commands]:
+    for line in [f"gpuinfer plugins install {_as_path(folder)}", *package.commands]:
         typer.echo(f"  {line}")
 
 
