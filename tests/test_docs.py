@@ -192,7 +192,8 @@ def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
 def run(line: str, folder: Path) -> None:
     if line.startswith("gpuinfer "):
         # a conversation ends with its messages: there are none
-        done = forking.run(shortened(line), folder, ENVIRONMENT, LIMIT_S, workers=True)
+        own = {**ENVIRONMENT, "GPUINFER_PLUGINS": str(folder / ".plugins")}
+        done = forking.run(shortened(line), folder, own, LIMIT_S, workers=True)
     else:
         done = subprocess.run(
             ["bash", "-c", line.replace("curl ", "curl -f ", 1)],

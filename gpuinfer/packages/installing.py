@@ -97,6 +97,8 @@ class Preparation:
             if not contract.fits(offer.contract):
                 offer, staged = self._for_this_contract(name, offer, staged)
             return offer, staged, f"{offer.name}=={offer.version}"
+        if near := next((name for name in reversed(names) if Path(name).is_dir()), None):
+            raise NotFound(f"no package {near} is to be had by its name. For the folder here: ./{near}") from absent
         raise NotFound(
             f"no wheel of {' or '.join(names)} is to be had for this Python. Look at the name; of what there is as "
             "source alone, fetch it, look at it, and give the folder or the archive."
@@ -110,8 +112,9 @@ class Preparation:
         except (UsageError, NotFound):
             return newest, staged
         pin = next((one for one in pins if registry.plain(one.partition("==")[0]) == newest.plain), None)
-        if pin is None:
-            return newest, staged
+        if pin is None:  # what is here already is as new as can be
+            there = self._place.here().get(newest.plain)
+            return (offers.of(there), staged) if there is not None else (newest, staged)
         older = self._aside()
         self._program.stage([pin], older, self._lookup)
         self._tell(f"{contract.complaint(newest.package, newest.contract or '')}: taking {pin}, which is for this one.")

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import commands
 from gpuinfer.host.terminal import show_status
@@ -105,7 +106,7 @@ class Program:
 
     def plan(self, requirements: Sequence[str], constraints: Mapping[str, str], lookup: Lookup) -> list[str]:
         """What would be installed for these requirements beside what is here, as `name==version`. `constraints` are
-        versions that may not change. Raises `UsageError` when that cannot be.
+        versions that may not change, by plain name. Raises `UsageError` when that cannot be.
         """
         with tempfile.TemporaryDirectory(prefix="gpuinfer-plan-") as folder:
             held, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
@@ -115,9 +116,11 @@ class Program:
                 words += ["--report", str(report)]
             ended = self._run("install", [*words, *requirements], lookup, "looking for what it needs")
             if self.name == "pip":
-                found = json.loads(report.read_text())["install"]
-                return [f"{one['metadata']['name']}=={one['metadata']['version']}" for one in found]
-        return re.findall(r"^ \+ (\S+==\S+)", ended.err.decode("utf-8", "replace"), re.MULTILINE)
+                told = json.loads(report.read_text())["install"]
+                return [f"{one['metadata']['name']}=={one['metadata']['version']}" for one in told]
+        found = re.findall(r"^ \+ (\S+)==(\S+)", ended.err.decode("utf-8", "replace"), re.MULTILINE)
+        # uv does not look at the path: what is on it is there, in the version that it was held to
+        return [f"{name}=={version}" for name, version in found if registry.plain(name) not in constraints]
 
     def install(self, requirements: Sequence[str], lookup: Lookup) -> None:
         """Into the environment, without what they need, in the place of other versions of them."""

@@ -2,62 +2,78 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
+from pathlib import Path
 
+import forking
 import pytest
-from scratch import ROOT, Scratch
 
 from gpuinfer.config import registry
 from gpuinfer.packages import writing
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).parents[2]
 KINDS = list(registry.KINDS.values())
 FEWER = {"--games": "4", "--rows": "500", "--groups": "1"}  # counts that only cost time
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    """All six packages in one environment, installed by the command."""
-    folder = tmp_path_factory.mktemp("new")
-    scratch = Scratch(folder / "environment")
+def place(tmp_path_factory):
+    """All six packages, installed by the command into a folder of plugins."""
+    place = tmp_path_factory.mktemp("new")
     for kind in KINDS:
-        writing.write(new(kind), folder)
-    paths = [str(folder / new(kind).package) for kind in KINDS]
-    done = scratch.gpuinfer("plugins", "install", *paths, "--yes", "--no-index", within=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+        writing.write(new(kind), place)
+    paths = [new(kind).package + os.sep for kind in KINDS]
+    done = gpuinfer("plugins", "install", *paths, "--yes", "--no-index", "--into", "folder", place=place)
     for kind in KINDS:
-        assert f"adds      {kind} try-{kind}" in done.stdout
-    return scratch
+        assert f"adds      {kind} try-{kind}" in done
+    return place
 
 
 def new(kind: str) -> writing.NewPackage:
     return writing.NewPackage(kind, f"try-{kind}")
 
 
-def source(scratch: Scratch, kind: str):
-    return scratch.folder.parent / new(kind).package
+def environment(place: Path) -> dict[str, str]:
+    """Of commands that see what is installed; and of plain pytest, which does not look into the folder by itself."""
+    path = os.pathsep.join([str(ROOT), str(place / "folder")])
+    return forking.own_environment(PYTHONPATH=path, GPUINFER_PLUGINS=str(place / "folder"))
 
 
-def test_their_own_tests_pass(scratch):
+def gpuinfer(*words: str, place: Path, within: Path | None = None) -> str:
+    """What a command says that ends well."""
+    done = forking.run(["gpuinfer", *words], within or place, environment(place), 300.0, workers=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_their_own_tests_pass(place):
     """Among them the conformance kit; that of the game compiles for half a minute: see below."""
-    folders = [str(source(scratch, kind)) for kind in KINDS]
-    words = ["pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(scratch.folder.parent)]
     game = f"{new('game').package}/tests/test_{new('game').module}.py::test_the_installed_package_keeps_the_contract"
-    done = scratch.run(*words, "--deselect", game, *folders, within=scratch.folder.parent)
+    words = ["pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(place), "--deselect", game]
+    done = subprocess.run(
+        [sys.executable, "-m", *words, *(new(kind).package for kind in KINDS)],
+        env=environment(place),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 deselected" in done.stdout
 
 
 @pytest.mark.soak
-def test_the_game_keeps_the_contract(scratch):
-    done = scratch.gpuinfer("plugins", "check", new("game").package)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_game_keeps_the_contract(place):
+    assert "8 of 8 checks hold" in gpuinfer("plugins", "check", new("game").package, place=place)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_its_readme_shows_runs(kind, scratch, tmp_path):
+def test_what_its_readme_shows_runs(kind, place, tmp_path):
     for line in new(kind).commands:
         words = shlex.split(line)[1:]
         if words[:2] == ["plugins", "check"]:
@@ -65,21 +81,26 @@ def test_what_its_readme_shows_runs(kind, scratch, tmp_path):
         words = [FEWER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         if words[0] != "plugins" and "--help" not in words:
             words.append("--no-roofline")
-        done = scratch.gpuinfer(*words, within=tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        gpuinfer(*words, place=place, within=tmp_path)
 
 
-def test_they_are_formatted_and_without_lint(scratch):
-    folders = [str(source(scratch, kind)) for kind in KINDS]
+def test_they_are_formatted_and_without_lint(place):
     for words in (["format", "--check"], ["check"]):
-        done = scratch.run("ruff", *words, "--no-cache", *folders)
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *(new(kind).package for kind in KINDS)]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_their_types_hold(kind, scratch, tmp_path, monkeypatch):
-    monkeypatch.setenv("MYPYPATH", str(ROOT))
+def test_their_types_hold(kind, place, tmp_path):
     words = ["--follow-imports", "silent", "--python-executable", sys.executable, "--cache-dir", str(tmp_path)]
-    done = scratch.run("mypy", *words, within=source(scratch, kind))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words],
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        cwd=place / new(kind).package,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
