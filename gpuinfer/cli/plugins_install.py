@@ -26,7 +26,9 @@ RIGHTS = "A plugin is code that runs with your rights: it can read and change al
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: for scripts.")]
 Into = Annotated[
     Literal["environment", "folder"] | None,
-    typer.Option(help="Where to: the environment, or your own folder. Else the environment where that can be."),
+    typer.Option(
+        metavar="environment|folder", help="Where to. Else into the environment where that can be, or your own folder."
+    ),
 ]
 Links = Annotated[list[Path] | None, typer.Option("--find-links", metavar="DIR", help="Look here too; repeatable.")]
 Index = Annotated[bool, typer.Option("--index/--no-index", help="Whether a package index is asked.")]
@@ -62,7 +64,10 @@ def install(
 
 
 def upgrade(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", autocompletion=installed_names)] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="as `plugins list` names packages", autocompletion=installed_names),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every package with plugins, but those of a folder.")] = False,
     yes: Yes = False,
     find_links: Links = None,
