@@ -11,8 +11,10 @@ from rich.markdown import Heading, Markdown
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 ACCENT, FAINT = "bold cyan", "dim"
+STYLES = {"markdown.code": "cyan", "markdown.table.header": "dim", "markdown.table.border": "dim"}
 INDENT = "  "
 WIDEST = 100  # columns: a longer line is hard to read
 PICTURE = re.compile(r"!\[([^\]]*)\]\([^)]*\)")
@@ -69,7 +71,8 @@ def listed(title: str, rows: Sequence[Sequence[str]]) -> RenderableType:
 def drawn(parts: Sequence[RenderableType], *, columns: int, colour: bool) -> str:
     """All of it as text of so many columns; with colour as a terminal's sequences."""
     width = min(columns, WIDEST)
-    console = Console(file=io.StringIO(), width=width, force_terminal=colour, legacy_windows=False)
+    console = Console(file=io.StringIO(), width=width, force_terminal=colour, legacy_windows=False, theme=Theme(STYLES))
     console.print(*parts, sep="\n")
     assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip("\n") + "\n"
+    text = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip("\n")
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
