@@ -50,7 +50,7 @@ system: $(READY)
 docs: reference share $(VENV)/.docs
 	$(call debian,chromium man-db)
 	$(BIN)/python -m tools.site
-	$(BIN)/python -m pytest -m docs tests
+	$(BIN)/python -m pytest -m docs tests/manual tests/system/test_site.py
 
 reference: $(READY)
 	$(BIN)/python -m tools.reference

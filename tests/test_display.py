@@ -411,6 +411,7 @@ def test_where_there_is_no_terminal_a_live_view_becomes_lines(capsys):
 
 def test_a_frame_can_be_a_picture():
     picture = svg(frame(update(), {}, "selfplay", 80, 24), "gpuinfer selfplay")
+    assert "url(" not in picture.replace("url(#", ""), "a font of another host, which a reader's browser would ask for"
     assert picture.startswith("<svg")
     assert "games" in picture
 
