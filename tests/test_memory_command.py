@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.commands import Ended
 from gpuinfer.memory import document, probing
+from gpuinfer.memory.measuring import examine
 from gpuinfer.units import size
 
 FREE = "2GiB"
 
 
-def told(capsys, *words):
-    assert run(["memory", *words, "--json", "-", "--device", "cpu", "-B", "threads=1"]) == 0
-    return json.loads(capsys.readouterr().out)
+def told(capsys, *words, device="cpu"):
+    assert run(["memory", *words, "--json", "-", "--device", device, "-B", "threads=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, probing.schema())
+    (device,) = found["devices"]
+    return device
 
 
 def parts_add_up(said):
@@ -25,10 +30,10 @@ def parts_add_up(said):
     return sum(parts) == said["estimated_bytes"]
 
 
+@pytest.mark.thorough
 def test_a_network_of_rows_without_a_probe(capsys):
     found = told(capsys, "--model", "blobnet-small", "--no-probe", "--free", FREE)
-    assert found["schema"] == "gpuinfer.memory/1"
-    assert (found["kind"], found["tried"], found["free_bytes"]) == ("rows", [], size(FREE))
+    assert (found["copies"], found["tried"], found["free_bytes"]) == (1, [], size(FREE))
     assert parts_add_up(found["batch"])
     assert parts_add_up(found["estimated"])
     assert found["estimated"]["estimated_bytes"] <= found["room_bytes"]
@@ -36,11 +41,14 @@ def test_a_network_of_rows_without_a_probe(capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", ["blobnet", "tiny", "tiny-llada"])
-def test_the_estimate_is_near_what_is_measured(model, capsys):
-    found = told(capsys, "--model", model, "--free", FREE)
+@pytest.mark.parametrize(
+    ("model", "device"), [("blobnet", "cpu"), ("tiny", "cpu"), ("tiny-llada", "cpu"), ("blobnet-small", "cpu,cpu")]
+)
+def test_the_estimate_is_near_what_is_measured(model, device, capsys):
+    found = told(capsys, "--model", model, "--free", FREE, device=device)
     assert found["not_tried"] is None
-    assert 0.8 < found["tried"][-1]["ratio"] < 1.25  # docs/memory.md has the figures of a quiet machine
+    assert found["copies"] == len(device.split(","))
+    assert 0.8 < found["tried"][-1]["ratio"] < 1.25  # docs/memory.md has the figures
     assert 0 < found["largest"]["batch"] <= found["largest"]["by_estimate"]
 
 
@@ -51,18 +59,31 @@ def test_a_batch_that_does_not_fit_is_told_with_the_largest_that_does():
 
 
 @pytest.mark.thorough
+def test_a_model_that_does_not_fit_at_all_is_told_with_the_cure():
+    with pytest.raises(UsageError, match=r"does not fit.*not enough for one.*a shorter --context"):
+        run(["memory", "--model", "tiny", "--free", "64MB", "--no-probe", "--quiet", "--device", "cpu"])
+
+
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("changes", "complaint"),
     [
-        (["--model", "tiny", "--context", "1000000"], "the model was made for"),
-        (["--model", "no/such/folder"], "there is no model folder"),
-        (["--model", "tiny", "--free", "64MB"], "does not fit.*not enough for one.*a shorter --context"),
-        (["--model", "null"], "computes nothing"),
+        ({"context": 1_000_000}, "the model was made for"),
+        ({"spec": {"name": "no/such/folder", "kind": "text"}}, "there is no model folder"),
+        ({"spec": {"name": "null", "kind": "text"}}, "computes nothing"),
+        ({"devices": ["cuda:77"]}, "no device 'cuda:77'"),
     ],
 )
-def test_errors_of_the_child_are_the_commands_own(words, complaint):
+def test_what_cannot_be_had_is_refused_before_anything_is_tried(changes, complaint):
+    asked = {"spec": {"name": "tiny", "kind": "text"}, "devices": ["cpu"], "dtype": "float32", "seed": 0}
+    asked |= {"options": {}, "batch_size": None, "context": None, "free": None, "probe": False}
     with pytest.raises(UsageError, match=complaint):
-        run(["memory", *words, "--no-probe", "--quiet", "--device", "cpu"])
+        next(examine({**asked, **changes}))
+
+
+@pytest.mark.parametrize("words", [["-B", "parallel=layers"], ["-B", "parallel=pipeline", "-B", "stages=2"]])
+def test_a_model_in_stages_is_refused_with_what_tells_of_them(words):
+    with pytest.raises(UsageError, match=r"looks at a whole one.*the report of a run"):
+        run(["memory", "--model", "blobnet", *words])
 
 
 @pytest.mark.parametrize("given", [["--free", "much"], ["--batch-size", "0"], ["--dtype", "int4"]])
@@ -71,21 +92,35 @@ def test_what_is_no_value_is_refused_before_anything_is_started(given):
         run(["memory", "--model", "blobnet", *given])
 
 
-SAID = {
-    "model": "toy",
-    "kind": "text",
-    "asked": False,
+PARTS = {"batch": 4, **{f"{part}_bytes": 1 << 20 for part in document.PARTS}, "estimated_bytes": 5 << 20}
+DEVICE = {
     "device": "cuda:0",
-    "dtype": "float32",
-    "facts": {"context": 64},
+    "copies": 1,
     "free_bytes": 10 << 30,
     "room_bytes": 9 << 30,
-    "batch": {"batch": 4, **{f"{part}_bytes": 1 << 20 for part in document.PARTS}, "estimated_bytes": 5 << 20},
+    "batch": PARTS,
     "largest": {"batch": 400, "by_estimate": 400, "by_measurement": None, "bound": "memory"},
-    "estimated": {"batch": 400, **{f"{part}_bytes": 1 << 20 for part in document.PARTS}, "estimated_bytes": 5 << 20},
+    "estimated": {**PARTS, "batch": 400},
     "tried": [],
+    "not_tried": None,
     "others": [{"pid": 7, "name": "trainer", "mb": 2048.0}, {"pid": 8, "name": "", "mb": None}],
 }
+TRIED = {
+    **DEVICE,
+    "tried": [{**PARTS, "batch": 100, "measured_bytes": 100 << 20, "ratio": 0.05, "seconds": 1.0}],
+    "largest": {"batch": 360, "by_estimate": 400, "by_measurement": 360, "bound": "memory"},
+}
+
+
+def said(*devices, asked=None):
+    return {
+        "model": "toy",
+        "kind": "text",
+        "dtype": "float32",
+        "asked": asked,
+        "facts": {"context": 64},
+        "devices": list(devices),
+    }
 
 
 def after(monkeypatch, code, *lines, err=b"last words\n"):
@@ -95,7 +130,9 @@ def after(monkeypatch, code, *lines, err=b"last words\n"):
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.memory.asked import Options
 
-    return probing.examined(ModelSpec("toy", kind="text"), Setup(), Options(model="toy"), {})
+    found = probing.examined(ModelSpec("toy", kind="text"), Setup(), Options(model="toy"), {})
+    jsonschema.validate(found, probing.schema())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -104,9 +141,12 @@ def after(monkeypatch, code, *lines, err=b"last words\n"):
     ids=["killed", "failed", "slow"],
 )
 def test_a_child_that_dies_while_it_measures_has_told_the_estimate(code, why, monkeypatch):
-    found = after(monkeypatch, code, SAID)
-    assert why in found["not_tried"]
-    assert ("not tried", found["not_tried"]) in list(document.notes(found))
+    other = {**DEVICE, "device": "cuda:1"}
+    found = after(monkeypatch, code, said(DEVICE, other), said(TRIED, other))
+    one, other = found["devices"]
+    assert one["not_tried"] is None
+    assert why in other["not_tried"]
+    assert ("not tried", other["not_tried"]) in list(document.notes(found, other))
 
 
 def test_a_child_that_dies_at_once_is_an_error_with_a_cure(monkeypatch):
@@ -114,16 +154,26 @@ def test_a_child_that_dies_at_once_is_an_error_with_a_cure(monkeypatch):
         after(monkeypatch, 1)
 
 
+def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
+    small = {
+        **DEVICE,
+        "device": "cuda:1",
+        "batch": {**PARTS, "batch": 401},
+        "largest": {**DEVICE["largest"], "batch": 9},
+    }
+    with pytest.raises(UsageError, match=r"free on cuda:1 may be taken. The largest that fits is --batch-size 9"):
+        after(monkeypatch, 0, said(DEVICE, small, asked=401), said(DEVICE, small, asked=401))
+
+
 def test_people_see_each_batch_and_who_else_is_on_the_device(monkeypatch):
-    tried = {**SAID["batch"], "batch": 100, "measured_bytes": 100 << 20, "ratio": 0.05, "seconds": 1.0}
-    largest = {"batch": 360, "by_estimate": 400, "by_measurement": 360, "bound": "memory"}
-    found = after(monkeypatch, 0, SAID, {**SAID, "tried": [tried], "not_tried": None, "largest": largest})
-    assert document.columns(found) == ["slots", "4", "100", "400"]
-    shown = document.rows(found)
+    found = after(monkeypatch, 0, said(DEVICE), said(TRIED))
+    (device,) = found["devices"]
+    assert document.columns(found, device) == ["slots", "4", "100", "400"]
+    shown = document.rows(device)
     assert shown[0] == ("process", "1.0 MiB", "1.0 MiB", "1.0 MiB")
     assert shown[-2:] == [("measured", "–", "100 MiB", "–"), ("ratio", "–", "0.05", "–")]
-    notes = [text for _, text in document.notes(found)]
+    notes = [text for _, text in document.notes(found, device)]
     assert "trainer (pid 7) holds 2.0 GiB of this device" in notes
     assert "a process (pid 8) holds memory that the driver does not tell of this device" in notes
     assert "400 by the estimate, 360 by what was measured" in notes
-    assert document.heading(found) == "memory · toy · float32 on cuda:0, a context of 64"
+    assert document.heading(found, device) == "memory · toy · float32 on cuda:0, a context of 64"

@@ -26,7 +26,11 @@ from tools.tree import OURS, Command, Parameter
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "reference"
-SCHEMAS = {"report.schema.json": "The report of a run", "bench/schema.json": "What `bench` writes"}
+SCHEMAS = {
+    "report.schema.json": "The report of a run",
+    "bench/schema.json": "What `bench` writes",
+    "memory.schema.json": "What `memory` writes",
+}
 EVERYWHERE = "Everywhere"
 DUNDERS = ("__aiter__", "__anext__", "__call__")  # of the contract, worth telling
 

@@ -29,19 +29,10 @@ A network of rows needs to know how large a row is: --game, or --features with
 def _app() -> typer.Typer:
     from gpuinfer.memory.asked import Options
 
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
-    parameters = {**flags.of(Options, NAME), **common}
-
-    def call(**values: Any) -> None:
-        execute(values)
-
-    return flags.app(NAME, parameters, TEXT, call)
+    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
 
 
-app = _app()
-
-
-def execute(values: Mapping[str, Any]) -> None:
+def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
     from gpuinfer.cli.building import merge, setup_of
     from gpuinfer.cli.workload import log_to_people
@@ -58,17 +49,23 @@ def execute(values: Mapping[str, Any]) -> None:
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     log_to_people(common.verbose)
     setup = setup_of(common)
+    asked.refuse_stages(own)
     spec = asked.model_of(options, setup)
     if not common.quiet:
         how = "measuring small batches of" if options.probe else "looking at"
         print(f"memory · {how} '{spec.name}' in a process of its own", file=sys.stderr, flush=True)
     with interruptible():
         found = probing.examined(spec, setup, options, own)
-    comparison(
-        document.heading(found),
-        document.columns(found),
-        document.rows(found),
-        list(document.notes(found)),
-        on_stderr=destination.stdout,
-    )
+    for device in found["devices"]:
+        comparison(
+            document.heading(found, device),
+            document.columns(found, device),
+            document.rows(device),
+            list(document.notes(found, device)),
+            on_stderr=destination.stdout,
+        )
     destination.write(found)
+    return 0
+
+
+app = _app()

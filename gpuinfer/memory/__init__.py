@@ -2,7 +2,8 @@
 
 ```
 asked.py      the options, and which model of what sizes they mean
-measuring.py  the child: what is estimated, which batches are tried, what they took; never more than a bound
+measuring.py  the child, which tells what is known as it becomes known
+examining.py  one memory: what is estimated, which batches are tried, what they took; never more than a bound
 rows.py       a network of rows at a number of rows        text.py    a model of text at a number of slots
 parts.py      what both are asked         fitting.py   the largest batch under a bound
 probing.py    the parent: starts the child, and says what became of it

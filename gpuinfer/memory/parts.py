@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -22,23 +24,38 @@ class Parts:
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
+    def times(self, copies: int) -> Parts:
+        """Of so many copies of the model in one process."""
+        return Parts(
+            self.process, *(copies * part for part in (self.weights, self.cache, self.activations, self.working))
+        )
+
 
 class Subject(Protocol):
-    """A model that can be tried at several batch sizes. A batch counts what goes through the model at once: rows, or
-    slots.
+    """A model that can be tried at several batch sizes: one copy of it, or several at once in the same memory. A batch
+    counts what goes through one copy at once: rows, or slots.
     """
 
     process: int  # bytes that are held without the model, and what small batches took beyond their estimate
     first: int  # a batch that takes next to nothing
     most: int  # no batch is larger
     usual: int  # where nobody says
+    timed: bool  # whether a batch is to be no larger than what takes little time
+
+    def warm_up(self) -> None:
+        """Let libraries and compiled kernels take what they take for any model."""
+        ...
+
+    def describe(self) -> None:
+        """Learn what is to be learnt before anything is tried."""
+        ...
 
     def parts(self, batch: int) -> Parts:
-        """What a batch of so many should take. Loads nothing."""
+        """What a batch of so many should take of one copy. Loads nothing."""
         ...
 
     def run(self, batch: int) -> float:
-        """Open the model for such a batch, let it do what takes most memory, and let go of it.
+        """Open each copy for such a batch, let all at once do what takes most memory, and let go of them.
 
         The seconds that the batch took (`Stopwatch`), without the opening. Raises whatever the model raises, and
         `MemoryError` or torch's own errors.
@@ -58,3 +75,19 @@ class Stopwatch:
 
     def seconds(self) -> float:
         return min(time.perf_counter() - self._clock, time.process_time() - self._ran)
+
+
+def at_once(calls: Sequence[Callable[[], float]]) -> float:
+    """Call all of them, several each in a thread of its own, begun together; what the largest of them answers. Raises
+    what one of them raises.
+    """
+    if len(calls) == 1:
+        return calls[0]()
+    ready = threading.Barrier(len(calls), timeout=60.0)
+
+    def begun(call: Callable[[], float]) -> float:
+        ready.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return max(threads.map(begun, calls))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import resources
 from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
@@ -21,14 +22,14 @@ SCHEMA = "gpuinfer.memory/1"
 
 
 def examined(spec: ModelSpec, setup: Setup, options: Options, backend_options: Mapping[str, Any]) -> dict[str, Any]:
-    """`gpuinfer.memory/1`: what the model takes at a batch, and the largest that fits.
+    """`gpuinfer.memory/1`: what the model takes at a batch, and the largest that fits, on each device.
 
     Raises `UsageError` for a model that cannot be had and for a batch size that does not fit, which is told with the
     largest that does; `WorkError` when the child ends without a word.
     """
     asked = {
         "spec": asdict(spec),
-        "devices": [setup.device],
+        "devices": setup.devices,
         "dtype": setup.dtype,
         "seed": setup.seed,
         "options": dict(backend_options),
@@ -38,21 +39,31 @@ def examined(spec: ModelSpec, setup: Setup, options: Options, backend_options: M
         "probe": options.probe,
     }
     told = json.dumps(asked, default=str).encode()
-    child = commands.run([sys.executable, "-m", CHILD], LIMIT_S, told, commands.with_our_path())
+    environment = commands.with_our_path(OMP_WAIT_POLICY="passive")  # what counts is memory, not time
+    child = commands.run([sys.executable, "-m", CHILD], LIMIT_S, told, environment)
     lines = child.out.split(b"\n")[:-1]  # what follows the last is not whole
     document: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     if "error" in document:
         raise error_from_wire(document["error"])
     if not document:
         raise WorkError(f"the process that looked at the model ended at once: {_ending(child)}. {CURE}")
-    if options.probe and "not_tried" not in document:
-        document["not_tried"] = f"the process that tried it ended: {_ending(child)}"
-    document = {"schema": SCHEMA, **document, "not_tried": document.get("not_tried")}
+    if options.probe:
+        for place, device in enumerate(document["devices"]):
+            if place >= len(lines) - 1:  # a line for the estimates, and one for each device that was tried
+                device["not_tried"] = f"the process that tried it ended: {_ending(child)}"
+    document = {"schema": SCHEMA, **document}
     _refuse_unfit(document)
     return document
 
 
 CURE = "Try --no-probe, which estimates alone; `gpuinfer doctor` tells what works here."
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of the document."""
+    text = resources.files("gpuinfer").joinpath("memory.schema.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def _ending(child: commands.Ended) -> str:
@@ -64,26 +75,31 @@ def _ending(child: commands.Ended) -> str:
 
 
 def _refuse_unfit(document: Mapping[str, Any]) -> None:
-    largest, batch = document["largest"], document["batch"]
+    """By the device on which least fits."""
+    least = min(document["devices"], key=lambda one: one["largest"]["batch"])
+    largest, batch = least["largest"], least["batch"]
     noun = rows_of(document)
+    needed, room, free = (memory(size) for size in (batch["estimated_bytes"], least["room_bytes"], least["free_bytes"]))
+    where = f" on {least['device']}" if len(document["devices"]) > 1 else ""
+    each = f" in each of {least['copies']} copies" if least["copies"] > 1 else ""
+    may = f"{room} of the {free} that are free{where} may be taken"
     if largest["batch"] < 1:
         raise UsageError(
-            f"model '{document['model']}' does not fit: {memory(batch['estimated_bytes'])} for {batch['batch']:,} "
-            f"{noun}, and {memory(document['room_bytes'])} of the {memory(document['free_bytes'])} that are free may "
-            f"be taken, which is not enough for one. Use {_smaller(document)}, or a device with more memory."
+            f"model '{document['model']}' does not fit: {needed} for {batch['batch']:,} {noun}{each}, and {may}, which "
+            f"is not enough for one. Use {_smaller(document)}, or a device with more memory."
         )
-    if document["asked"] and batch["batch"] > largest["batch"]:
+    if document["asked"] is not None and batch["batch"] > largest["batch"]:
         raise UsageError(
-            f"--batch-size {batch['batch']}: {batch['batch']:,} {noun} need {memory(batch['estimated_bytes'])}, and "
-            f"{memory(document['room_bytes'])} of the {memory(document['free_bytes'])} that are free may be taken. "
+            f"--batch-size {batch['batch']}: {batch['batch']:,} {noun}{each} need {needed}, and {may}. "
             f"The largest that fits is --batch-size {largest['batch']}."
         )
 
 
 def _smaller(document: Mapping[str, Any]) -> str:
+    fewer = ["fewer devices"] if document["devices"][0]["copies"] > 1 else []
     narrow = ["--dtype bfloat16"] if document["dtype"] == "float32" else []
     shorter = ["a shorter --context"] if document["kind"] == "text" else []
-    return " or ".join([*shorter, *narrow, "a smaller model"])
+    return " or ".join([*fewer, *shorter, *narrow, "a smaller model"])
 
 
 def rows_of(document: Mapping[str, Any]) -> str:

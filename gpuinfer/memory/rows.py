@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.memory.parts import Parts, Stopwatch
+from gpuinfer.memory.parts import Parts, Stopwatch, at_once
 from gpuinfer.models.footprint import FORWARDS, Allocations, allocations, device_peak_bytes, traced, weight_bytes
 from gpuinfer.models.forward import CHUNK_ROWS
 from gpuinfer.models.heap import Event
@@ -28,8 +28,13 @@ WARM_UP = ModelSpec("blobnet-small", inputs=64, arguments={"actions": 8, "seats"
 class RowsSubject:
     """Implements `parts.Subject`."""
 
-    def __init__(self, spec: ModelSpec, setup: Setup, options: Mapping[str, Any], device: torch.device) -> None:
+    timed = True
+
+    def __init__(
+        self, spec: ModelSpec, setup: Setup, options: Mapping[str, Any], device: torch.device, copies: int
+    ) -> None:
         self._spec, self._setup, self._options, self._device = spec, setup, dict(options), device
+        self._copies = copies
         self.most, self.first = MOST, TRACED[0]
         self.process = self._weights = 0
         self._allocations = Allocations([])
@@ -41,7 +46,6 @@ class RowsSubject:
         self.usual = int(options.get("max_rows") or (CUDA_MAX_ROWS if cuda else CHUNK_ROWS))
 
     def warm_up(self) -> None:
-        """Let libraries take what they take for any model."""
         opened = open_model(WARM_UP, replace(self._setup, model=WARM_UP), self._tuning(TRACED[0]))
 
         def call(rows: int) -> Any:
@@ -50,7 +54,6 @@ class RowsSubject:
         call(TRACED[0]) if self._device.type == "cuda" else allocations(call, *TRACED)
 
     def describe(self) -> None:
-        """Build the model, and learn from small batches what a row asks for."""
         opened = self._opened(TRACED[-1])
         module: Any = opened.forward.module  # type: ignore[attr-defined]  # of both kinds of forward
         self._weights = weight_bytes(module)
@@ -82,11 +85,16 @@ class RowsSubject:
         return self._allocations.resident_bytes(rows, self._building)
 
     def run(self, batch: int) -> float:
-        opened, block = self._opened(batch), self._block(batch)
-        watch = Stopwatch()
+        return at_once([partial(self._seconds, self._opened(batch), self._block(batch)) for _ in range(self._copies)])
+
+    @staticmethod
+    def _seconds(opened: Opened, block: np.ndarray[Any, Any]) -> float:
+        seconds = []
         for _ in range(FORWARDS):
+            watch = Stopwatch()
             opened.forward([block])
-        return watch.seconds() / FORWARDS
+            seconds.append(watch.seconds())
+        return min(seconds)
 
     def facts(self) -> Mapping[str, Any]:
         said = {name: self._spec.arguments[name] for name in ("actions", "seats") if name in self._spec.arguments}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.memory.parts import Parts, Stopwatch
+from gpuinfer.memory.parts import Parts, Stopwatch, at_once
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.estimate import slot_bytes, weight_bytes, working
@@ -30,16 +32,19 @@ NAMES = ("slots", "context", "step_tokens", "threads", "compile", "graphs")
 class TextSubject:
     """Implements `parts.Subject`."""
 
+    timed = False
+
     def __init__(
         self,
         spec: ModelSpec,
         setup: Setup,
         options: Mapping[str, Any],
         device: torch.device,
+        copies: int,
         context: int | None,
     ) -> None:
         """Raises `UsageError` for a model that is not there, and a context that is longer than its own."""
-        self._spec, self._setup, self._device = spec, setup, device
+        self._spec, self._setup, self._device, self._copies = spec, setup, device, copies
         self._checkpoint = open_checkpoint(spec)
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
         given = Tuning(**{name: options[name] for name in NAMES if options.get(name) is not None})
@@ -53,14 +58,14 @@ class TextSubject:
         self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
 
     def warm_up(self) -> None:
-        """Let libraries and compiled kernels take what they take for any model: a small one answers a prompt."""
+        """A small model answers a prompt."""
         name = WARM_UP if self._shape.masking is None else MASKED_WARM_UP
         spec = ModelSpec(name, kind="text")
         context = checked_context(open_checkpoint(spec).shape, None)
         self._serve(spec, replace(self._tuning, slots=2, context=min(context, 64)), [8, 1])
 
     def describe(self) -> None:
-        """Nothing is to be learnt that the checkpoint does not say."""
+        """There is nothing that the checkpoint does not say."""
 
     def parts(self, batch: int) -> Parts:
         spare = 0 if self._lanes else 1  # a slot that is nobody's (`torch_cache.py`)
@@ -88,18 +93,24 @@ class TextSubject:
 
     def _serve(self, spec: ModelSpec, tuning: Tuning, lengths: list[int]) -> float:
         """Answer prompts of so many tokens at once, every page of the cache taken: the seconds it took."""
-        generator: Any = open_generator(spec, replace(self._setup, model=spec), tuning)
-        try:
-            generator.decoder.empty()  # which takes every page of the cache
-            watch = Stopwatch()
-            sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
-            prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]
-            for number, prepared in enumerate(generator.prepare(prompts)):
-                if not isinstance(prepared, Prepared):
-                    raise prepared
-                generator.add(number, prepared)
-            while generator.busy:
-                generator.step()
-            return watch.seconds()
-        finally:
-            generator.close()
+        with contextlib.ExitStack() as opened:
+            calls = []
+            for _ in range(self._copies):
+                generator = open_generator(spec, replace(self._setup, model=spec), tuning)
+                opened.callback(generator.close)
+                calls.append(partial(self._answer, generator, lengths))
+            return at_once(calls)
+
+    @staticmethod
+    def _answer(generator: Any, lengths: Sequence[int]) -> float:
+        generator.decoder.empty()  # which takes every page of the cache
+        watch = Stopwatch()
+        sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
+        prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]
+        for number, prepared in enumerate(generator.prepare(prompts)):
+            if not isinstance(prepared, Prepared):
+                raise prepared
+            generator.add(number, prepared)
+        while generator.busy:
+            generator.step()
+        return watch.seconds()

@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuinfer.models.memory import LARGEST, STEP
+from gpuinfer.models.memory import LARGEST_OF_ROWS, STEP
 
 ALIGNED = 96  # bytes: an aligned piece is looked for as so much larger, so that the hole it leaves is too small for it
 
@@ -69,7 +69,7 @@ class Heap:
             return hole[0]
         start = self._top
         if start + size + ALIGNED > self._end:
-            if size >= LARGEST:
+            if size >= LARGEST_OF_ROWS:
                 return -1
             self._end = start + size + STEP
         self._top += size

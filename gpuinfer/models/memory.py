@@ -82,11 +82,17 @@ def _places(error: BaseException) -> list[str]:
 
 # of glibc's malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEPT, STEP, LARGEST = 1 << 30, 32 << 20, 32 << 20  # bytes; 32 MiB is the largest threshold that glibc takes
+KEPT, STEP = 1 << 30, 1 << 20  # bytes
+LARGEST = 32 << 20  # the largest threshold that glibc takes
+LARGEST_OF_ROWS = 8 << 20
+"""Of a network of rows on the CPU. A run's portions of 1,024 rows have no piece of that size, unless a layer is 2,048
+wide and more, where the product takes a hundred times as long as its pages. Larger portions fill the holes that pieces
+of other sizes leave behind so badly that a process held half as much again as it used."""
 
 
-def keep_freed_memory() -> None:
-    """Let freed memory stay with this process; does nothing where the C library has no such knobs.
+def keep_freed_memory(largest: int = LARGEST) -> None:
+    """Let freed memory stay with this process, but for pieces of `largest` bytes and more; does nothing where the C
+    library has no such knobs.
 
     By default glibc gives large buffers back to the system at once, and the next forward takes a page fault for each
     4 KiB of them again: a tenth of its time on a virtual machine.
@@ -95,5 +101,5 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    for knob, value in ((M_MMAP_THRESHOLD, LARGEST), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP)):
+    for knob, value in ((M_MMAP_THRESHOLD, largest), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP)):
         mallopt(knob, value)

@@ -21,7 +21,7 @@ from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layouts import BITS, AnswerLayout, called, row_dtype
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
-from gpuinfer.models.memory import first_line, keep_freed_memory
+from gpuinfer.models.memory import LARGEST, LARGEST_OF_ROWS, first_line, keep_freed_memory
 from gpuinfer.models.pinned import Registration, register
 from gpuinfer.models.processor import computed_in
 from gpuinfer.models.staging import Block
@@ -76,7 +76,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     compute = resolve_dtype(computed)
     limits = limits_for(device, setup, tuning, roofline)
     divide_cores(setup, tuning)
-    keep_freed_memory()
+    keep_freed_memory(LARGEST_OF_ROWS if device.type == "cpu" else LARGEST)
     module = build(spec, device=device, dtype=dtype, seed=setup.seed, compute=compute)
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:

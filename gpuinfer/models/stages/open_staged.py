@@ -16,7 +16,7 @@ from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layers import check_same
 from gpuinfer.models.layouts import row_dtype
 from gpuinfer.models.load import build, probe, resolve_dtype
-from gpuinfer.models.memory import keep_freed_memory
+from gpuinfer.models.memory import LARGEST, LARGEST_OF_ROWS, keep_freed_memory
 from gpuinfer.models.nvml import seen_together
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.pinned import register
@@ -49,7 +49,7 @@ def open_staged(
     on_cpu = all(device.type == "cpu" for device in devices)
     computed = computed_in(setup.dtype, tuning.compute, on_cpu)
     dtype = resolve_dtype(computed)
-    keep_freed_memory()
+    keep_freed_memory(LARGEST_OF_ROWS if on_cpu else LARGEST)
     torch.set_num_threads(1 if setup.deterministic else cores_of(setup))
     module = build(spec, device=HOST, dtype=resolve_dtype(setup.dtype), seed=setup.seed, compute=dtype)
     if not on_cpu:

@@ -1,0 +1,174 @@
+"""One memory, and the model's copies that share it: what they should take, which batches are tried, what those took.
+
+A CUDA device has one copy. On the CPU as many as there are stand-ins for devices share what the machine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.memory.fitting import largest
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpuinfer.memory.parts import Parts, Subject
+    from gpuinfer.models.meter import Meter
+
+SHARE = 0.9  # of what is free: the rest of the program grows too, and so does the machine
+PROBED = 1 << 30  # bytes that the batches which are tried take at the most, beside process and weights
+PROBED_S = 0.7  # and seconds that one of them should take
+MOST_PROBED = 1 << 20  # rows
+HEAVY = 1 << 30  # bytes of weights: a model that has them is opened once, where others are for each batch
+GRAIN = 32  # batches above it are tried at multiples of it
+
+
+class Examination:
+    """Of a model that is ready to be tried (`Subject`). Batches are those of one copy."""
+
+    def __init__(
+        self, subject: Subject, meter: Meter, device: torch.device, copies: int, free: int, batch: int | None
+    ) -> None:
+        """`free`: bytes to count with; `batch`: the one that was asked for, if any."""
+        self._subject, self._meter, self._device = subject, meter, device
+        self._copies, self._free, self._batch = copies, free, batch
+        self._room = int(free * SHARE)
+        self._on_cpu = device.type != "cuda"
+        meter.bound(self._room)
+        meter.forget()
+        subject.process = meter.held() if self._on_cpu else 0
+        self._before = 0 if self._on_cpu else meter.held()
+        self._held = meter.held()  # at rest
+        self._tried: list[dict[str, Any]] = []
+        self._why: str | None = None  # there is nothing more to be tried
+
+    def estimated(self) -> dict[str, Any]:
+        """What is known before anything is tried, or with what has been until now."""
+        most = fitting = self._largest(1.0)
+        measured = None
+        if self._tried:
+            over = self._tried[-1]["measured_bytes"] / self._tried[-1]["estimated_bytes"]  # the largest says most
+            measured = self._largest(over)
+            fitting = min(most, measured)
+        shown = self._batch or max(1, min(self._subject.usual, most))
+        bound = "limit" if fitting == self._subject.most else "memory"
+        return {
+            "device": str(self._device),
+            "copies": self._copies,
+            "free_bytes": self._free,
+            "room_bytes": self._room,
+            "batch": self._said(shown),
+            "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
+            "estimated": self._said(fitting) if fitting else None,
+            "tried": list(self._tried),
+            "not_tried": self._why,
+            "others": self._others(),
+        }
+
+    def measured(self) -> dict[str, Any]:
+        """The same, once some batches have been tried."""
+        slow = self._calibrate()
+        if self._why is None:
+            self._probe(slow)
+        return self.estimated()
+
+    def _parts(self, rows: int) -> Parts:
+        """Of all copies."""
+        return self._subject.parts(rows).times(self._copies)
+
+    def _largest(self, over: float) -> int:
+        """The largest batch where all take `over` times what they are estimated to."""
+        return largest(lambda rows: self._parts(rows).total * over <= self._room, self._subject.most)
+
+    def _said(self, batch: int) -> dict[str, int]:
+        parts = self._parts(batch)
+        named = {f"{name}_bytes": size for name, size in asdict(parts).items()}
+        return {"batch": batch, **named, "estimated_bytes": parts.total}
+
+    def _others(self) -> list[dict[str, Any]]:
+        from gpuinfer.models.nvml import other_processes
+
+        return [asdict(one) for one in other_processes(self._device)]
+
+    def _calibrate(self) -> float | None:
+        """Take what a small batch takes beyond its estimate for what any batch does: kernels, threads, what libraries
+        keep. The seconds that a row of it took, where that is worth knowing.
+        """
+        subject = self._subject
+        first = self._parts(subject.first)
+        if first.total > self._room:
+            self._why = "not even the smallest batch should fit"
+            return None
+        if first.weights > HEAVY:
+            return None
+        self._meter.forget()
+        seconds = [self._run(subject.first) for _ in range(2)]  # kernels are made for each shape
+        if self._why is not None:
+            return None
+        subject.process += max(0, self._meter.peak() - self._before - first.total)
+        self._meter.forget()
+        self._held = self._meter.held()
+        return min(one for one in seconds if one is not None) / subject.first
+
+    def _run(self, batch: int) -> float | None:
+        """The seconds that it took; None: it cannot be tried, and `_why` says why."""
+        try:
+            return self._subject.run(batch)
+        except Exception as error:  # noqa: BLE001 (whatever a library raises when memory is refused)
+            self._why = _complaint(batch, error)
+            return None
+
+    def _probe(self, slow: float | None) -> None:
+        at_rest = self._parts(1)
+        sizes = self._sizes(min(self._room, at_rest.process + at_rest.weights + PROBED))
+        for size in _bounded(sizes, slow if self._subject.timed else None):
+            self._rest()
+            seconds = self._run(size)
+            if seconds is None:
+                return
+            took, said = self._meter.peak() - self._before, self._said(size)
+            ratio = said["estimated_bytes"] / took if took else None
+            self._tried.append({**said, "measured_bytes": took, "ratio": ratio, "seconds": seconds})
+
+    def _rest(self) -> None:
+        """Begin anew. Kernels are made for each batch size, and stay: they are the process's. So does what threads have
+        freed of several copies, but that serves the next batch.
+        """
+        self._meter.forget()
+        if self._on_cpu and self._copies == 1:
+            held = self._meter.held()
+            self._subject.process += max(0, held - self._held)
+            self._held = held
+
+    def _sizes(self, room: int) -> list[int]:
+        """Two batches, the larger as large as the bound lets it be; one alone of a model that takes long to open."""
+        most = largest(lambda rows: self._parts(rows).total <= room, min(self._subject.most, MOST_PROBED))
+        wanted = self._batch if self._batch is not None and self._parts(self._batch).total <= room else most
+        top = max(1, min(wanted, most))
+        if self._parts(1).weights > HEAVY:
+            return [top]
+        return _series(top)
+
+
+def _complaint(batch: int, error: Exception) -> str:
+    from gpuinfer.models.memory import first_line, is_out_of_memory
+
+    said = "memory ran out" if is_out_of_memory(error) else type(error).__name__
+    return f"at {batch:,} rows {said}: {first_line(error)}"
+
+
+def _series(top: int) -> list[int]:
+    return sorted({_even(top // 4), top})
+
+
+def _even(rows: int) -> int:
+    return max(1, rows if rows < GRAIN else rows // GRAIN * GRAIN)
+
+
+def _bounded(sizes: Sequence[int], slow: float | None) -> Sequence[int]:
+    """The same shape of series, shrunk until the largest takes no longer than it may."""
+    if slow is None or slow * sizes[-1] <= PROBED_S:
+        return sizes
+    return _series(_even(max(1, int(PROBED_S / slow))))
