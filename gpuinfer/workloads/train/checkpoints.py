@@ -27,7 +27,7 @@ class TrainingFolder(RecordFolder):
 
     def keep(self, step: int, loss: str, state: Mapping[str, Tensor]) -> None:
         """On the disk when this returns. Raises `WorkError` when it cannot be written."""
-        content = save({name: one.contiguous().clone() for name, one in state.items()}, _told(step, loss))
+        content = save(_apart(state), _told(step, loss))
         self.put(CHECKPOINT, lambda file: file.write(content))
 
     def last(self) -> tuple[int, str, dict[str, Tensor]] | None:
@@ -46,13 +46,21 @@ class TrainingFolder(RecordFolder):
 
     def finish(self, step: int, loss: str, state: Mapping[str, Tensor]) -> None:
         """Write the weights alone, as `--weights` takes them. Raises `WorkError` when they cannot be written."""
-        weights = {
-            name.removeprefix(WEIGHTS): one.contiguous().clone()
-            for name, one in state.items()
-            if name.startswith(WEIGHTS)
-        }
-        content = save(weights, {"format": "pt", **_told(step, loss)})
+        weights = {name.removeprefix(WEIGHTS): one for name, one in state.items() if name.startswith(WEIGHTS)}
+        content = save(_apart(weights), {"format": "pt", **_told(step, loss)})
         self.put(TRAINED, lambda file: file.write(content))
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in memory of its own, as the format wants it: those that share theirs, or have gaps, as copies."""
+    seen: set[int] = set()
+    found = {}
+    for name, one in state.items():
+        place = one.untyped_storage().data_ptr()
+        whole = one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
+        found[name] = one if whole and place not in seen else one.contiguous().clone()
+        seen.add(place)
+    return found
 
 
 def _told(step: int, loss: str) -> dict[str, Any]:

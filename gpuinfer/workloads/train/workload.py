@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MODELS = ("blobnet", "blobnet-small", "module:factory")
 LATEST = 100  # steps: the loss that is told is their mean
+TELL_S = 0.1  # between two words of how it goes: a step of a small network takes a millisecond
 
 Made = TypeVar("Made")
 
@@ -123,6 +124,7 @@ class _Training:
         self._step = self._begun = self._kept = 0
         self._loss_name = ""
         self._latest: deque[Gradients] = deque(maxlen=LATEST)
+        self._tell_at = 0.0
         self._facts: dict[str, float] = {}
         self._spent = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
 
@@ -170,7 +172,8 @@ class _Training:
                 if self._step % own.checkpoint_every == 0 and self._step < own.steps:
                     await self._validate(me)
                     await self._keep()
-                yield self._progress()
+                if time.monotonic() >= self._tell_at:
+                    yield self._progress()
             if self._step == own.steps and self._step > self._begun:
                 await self._validate(me)
         if self._step > self._kept:
@@ -199,12 +202,7 @@ class _Training:
         self._spent["forward_s"] += found.forward_s
         self._spent["backward_s"] += found.backward_s
         self._spent["optimizer_s"] += time.perf_counter() - began
-        told = {
-            "learning_rate": rate,
-            "gradient_norm": norm,
-            "activation_bytes": found.activation_bytes,
-            **self._mean(list(self._latest), "loss"),
-        }
+        told = {"learning_rate": rate, "gradient_norm": norm, "activation_bytes": found.activation_bytes}
         self._facts.update({"first_loss": found.loss} | self._facts | told)
 
     async def _ask(self, batch: TrainingBatch, me: Hashable) -> Gradients:
@@ -248,7 +246,10 @@ class _Training:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _progress(self) -> Progress:
+        self._tell_at = time.monotonic() + TELL_S
         batches = self._batches
+        if self._latest:
+            self._facts.update(self._mean(list(self._latest), "loss"))
         facts = {
             "training_steps": self._step,
             "batch_size": batches.size,
