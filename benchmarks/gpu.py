@@ -370,11 +370,12 @@ def memory(it: Bench) -> None:
         if found is None:
             continue
         document, status = found
-        for one in document["tried"]:
+        (place,) = document["devices"]
+        for one in place["tried"]:
             sizes = {f"{which} MB": one[f"{which}_bytes"] / 2**20 for which in ("estimated", "measured")}
             it.add(f"{name}, a batch of {one['batch']:,}", {**sizes, "ratio": one["ratio"]}, status)
-        if not document["tried"]:
-            it.skip(name, document["not_tried"] or "nothing was tried")
+        if not place["tried"]:
+            it.skip(name, place["not_tried"] or "nothing was tried")
 
 
 def checkpoint(folder: Path, family: str, sizes: Mapping[str, int]) -> Path:
