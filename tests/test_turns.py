@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.models.gate import STATION, Gate, Place
 from gpuinfer.models.looks import Way
-from gpuinfer.models.turns import PRESENT_S, Turns
+from gpuinfer.models.turns import PRESENT, PRESENT_S, Turns
 
 CORES = 2
 
@@ -127,8 +127,12 @@ def test_at_once_each_has_its_share_of_the_room_and_alone_all_of_it():
     assert [turn.width for turn in both] == [1, 3]
     for turn in both:
         turns.done(turn, 2.0)
-    later = turns.ask(small, 4, 2.0 + 2 * PRESENT_S)
-    assert turns.due(2.0 + 2 * PRESENT_S)[0] == [later]
+    soon = turns.ask(small, 4, 2.0 + 2 * PRESENT_S)  # a moment is what forwards make of it: these take a second
+    assert turns.due(2.0 + 2 * PRESENT_S)[0] == [soon]
+    assert soon.width == 1
+    turns.done(soon, 3.0)
+    later = turns.ask(small, 4, 2.1 + PRESENT)
+    assert turns.due(2.1 + PRESENT)[0] == [later]
     assert later.width == 4
 
 

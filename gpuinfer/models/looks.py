@@ -21,7 +21,7 @@ LEAST_FORWARDS = 8  # of each model in a look
 LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
 FIRST_PAIRS = 3
 REST = 20  # times as long as a pair of looks they go on without any, counted while they have work
-IDLE_S = 0.1  # nothing was computed for so long: whatever comes then is another load
+IDLE_S = 0.1  # nothing was computed for so long, nor for as long as a forward: what comes then is another load
 REMEMBERED = 5  # pairs by which is judged
 KEPT = 0.95  # of what a model would get done in the first way: the second one is not to cost anybody more
 
@@ -116,7 +116,7 @@ class Looks:
         """A forward of `model` has ended, which has done so much; those with `shares` have work."""
         company, before = frozenset(shares), self._seen
         look, self._seen = self._look, now
-        if look is not None and (look.company != company or began_at - before > IDLE_S):
+        if look is not None and (look.company != company or began_at - before > max(IDLE_S, now - began_at)):
             self._interrupt(look, before)
             look = None
         if len(company) < 2:

@@ -26,7 +26,8 @@ GUESSED_S = 0.005  # for one that most often does, at most
 LONG_S = 0.1  # what longer pauses count as, so that they are forgotten soon
 WORTH = 0.5  # a pause that is longer than this part of a forward is not waited for
 ROUNDING = 1e-9
-PRESENT_S = 0.1  # since its last forward: so long a model counts among those that have work
+PRESENT_S = 0.1  # since its last forward: so long a model counts among those that have work, at least
+PRESENT = 3  # times what a forward takes: so long too, as on a busy machine all takes longer
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,8 @@ class Member:
 
     def present(self, now: float) -> bool:
         """Whether it has work, or had some a moment ago."""
-        return bool(self.waiting or self.running) or now - self.ended_at <= PRESENT_S
+        moment_s = max(PRESENT_S, PRESENT * self.usual_s)
+        return bool(self.waiting or self.running) or now - self.ended_at <= moment_s
 
 
 @dataclass(eq=False, slots=True)
