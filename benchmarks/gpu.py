@@ -38,6 +38,7 @@ class Size:
     model: str
     workers: tuple[int, ...]
     seconds: float  # of one run
+    whole_games: int  # of self-play
     rows: tuple[int, ...]  # of text at once
     tokens: int  # of an answer
     diffusion_rows: int
@@ -53,6 +54,7 @@ ON_CUDA = Size(
     model="blobnet",
     workers=(1, 2, 4, 8, 16),
     seconds=4.0,
+    whole_games=30_000,
     rows=(1, 16, 64, 256),
     tokens=128,
     diffusion_rows=16,
@@ -67,6 +69,7 @@ ON_CPU = Size(
     model="blobnet-small",
     workers=(1,),
     seconds=2.0,
+    whole_games=6,
     rows=(1, 4),
     tokens=8,
     diffusion_rows=2,
@@ -243,7 +246,8 @@ def of_run(report: Mapping[str, Any]) -> dict[str, float | None]:
         "tokens a forward": ("unmasking", "tokens_per_forward"),
         "bubbles": ("stages", "bubble_share"),
     }
-    return {name: value for name, path in found.items() if (value := at(report, *path)) is not None}
+    figures = {name: value for name, path in found.items() if (value := at(report, *path)) is not None}
+    return {name: value for name, value in figures.items() if value or name != "games/min"}  # no game has ended yet
 
 
 def at(report: Any, *path: str) -> Any:
@@ -279,12 +283,17 @@ SELFPLAY = ("--game", "blob", "--players", 4, "--cards", 5, "--determinizations"
 
 
 def selfplay(it: Bench) -> None:
-    """Blob 4 × 5, 3 × 30, at 1 to 16 workers: a model in each of them, and one in a server for all."""
+    """Blob 4 × 5, 3 × 30, at 1 to 16 workers: a model in each of them, and one in a server for all. Those are runs of
+    seconds, in which hardly a game ends; so many games to their end are played once.
+    """
     cores = len(os.sched_getaffinity(0))
-    workers = ",".join(str(count) for count in it.size.workers if count <= cores)
+    workers = [count for count in it.size.workers if count <= cores]
     for backend in ("inprocess", "central"):
-        it.compared(backend, "selfplay", *it.of_rows, "--backend", backend, "--workers", workers)
-    reached = [figures.get("games/min") or 0.0 for figures in it.figures()]
+        it.compared(backend, "selfplay", *it.of_rows, "--backend", backend, "--workers", ",".join(map(str, workers)))
+    whole = ["--backend", "central", "--workers", max(workers), "--games", it.size.whole_games, "--no-roofline"]
+    if (found := it.gpuinfer("whole games", "selfplay", *it.of_rows, *whole)) is not None:
+        it.add(f"central: {it.size.whole_games:,} games, {max(workers)} workers", of_run(found[0]), found[1])
+    reached = [rate for figures in it.figures() if (rate := figures.get("games/min"))]
     if reached:
         it.add(
             "the fastest", {"games/min": max(reached), "aim": float(AIM_GAMES), "first step": float(FIRST_STEP_GAMES)}
