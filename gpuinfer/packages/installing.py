@@ -26,6 +26,16 @@ from gpuinfer.packages.programs import Lookup, NotFound, Program
 from gpuinfer.packages.sources import Source
 
 OURS = "gpuinfer"
+LEFT_OUT = {
+    "build",
+    "dist",
+    ".venv",
+    "venv",
+    ".tox",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+}  # of a source folder
 
 Tell = Callable[[str], None]
 
@@ -76,7 +86,8 @@ class Preparation:
         wheel = str(source.path)
         if source.path is not None and source.is_built:
             self._tell(f"Building {source.path.name}, which runs its own build script.")
-            wheel = str(self._program.build(source.path, self._aside(), self._lookup, isolated=self._isolated(source)))
+            copy = self._copied(source.path)
+            wheel = str(self._program.build(copy, self._aside(), self._lookup, isolated=self._isolated(source)))
         staged = self._aside()
         self._program.stage([wheel], staged, replace(self._lookup, index=False))
         return offers.in_folder(staged), staged, wheel
@@ -119,6 +130,23 @@ class Preparation:
         self._program.stage([pin], older, self._lookup)
         self._tell(f"{contract.complaint(newest.package, newest.contract or '')}: taking {pin}, which is for this one.")
         return offers.in_folder(older), older
+
+    def _copied(self, path: Path) -> Path:
+        """Where it is built: a build leaves traces, and takes up those of earlier ones. Raises `UsageError`."""
+        if path.is_file():
+            return path
+        copy = self._aside() / path.name
+
+        def left_out(folder: str, names: list[str]) -> set[str]:
+            return LEFT_OUT.intersection(names) if Path(folder) == path else set()
+
+        try:
+            shutil.copytree(path, copy, symlinks=True, ignore=left_out)
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be copied, to be built aside: {error}. Make all of it readable."
+            ) from error
+        return copy
 
     def _isolated(self, source: Source) -> bool:
         """Whether its build needs what is not here. Of an archive that is not known: it is asked of the index."""

@@ -70,7 +70,8 @@ def choose(into: Into | None = None) -> Place:
 
 
 def in_one_file() -> bool:
-    return bool(os.environ.get(ONE_FILE))
+    """Or in the smaller one, whose environment lies in a cache, as Pex marks it: the next version has another."""
+    return bool(os.environ.get(ONE_FILE)) or Path(sys.prefix, "PEX-INFO").exists()
 
 
 def why_no_environment() -> str | None:

@@ -130,10 +130,11 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         command, env={**os.environ, "GPUINFER_PLUGINS": str(folder), "TMPDIR": str(tmp_path)}, stdin=subprocess.DEVNULL
     )
     until = time.monotonic() + 60
-    while not (source / "begun").exists():
+    while not list(tmp_path.glob("gpuinfer-plugin-*/**/begun")):
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 3
     assert not folder.exists()
+    assert sorted(path.name for path in source.iterdir()) == ["endless.py", "pyproject.toml"]
     assert [path.name for path in Path(tmp_path).glob("gpuinfer-plugin-*")] == []
