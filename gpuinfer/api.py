@@ -371,6 +371,12 @@ class Backend(Plugin, ABC):
         """
         return {}
 
+    def waits_for(self) -> str:
+        """Whom it waits for while it has a batch: "stage 1, layers 4 to 7 on cuda:1". It is told of a batch that takes
+        too long. "" where there is nothing to say. Asked from any thread, and answered at once.
+        """
+        return ""
+
     async def close(self) -> None:
         """Let go of everything. Called once, also after a failed `start`."""
 

@@ -359,6 +359,11 @@ def test_stages_that_wait_for_work_or_are_always_busy_are_no_bubbles():
         told = judge(a_run(**CUT, staged={**STAGED, **changes}))
         assert told["class"] != "pipeline bubbles"
         assert told["station"] != "transfer"  # the forward lanes wait for the stages
+        assert told["why"].endswith(
+            "The model is cut into 2 stages and fits whole: parallel=data on the same cores is the better choice."
+        )
+        told = judge(a_run(**CUT, staged={**STAGED, **changes, "fits_one": False}))
+        assert "fits whole" not in told["why"]
 
 
 def test_threads_of_others_are_not_laid_at_this_runs_door():

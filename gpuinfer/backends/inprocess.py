@@ -285,6 +285,10 @@ class InProcess(Backend):
         serving = self._opened or self._gradients or self._text
         return {**serving.device(), "turns": self._place.told()} if serving is not None else {}
 
+    def waits_for(self) -> str:
+        serving = self._opened or self._text
+        return "" if serving is None else serving.waits_for()
+
     async def close(self) -> None:
         self._place.leave()
         threads, self._threads, self._gradients = self._threads, None, None

@@ -351,9 +351,20 @@ class Engine:
         number = batch.number
         what = f"{_counted(len(batch.requests), 'request')}, {_counted(batch.rows, 'row')}"
         if remote or self._streams:
-            doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked)"
+            doing = (
+                f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked){self._waits()}"
+            )
             return Held(("answers", self._core.moved + self._unsettled.parts), self.backend, doing, limit_s)
-        return Held(("batch", number), self.backend, f"has had batch {number} ({what}) for {{age}}", limit_s)
+        doing = f"has had batch {number} ({what}) for {{age}}{self._waits()}"
+        return Held(("batch", number), self.backend, doing, limit_s)
+
+    def _waits(self) -> str:
+        """Whom the backend waits for, as it goes into `Held.doing`."""
+        try:
+            told = self.backend.waits_for()
+        except Exception:  # noqa: BLE001 (a plugin's, in the watchdog's thread: what it holds is told without it)
+            told = ""
+        return f", and waits for {told.replace('{', '{{').replace('}', '}}')}" if told else ""
 
     def give_up(self, error: WorkError) -> None:
         """Fail all that is unsettled with this error, and wait for nothing in `close`."""

@@ -62,6 +62,7 @@ class Opened:
     device: Callable[[], Mapping[str, Any]]
     pin: Callable[[NDArray[Any]], Registration]  # memory that blocks will lie in, so that the device fetches them there
     close: Callable[[], None] = lambda: None  # ends threads of its own, within seconds, and fails what they are at
+    waits_for: Callable[[], str] = lambda: ""  # as `Backend.waits_for`
 
 
 def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Opened:

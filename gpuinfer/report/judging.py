@@ -72,7 +72,8 @@ def judge(run: Evidence) -> dict[str, Any]:
     causes = GENERATION if run.slots else CAUSES
     fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
     verdict = crowding.beside_others(next(fitting, None) or waits.no_cause_fits(case), run)
-    return _told(_beside(side.in_turns(verdict, run), run), run, dict(case.bounds))
+    verdict = stages.beside(side.in_turns(verdict, run), run)
+    return _told(_beside(verdict, run), run, dict(case.bounds))
 
 
 def _done_already(verdict: Verdict, run: Evidence) -> bool:

@@ -17,6 +17,7 @@ from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place
 from gpuinfer.report.forecast import Gain
 from gpuinfer.stats import Snapshot
 
+BUBBLES_TOLD = "pipeline bubbles"  # the verdict's class
 BUSY = 0.8  # of the time there was a batch in the stages: with less it is not they who hold the run back
 BUBBLES = 0.03  # of the stages' time: less is what any queue costs
 UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is to blame
@@ -65,7 +66,19 @@ def bubbles(case: Case) -> Verdict | None:
     change = run.change("-B", value, "parallel") if value else None
     if change and value == "data":
         change = replace(change, without=OF_STAGES)
-    return Verdict("pipeline bubbles", "forward", _why(run, run.staged), advice, change, gain)
+    return Verdict(BUBBLES_TOLD, "forward", _why(run, run.staged), advice, change, gain)
+
+
+def beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """Whatever holds the run back: a model that is cut although it fits whole is told to be so."""
+    if not run.staged or not run.staged["fits_one"] or verdict.kind == BUBBLES_TOLD:
+        return verdict
+    told = f"The model is cut into {len(run.staged['stages'])} stages and fits whole: parallel=data on {_where(run)} "
+    return replace(verdict, why=f"{verdict.why} {told}is the better choice.")
+
+
+def _where(run: Evidence) -> str:
+    return "the same cores" if run.on_cpu else "each of these devices"
 
 
 def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
@@ -89,8 +102,7 @@ def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
 def _advice(run: Evidence, staged: Mapping[str, Any]) -> tuple[str, str | None]:
     """And the value of `parallel` that it speaks of."""
     if staged["fits_one"]:
-        where = "the same cores" if run.on_cpu else "each of these devices"
-        return f"The model fits whole: parallel=data on {where} has no bubbles, and is the better choice.", "data"
+        return f"The model fits whole: parallel=data on {_where(run)} has no bubbles, and is the better choice.", "data"
     if staged["parallel"] == "layers":
         return "Keep several micro-batches in flight.", "pipeline"
     return "Have more rows outstanding, make micro-batches smaller, or cut it elsewhere (split_points).", None

@@ -275,6 +275,10 @@ class TextDevices:
         done = {"rows": counted["rows"], "batches": counted["steps"], "busy_s": counted["seconds"], "copies": 1}
         return {**read, **done, "failed": self._failed.get(label, "")}
 
+    def waits_for(self) -> str:
+        """As `TextModel.waits_for`."""
+        return ""
+
     async def close(self) -> None:
         await asyncio.gather(*(model.close() for model in self._models.values()))
 

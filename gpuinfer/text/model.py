@@ -42,8 +42,10 @@ class TextModel:
         driver: Driver,
         stepped: Callable[[int, float], None],
         gauge: Callable[[], Mapping[str, Any]] = dict,
+        waits_for: Callable[[], str] = lambda: "",
     ) -> None:
-        self._driver, self._stepped, self._gauge = driver, stepped, gauge
+        """`gauge` and `waits_for` tell what the backend's `device` and `waits_for` do."""
+        self._driver, self._stepped, self._gauge, self.waits_for = driver, stepped, gauge, waits_for
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
         self._slowly = ThreadPoolExecutor(COMPILERS, thread_name_prefix="gpuinfer-constraints")
@@ -71,8 +73,8 @@ class TextModel:
 
         Raises `UsageError` when the model cannot be had on this device.
         """
-        driver, gauge = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
-        return cls(driver, stepped, gauge)
+        driver, gauge, waits_for = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
+        return cls(driver, stepped, gauge, waits_for)
 
     @property
     def limits(self) -> Limits:
@@ -321,18 +323,18 @@ class _Answers:
 
 def _drive(
     spec: ModelSpec, setup: Setup, options: Options, place: Place | None, lane: Callable[[str], Lane] | None
-) -> tuple[Driver, Callable[[], Mapping[str, Any]]]:
-    """The model at work, and what reads its device."""
+) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
+    """The model at work, what reads its device, and what tells whom it waits for."""
     import gpuinfer.text.passive  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge
     from gpuinfer.text.generator import Driver, open_generator
     from gpuinfer.text.stages.decoder import StagedDecoder
 
     generator = open_generator(spec, setup, options, lane)
-    decoder = generator.decoder
-    return Driver(generator, place=place), (
-        decoder.reading if isinstance(decoder, StagedDecoder) else Gauge(generator.device).read
-    )
+    driver, decoder = Driver(generator, place=place), generator.decoder
+    if isinstance(decoder, StagedDecoder):
+        return driver, decoder.reading, decoder.waits_for
+    return driver, Gauge(generator.device).read, lambda: ""
 
 
 def _broken(error: Exception) -> BackendError:

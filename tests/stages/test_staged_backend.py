@@ -129,7 +129,7 @@ async def test_a_stage_that_hangs_is_given_up_and_left_behind():
     asking = asyncio.create_task(engine.submit(np.full((2, 2), 8, np.float32), rows=2))
     await asyncio.to_thread(staged_models.Hangs.there.wait, 30)
     (held,) = engine.held(Patience(0.2, 0.5))
-    assert "has had batch" in held.doing
+    assert re.search(r"has had batch .*, and waits for stage [01], layers? .*1.* on cpu$", held.doing)
     assert held.limit_s < float("inf")
     engine.give_up(BackendDied("it hangs. Mend it."))
     with pytest.raises(BackendDied, match="it hangs"):

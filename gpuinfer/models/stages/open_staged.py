@@ -95,7 +95,9 @@ def open_staged(
     def device() -> Mapping[str, Any]:
         return {**reading(gauges), **facts, "stages": pipeline.counts()}
 
-    return Opened(spec, limits, forward, answer, device, partial(register, device=places[0]), pipeline.close)
+    return Opened(
+        spec, limits, forward, answer, device, partial(register, device=places[0]), pipeline.close, pipeline.waits_for
+    )
 
 
 def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec, dtype: torch.dtype) -> None:

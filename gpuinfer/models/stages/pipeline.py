@@ -96,6 +96,7 @@ class Pipeline:
         self._batches = self._micro_batches = 0
         self._closed = False
         self._begun = [threading.Event() for _ in stages]
+        self._computing_since: list[float | None] = [None] * len(stages)
         self._failure: BaseException | None = None
         lanes = [lane(f"stage {number}") for number in range(len(stages))]
         self._threads = [
@@ -197,17 +198,28 @@ class Pipeline:
         micro.value = None  # what the stage before it made is not needed for longer
         if batch.dropped:
             return
+        self._computing_since[number] = time.monotonic()
         try:
             value = self.stages[number].compute(value, lane)
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and the pipeline goes on)
-            raised_in(error, f"stage {number}, {self.stages[number].name}")
+            raised_in(error, self._called(number))
             batch.fail(error)
             return
+        finally:
+            self._computing_since[number] = None
         if number + 1 < len(self.stages):
             lane.enter("idle")  # if it has to wait for the next stage
             self._queues[number + 1].put(MicroBatch(batch, index, value))
         else:
             batch.settle(index, value)
+
+    def waits_for(self) -> str:
+        """The stage that has been at its micro-batch for longest; "" while none is at one. Any thread may ask."""
+        since = [(at, number) for number, at in enumerate(self._computing_since) if at is not None]
+        return self._called(min(since)[1]) if since else ""
+
+    def _called(self, number: int) -> str:
+        return f"stage {number}, {self.stages[number].name}"
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Fail what is under way and end the threads; one that does not end in time is named and left behind."""

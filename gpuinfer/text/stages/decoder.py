@@ -153,6 +153,10 @@ class StagedDecoder:
         for decoder in self._decoders:
             decoder.rest()
 
+    def waits_for(self) -> str:
+        """As `Backend.waits_for`."""
+        return self._pipeline.waits_for()
+
     def close(self) -> None:
         self._pipeline.close()
         for decoder in self._decoders:
