@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy
+PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
 .PHONY: demo loop test thorough processors system docs reference share vllm soak lint clean
 

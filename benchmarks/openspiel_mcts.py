@@ -18,9 +18,9 @@ SIMULATIONS = 100
 class Evaluator(mcts.Evaluator):  # type: ignore[misc]
     """One position a call, as its interface has it."""
 
-    def __init__(self, inputs: int) -> None:
+    def __init__(self, inputs: int, actions: int) -> None:
         self._network = nn.Sequential(
-            nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)
+            nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, actions + 1)
         )
 
     def _answer(self, state: Any) -> np.ndarray:
@@ -28,7 +28,7 @@ class Evaluator(mcts.Evaluator):  # type: ignore[misc]
             return self._network(torch.tensor(state.observation_tensor()).unsqueeze(0))[0].numpy()
 
     def evaluate(self, state: Any) -> np.ndarray:
-        value = np.tanh(self._answer(state)[7])
+        value = np.tanh(self._answer(state)[-1])
         return np.array([value, -value])
 
     def prior(self, state: Any) -> list[tuple[int, float]]:
@@ -45,7 +45,7 @@ def main(seconds: float) -> None:
         game,
         1.4,
         SIMULATIONS,
-        Evaluator(game.observation_tensor_size()),
+        Evaluator(game.observation_tensor_size(), game.num_distinct_actions()),
         random_state=np.random.RandomState(0),
         child_selection_fn=mcts.SearchNode.puct_value,
     )

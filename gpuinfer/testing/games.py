@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
+from gpuinfer.testing.python_games import check_python_game
 from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
 from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 REHEARSED_S = 3.0  # of plain play
 SEARCHED = 4  # positions that the compiled search and the plain one both search
@@ -31,7 +33,8 @@ def check_game(
     *,
     examiner: Examination | None = None,
 ) -> list[Finding]:
-    """Every promise of `workloads.selfplay.game`, with these options. The class must be importable by its name.
+    """Every promise of `workloads.selfplay.game`, or of `python_game` there, with these options. The class must be
+    importable by its name.
 
     Compiled rules are only run once they have been played with their bounds checked, in a process of their own.
     """
@@ -44,6 +47,9 @@ def check_game(
         if not examiner.check("builds", lambda: _fault_of_build(name, options or {}, built)):
             return
         check_options(built[0], examiner)
+        if isinstance(built[0], PythonGame):
+            check_python_game(built[0], examiner, long_s)
+            return
         if not examiner.check(PLAIN, lambda: _fault_of_rehearsal(name, options or {}, rehearsed), long_s):
             for other in (COMPILED, SEARCH):
                 examiner.skip(other, "compiled, it would write where it may not")
@@ -60,7 +66,8 @@ def _fault_of_build(name: str, options: Mapping[str, Any], built: list[Game]) ->
         bounded.check_sizes(built[0])
     except bounded.OutOfBounds as fault:
         return str(fault)
-    kernels.rules_of(built[0].rules)
+    if built[0].compiled:
+        kernels.rules_of(built[0].rules)
     return None
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
 
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.slots import Slots
 
-LOGGED_GAMES = 256  # at least; a full log makes slots wait until it is collected
 
-
-class Arena:
-    """Games in lockstep. `play` → a block of leaves; its answers go into the next `play`, which looks at all of them.
-
-    `features` is where the leaves are written: [slots × determinizations, features], by default memory of its own.
-    """
+class Arena(Slots):
+    """Games whose rules are compiled."""
 
     def __init__(
         self, game: Game, kernels: ModuleType, search: arrays.Search, slots: int, features: np.ndarray | None = None
     ) -> None:
-        self.game = game
-        self.slots = slots
-        self.search = search
+        super().__init__(game, search, slots, features)
         self._kernels = kernels
-        trees = slots * search.determinizations
         self._games = arrays.allocate_games(game, slots, search.record)
-        self._trees = arrays.allocate_trees(game, trees, search.simulations)
-        self._log = arrays.allocate_log(game, max(LOGGED_GAMES, 2 * slots), search.record)
-        self._queue = np.zeros(0, np.int64)
+        self._under_way, self._moves = self._games.game, self._games.moves
+        self._trees = arrays.allocate_trees(game, self.trees, search.simulations)
+        self._log = arrays.allocate_log(game, self._log_room, search.record)
         self._scratch = (np.zeros(game.scratch[0], np.int64), np.zeros(game.scratch[1], np.float64))
         self._work = (
             np.zeros(game.words, np.int64),
@@ -38,57 +30,13 @@ class Arena:
             np.zeros(game.seats, np.float32),
             np.zeros(game.max_legal, np.float32),
         )
-        self._no_logits = np.zeros((0, game.actions), np.float32)
-        self._no_values = np.zeros((0, game.seats), np.float32)
-        self.counters = np.zeros(7, np.int64)
-        self.features = np.zeros((trees, game.features), game.feature_dtype) if features is None else features
-
-    def add_games(self, ids: Sequence[int]) -> None:
-        """Queue games; a slot that falls free takes the next."""
-        left = self._queue[self.counters[arrays.NEXT] :]
-        self._queue = np.concatenate([left, np.asarray(ids, np.int64)])
-        self.counters[arrays.NEXT], self.counters[arrays.END] = 0, len(self._queue)
-
-    @property
-    def queued(self) -> int:
-        """Games that no slot has taken yet."""
-        return int(self.counters[arrays.END] - self.counters[arrays.NEXT])
-
-    @property
-    def begun(self) -> float:
-        """The games under way as shares of the longest possible one, added up."""
-        busy = self._games.game != arrays.IDLE
-        return float(self._games.moves[busy].sum()) / self.game.max_moves
-
-    def spare(self, busy: int) -> int:
-        """How many more games to queue: for each free slot one, and a few so that none waits for the next round."""
-        ahead = max(1, self.slots // 16) if self.search.evaluator == arrays.NETWORK else 4 * self.slots
-        return max(0, self.slots - busy + ahead - self.queued)
-
-    @property
-    def games(self) -> np.ndarray:
-        """int64 [slots]: the number of the game in each, or `arrays.IDLE`."""
-        return self._games.game
 
     def roots(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row of the last block, int [rows] each: its slot, and the seat that moves at the root of its tree.
-
-        The search writes rows in the order of their trees.
-        """
+        # the search writes rows in the order of their trees
         trees = np.flatnonzero(self._trees.row >= 0)
         return trees // self.search.determinizations, self._trees.nodes["mover"][trees, 0]
 
-    @property
-    def busy(self) -> int:
-        """Slots with a game."""
-        return int(np.count_nonzero(self._games.game != arrays.IDLE))
-
     def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
-        """One round: how many rows of `features` now want an evaluation; 0 when no game goes on, or the log is full.
-
-        logits: float32 [rows, actions], values: float32 [rows, seats], for the rows of the round before. Evaluators
-        inside the kernel need neither and may take many rounds at once.
-        """
         return int(
             self._kernels.play(
                 self.game.config,
@@ -108,7 +56,6 @@ class Arena:
         )
 
     def play_out(self, rows: np.ndarray, logits: np.ndarray, values: np.ndarray) -> None:
-        """Answer these rows of the last block by a random playout each. rows: int [n]; the others stay as in `play`."""
         self._kernels.play_out(
             self.game.config,
             self.search,
@@ -121,7 +68,6 @@ class Arena:
         )
 
     def collect(self) -> dict[str, np.ndarray] | None:
-        """Copies of what games that finished since the last call left behind; None when there were none."""
         games, rows = int(self.counters[arrays.LOG_GAMES]), int(self.counters[arrays.LOG_ROWS])
         if not games:
             return None

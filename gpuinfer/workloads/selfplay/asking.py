@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from gpuinfer.api import Infer, ModelSpec
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.workloads.selfplay import arrays
-from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.sides import Sides
+from gpuinfer.workloads.selfplay.slots import Slots
 
 Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]
 Ask = Callable[[int], Coroutine[Any, Any, Answers]]
@@ -73,7 +73,7 @@ def as_answers(result: Any, rows: int, game: Game, who: str = "the model") -> An
 
 
 @contextlib.contextmanager
-def one_network(infer: Infer, arena: Arena) -> Iterator[Ask]:
+def one_network(infer: Infer, arena: Slots) -> Iterator[Ask]:
     """All rows go to the run's own model, from where they lie."""
     with infer.client() as me:
 
@@ -85,7 +85,7 @@ def one_network(infer: Infer, arena: Arena) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def two_sides(
-    arena: Arena, sides: Sides, ours: AbstractContextManager[Answer], theirs: AbstractContextManager[Answer]
+    arena: Slots, sides: Sides, ours: AbstractContextManager[Answer], theirs: AbstractContextManager[Answer]
 ) -> Iterator[Ask]:
     """Each row goes to the side whose seat moves at the root of its tree."""
     with ours as answer, theirs as others:
@@ -93,25 +93,30 @@ def two_sides(
 
 
 @contextlib.contextmanager
-def by_network(infer: Infer, arena: Arena, who: str = "the model") -> Iterator[Answer]:
+def by_network(infer: Infer, arena: Slots, who: str = "the model") -> Iterator[Answer]:
     """One of two sides that ask models."""
     with infer.client() as me:
         yield Share(infer, me, arena, who).answer
 
 
-def equal(arena: Arena, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+def equal(arena: Slots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
     """`uniform`: equal priors and values of 0, as inside the search."""
     logits[rows] = values[rows] = 0.0
 
 
-WITHOUT_NETWORK = {"uniform": equal, "rollout": Arena.play_out}
+def playouts(arena: Slots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+    """`rollout`: equal priors, and the returns of a random playout each, as inside the search."""
+    arena.play_out(rows, logits, values)
+
+
+WITHOUT_NETWORK = {"uniform": equal, "rollout": playouts}
 """What answers these rows of an arena's block, into the same rows of logits and values, by the name of an opponent."""
 
 
 class Share:
     """The rows of an arena's blocks that one network answers."""
 
-    def __init__(self, infer: Infer, client: Hashable, arena: Arena, who: str) -> None:
+    def __init__(self, infer: Infer, client: Hashable, arena: Slots, who: str) -> None:
         self._infer, self._client, self._game, self._who = infer, client, arena.game, who
         self._features = arena.features
         mine = room(infer, arena.game, len(arena.features))
@@ -129,7 +134,7 @@ class Share:
 class Divided:
     """The blocks of one arena, each divided between the model and the opponent."""
 
-    def __init__(self, arena: Arena, sides: Sides, shares: Sequence[Answer]) -> None:
+    def __init__(self, arena: Slots, sides: Sides, shares: Sequence[Answer]) -> None:
         self._arena, self._sides, self._shares = arena, sides, shares
         self._known = np.full(arena.slots, arrays.IDLE, np.int64)  # the games for which `_ours` holds
         self._ours = np.zeros((arena.slots, arena.game.seats), np.bool_)

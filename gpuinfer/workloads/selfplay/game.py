@@ -1,5 +1,7 @@
 """The seam by which a game enters: a `Game` says how large things are, a module of compiled rules how it is played.
 
+Rules that are Python, such as those of another library, come in by `python_game.py` instead: batched alike, and slower.
+
 The rules module holds seven Numba functions. A position is `state`, int64 [words], laid out as the game likes; `config`
 is the game's own int64 vector; `stream` is a random stream for `bits.random_below` and its kin.
 
@@ -30,6 +32,8 @@ from gpuinfer.api import Plugin
 class Game(Plugin):
     """How large a game is, given its options. A subclass sets these in `__init__`, or raises UsageError."""
 
+    compiled: ClassVar[bool] = True  # False: its rules are Python, see `python_game.py`
+    variant: ClassVar[str | None] = None  # the option that follows the name and a colon: `--game NAME:VALUE`
     rules: ClassVar[str]  # the module of compiled rules
     feature_dtype: ClassVar[str] = "uint8"
     hidden: ClassVar[bool] = True  # whether players know less than the whole position

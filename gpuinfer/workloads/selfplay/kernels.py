@@ -74,7 +74,7 @@ def cache_folder(rules: ModuleType) -> Path:
 
 def sources(rules: ModuleType) -> list[bytes]:
     """The files of all compiled functions that the rules reach, and the constants that Numba freezes into them."""
-    files = {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py")}
+    files = {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py", "puct.py")}
     constants: set[bytes] = set()
     pending: list[FunctionType] = [getattr(rules, name).py_func for name in FUNCTIONS]
     seen: set[FunctionType] = set()

@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from gpuinfer.api import Channel, Infer
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.selfplay import arrays, games, kernels
+from gpuinfer.workloads.selfplay import arrays, games, growing, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.asking import (
     WITHOUT_NETWORK,
@@ -35,7 +34,10 @@ from gpuinfer.workloads.selfplay.asking import (
 )
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.keeping import Keeper, ShardWriter, Unwritten
+from gpuinfer.workloads.selfplay.python_arena import PythonArena
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 from gpuinfer.workloads.selfplay.sides import Sides, points
+from gpuinfer.workloads.selfplay.slots import Slots
 
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
@@ -47,7 +49,7 @@ Made = TypeVar("Made")
 async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker's whole life. Messages: see `match.py`; `workload.py` sends the arguments."""
     game = games.build(arguments["game"], arguments["game_options"])
-    if not kernels.is_cached(game.rules):
+    if not (kernels.is_cached(game.rules) if game.compiled else growing.is_cached()):
         await channel.send({"note": "compiling the search kernels (first run)"})
     against = await opponent_of(arguments, infer, game)
     ways = [infer, *([against.infer] if against is not None and against.infer is not None else [])]
@@ -99,11 +101,15 @@ def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None)
 
 def _prepare(
     game: Game, slots: Sequence[int], rooms: Sequence[np.ndarray | None], arguments: Mapping[str, Any]
-) -> list[Arena]:
+) -> list[Slots]:
     """The arenas, with the kernels compiled or loaded."""
     search = arrays.Search(**arguments["search"])
-    module: ModuleType = kernels.load(game.rules)
-    arenas = [Arena(game, module, search, count, block) for count, block in zip(slots, rooms, strict=True)]
+    make: Callable[[int, np.ndarray | None], Slots]
+    if isinstance(game, PythonGame):
+        make = functools.partial(PythonArena, game, search)
+    else:
+        make = functools.partial(Arena, game, kernels.load(game.rules), search)
+    arenas = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
     arenas[0].play()  # with no games queued: compiles, and does nothing
     if (arguments["opponent"] or {}).get("model") == "rollout":
         nothing = np.zeros((0, game.actions), np.float32), np.zeros((0, game.seats), np.float32)
@@ -116,7 +122,7 @@ class Round:
 
     def __init__(
         self,
-        arenas: list[Arena],
+        arenas: list[Slots],
         infer: Infer,
         channel: Channel,
         arguments: Mapping[str, Any],
@@ -149,12 +155,12 @@ class Round:
             await self._keeper.flush()  # what is finished is kept, however the rest ended
         await self._channel.send({**self._counts(), "ended": True})
 
-    async def _run(self, arena: Arena) -> None:
+    async def _run(self, arena: Slots) -> None:
         play = self._with_network if arena.search.evaluator == arrays.NETWORK else self._alone
         while await self._has_games(arena):
             await play(arena)
 
-    async def _with_network(self, arena: Arena) -> None:
+    async def _with_network(self, arena: Slots) -> None:
         """Search, block to the model, search, … until it has no games. Answers are used up before the block is sent
         again, so they may lie in memory that is then written anew.
         """
@@ -165,7 +171,7 @@ class Round:
                 answers = await ask(rows) if rows else None
                 await self._collect(arena)
 
-    def _asking(self, arena: Arena) -> AbstractContextManager[Ask]:
+    def _asking(self, arena: Slots) -> AbstractContextManager[Ask]:
         other = self._opponent
         if other is None:
             return one_network(self._infer, arena)
@@ -176,7 +182,7 @@ class Round:
             theirs = by_network(other.infer, arena, "the opponent")
         return two_sides(arena, other.sides, by_network(self._infer, arena), theirs)
 
-    async def _alone(self, arena: Arena) -> None:
+    async def _alone(self, arena: Slots) -> None:
         """An evaluator inside the kernel: many rounds a call."""
         rounds = 1
         while await self._supply(arena):
@@ -187,7 +193,7 @@ class Round:
             await self._collect(arena)
             await asyncio.sleep(0)
 
-    async def _search(self, arena: Arena, answers: Answers | None) -> int:
+    async def _search(self, arena: Slots, answers: Answers | None) -> int:
         logits, values = answers or (None, None)
         return await self._in_thread(arena.play, logits, values)
 
@@ -203,7 +209,7 @@ class Round:
         self._lane.enter("idle")
         return made
 
-    async def _has_games(self, arena: Arena) -> bool:
+    async def _has_games(self, arena: Slots) -> bool:
         """Wait for games. False when there never will be any, or when the run is to stop."""
         while not self._over and not self._infer.stopping.is_set():
             heard = self._heard  # before the look at what there is, so that no news goes unnoticed
@@ -214,7 +220,7 @@ class Round:
             self._idle -= 1
         return False
 
-    async def _supply(self, arena: Arena) -> bool:
+    async def _supply(self, arena: Slots) -> bool:
         """Queue games for free slots, and ask for more in time. False when it has none, or when the run is to stop."""
         busy = arena.busy
         arena.add_games([self._queue.popleft() for _ in range(min(arena.spare(busy), len(self._queue)))])
@@ -256,7 +262,7 @@ class Round:
         async with self._news:
             self._news.notify_all()
 
-    async def _collect(self, arena: Arena) -> None:
+    async def _collect(self, arena: Slots) -> None:
         finished = arena.collect()
         if finished is None:
             return

@@ -39,8 +39,8 @@ class Rehearsal:
 
 
 def is_due(game: Game) -> bool:
-    """Whether it is not ours, and has not been rehearsed as it is now."""
-    return not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
+    """Whether compiled rules that are not ours have not been rehearsed as they are now."""
+    return game.compiled and not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
 
 
 def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:

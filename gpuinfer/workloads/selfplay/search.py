@@ -26,7 +26,16 @@ from gpuinfer.workloads.selfplay.arrays import (
     SIMULATIONS,
     UNEXPANDED,
 )
-from gpuinfer.workloads.selfplay.bits import compiled, inlined, random_below, random_gamma, random_unit, seed_stream
+from gpuinfer.workloads.selfplay.bits import compiled, inlined, random_below, seed_stream
+from gpuinfer.workloads.selfplay.puct import (
+    copy,
+    draw_by_visits,
+    draw_noise,
+    fill,
+    select,
+    set_equal_priors,
+    set_priors,
+)
 
 rules = globals()["rules"]  # bound before this file is executed
 
@@ -130,19 +139,6 @@ def begin_search(config, search, games, trees, scratch, work, slot):
     return True
 
 
-@compiled
-def draw_noise(search, stream, noise, count):
-    """Dirichlet noise for the root; the same for every determinization."""
-    if search.noise <= 0.0:
-        return
-    total = np.float32(0.0)
-    for k in range(count):
-        noise[k] = random_gamma(stream, search.concentration / count)
-        total += noise[k]
-    for k in range(count):
-        noise[k] = noise[k] / total if total > 0.0 else np.float32(1.0) / count
-
-
 @inlined
 def add_node(trees, actions, tree, count, mover):
     """Append a node with its edges; the priors come with its evaluation."""
@@ -178,7 +174,7 @@ def descend(config, search, trees, counters, stream, work, features, tree, rows)
         leaf = np.int64(0) if trees.nodes[tree, 0].visits == 0 else np.int64(-1)
         count = np.int64(trees.nodes[tree, 0].count)
         while leaf < 0:
-            position = node * width + select(search, trees, tree, node, width)
+            position = node * width + select(search, trees, tree, node, node * width)
             trees.path[tree, depth] = position
             depth += 1
             edge = trees.edges[tree, position]
@@ -212,25 +208,6 @@ def advance(config, state, actions, action):
             return count
         rules.apply(config, state, actions[0])
     return 0
-
-
-@inlined
-def select(search, trees, tree, node, width):
-    """PUCT: the edge with the highest q + c × prior × sqrt(visits of the node) / (1 + visits of the edge).
-
-    An edge that was never visited counts with the mean value of its node.
-    """
-    here = trees.nodes[tree, node]
-    scale = np.float32(search.exploration) * trees.root_of[here.visits]
-    best, best_score = 0, np.float32(-np.inf)
-    base = node * width
-    for k in range(here.count):
-        edge = trees.edges[tree, base + k]
-        q = edge.q if edge.visits > 0 else here.value
-        score = q + scale * edge.prior * trees.inverse[edge.visits + 1]
-        if score > best_score:
-            best, best_score = k, score
-    return best
 
 
 @inlined
@@ -285,20 +262,6 @@ def observe(config, state, actions, count, row):
 
 
 @inlined
-def fill(row, value):
-    """Like row[:] = value, which takes Numba seconds to compile."""
-    for i in range(row.shape[0]):
-        row[i] = value
-
-
-@inlined
-def copy(row, source):
-    """Like row[:] = source, which takes Numba seconds to compile."""
-    for i in range(row.shape[0]):
-        row[i] = source[i]
-
-
-@inlined
 def absorb(search, games, trees, work, logits, values, slot, tree):
     """Take the evaluation of a tree's leaf: priors for its edges, values back up the path."""
     _, actions, seats, _ = work
@@ -324,32 +287,6 @@ def absorb(search, games, trees, work, logits, values, slot, tree):
     node.visits = 1
     node.value = seats[node.mover]
     back_up(trees, seats, tree, width)
-
-
-@inlined
-def set_equal_priors(trees, tree, base, count):
-    prior = np.float32(1.0) / np.float32(count)
-    for k in range(count):
-        trees.edges[tree, base + k].prior = prior
-
-
-@inlined
-def set_priors(trees, logits, tree, base, count):
-    """Softmax over the legal actions. When all of them have -inf, none is better than another."""
-    highest = np.float32(-np.inf)
-    for k in range(count):
-        highest = max(highest, logits[trees.edges[tree, base + k].action])
-    if highest == -np.inf:
-        set_equal_priors(trees, tree, base, count)
-        return
-    total = np.float32(0.0)
-    for k in range(count):
-        edge = trees.edges[tree, base + k]
-        edge.prior = np.exp(logits[edge.action] - highest)
-        total += edge.prior
-    scale = np.float32(1.0) / total
-    for k in range(count):
-        trees.edges[tree, base + k].prior *= scale
 
 
 @inlined
@@ -396,26 +333,6 @@ def choose_move(config, search, games, trees, visits, slot):
                 chosen = k
     rules.apply(config, games.state[slot], trees.edges[first, chosen].action)
     games.moves[slot] += 1
-
-
-@compiled
-def draw_by_visits(visits, count, temperature, stream):
-    """In proportion to visits ** (1 / temperature)."""
-    highest, total = np.float32(0.0), 0.0
-    for k in range(count):
-        highest = max(highest, visits[k])
-    for k in range(count):
-        visits[k] = (visits[k] / highest) ** (1.0 / temperature)
-        total += visits[k]
-    threshold = random_unit(stream) * total
-    last = 0
-    for k in range(count):
-        if visits[k] > 0.0:
-            last = k
-            threshold -= visits[k]
-            if threshold < 0.0:
-                break
-    return last
 
 
 @compiled

@@ -19,9 +19,10 @@ from gpuinfer.host import machine
 from gpuinfer.openai.several import refuse_several
 from gpuinfer.positions.records import Folder
 from gpuinfer.report.strength import Tally
-from gpuinfer.workloads.selfplay import games, rehearsal
+from gpuinfer.workloads.selfplay import forest, games, rehearsal
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
 from gpuinfer.workloads.selfplay.match import Match
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
 ENDLESS = 10**9  # games
@@ -34,6 +35,7 @@ HEAVY_ROWS = 1280  # the same for a heavy model, where the search hardly counts 
 HEAVY_PER_S = 200_000  # rows: a model is heavy that the machine does fewer of
 CACHED_BYTES = 512 << 10  # of trees a worker, where no network wants large blocks: they stay in the core's own cache
 MOST_CUDA_WORKERS = 8
+LIKELY_MOVES = 512  # of a game in Python, whose records grow as it goes: the longest possible one may be far longer
 MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 
 
@@ -41,7 +43,11 @@ class SelfPlay(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
 
     class Options(api.Options):
-        game: str = Field("blob", description="the game, or module:Class", json_schema_extra={"kind": "games"})
+        game: str = Field(
+            "blob",
+            description="the game, NAME:VARIANT of one that has some, or module:Class",
+            json_schema_extra={"kind": "games"},
+        )
         players: int | None = Field(None, description="players at the table [blob: 4]")
         cards: int | None = Field(None, description="cards dealt to each player [blob: 5]")
         trump: str | None = Field(None, description="turned, none, or a suit [blob: turned]")
@@ -260,12 +266,15 @@ class SelfPlay(Workload):
     def game_bytes(self) -> int:
         """About, of one game in flight: its trees, their rows in the block, and its records."""
         row = self.game.features * np.dtype(self.game.feature_dtype).itemsize
-        records = self.game.max_moves * (row + 5 * self.game.actions) if self.options.out else 0
+        moves = min(self.game.max_moves, LIKELY_MOVES) if isinstance(self.game, PythonGame) else self.game.max_moves
+        records = moves * (row + 5 * self.game.actions) if self.options.out else 0
         return self.determinizations * (self.tree_bytes + row) + records
 
     @property
     def tree_bytes(self) -> int:
-        """About, of one tree: 12-byte nodes, 16-byte edges, the root's position."""
+        """About, of one tree: 12-byte nodes, 16-byte edges, the root's position; or larger ones, and all positions."""
+        if isinstance(self.game, PythonGame):
+            return (self.options.simulations + 1) * forest.node_bytes(self.game)
         return (self.options.simulations + 1) * (12 + 16 * self.game.max_legal) + 8 * self.game.words
 
     def deciding_settings(self) -> dict[str, Any]:
@@ -301,11 +310,26 @@ def half_block(roofline: Roofline | None) -> int:
 
 
 def parsed(text: str) -> dict[str, str]:
-    """`key=value,key=value` as a dict. Raises UsageError."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    """`key=value,key=value` as a dict; what stands between brackets is one value, as in `go(board_size=9,komi=5.5)`.
+
+    Raises UsageError.
+    """
+    pairs = [part.partition("=") for part in _outside_brackets(text) if part.strip()]
     for key, equals, value in pairs:
         if not (equals and key.strip() and value.strip()):
             raise UsageError(
                 f"--game-options: '{key}{equals}{value}' is not of the form key=value. Write key=value,key=value."
             )
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _outside_brackets(text: str) -> list[str]:
+    """Split at commas, but for those between brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

@@ -21,14 +21,31 @@ FLAGS = ("players", "cards", "trump", "scoring")  # options of games that are fl
 def build(name: str, options: Mapping[str, Any]) -> Game:
     """The game of that name, or `module:Class`, with these options; None stands for an option that was not given.
 
+    Of a game that has variants, `NAME:VARIANT`.
+
     Raises UsageError for an unknown game, and for options that it does not have or cannot play with.
     """
-    kind = _imported(name) if ":" in name else registry.load("games", name)
+    kind, variant = _found(name)
     given = {key: Given(value, _flag(key)) for key, value in options.items() if value is not None}
+    if twice := given.keys() & variant.keys():
+        raise UsageError(f"game '{name}' names its {twice.pop()}, and --game-options too. Leave one of them out.")
+    given |= variant
     with blame.calling(kind, "__init__"):
         game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
     _refuse_halves(game, name)
     return game
+
+
+def _found(name: str) -> tuple[type[Game], dict[str, Given]]:
+    """The class that the name means, and the option that it holds, if any."""
+    registered, colon, variant = name.partition(":")
+    if not colon:
+        return registry.load("games", name), {}
+    if any(record.name == registered for record in registry.listing("games")):
+        kind: type[Game] = registry.load("games", registered)
+        if kind.variant is not None:
+            return kind, {kind.variant: Given(variant, f"--game {registered}:…")}
+    return _imported(name), {}
 
 
 def _imported(name: str) -> type[Game]:

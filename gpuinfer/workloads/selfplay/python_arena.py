@@ -1,0 +1,352 @@
+"""One half of a worker's games where the rules are Python: what `Arena` is for compiled ones, game for game the same.
+
+A round takes all trees one leaf further. In between, Python plays the edges that the trees came to, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuinfer.errors import UsageError
+from gpuinfer.workloads.selfplay import arrays, forest, growing
+from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream
+from gpuinfer.workloads.selfplay.forest import Found
+from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame
+from gpuinfer.workloads.selfplay.slots import Slots
+
+ROOT = -1  # the parent of a root, and the edge that leads to it
+
+
+class PythonArena(Slots):
+    """Games whose rules are Python."""
+
+    game: PythonGame
+
+    def __init__(self, game: PythonGame, search: arrays.Search, slots: int, features: np.ndarray | None = None) -> None:
+        super().__init__(game, search, slots, features)
+        self._under_way = np.full(slots, arrays.IDLE, np.int64)
+        self._moves = np.zeros(slots, np.int64)
+        self._states: list[Position] = [None] * slots
+        self._legal: list[Sequence[int]] = [()] * slots  # at the position that is searched
+        self._movers = np.zeros(slots, np.int64)  # likewise
+        self._streams = np.zeros((slots, 2), np.uint64)
+        self._draws = [Draw(stream) for stream in self._streams]
+        self._noise = np.zeros((slots, game.max_legal), np.float32)
+        self._records: list[list[dict[str, Any]]] = [[] for _ in range(slots)]
+        self._log: list[dict[str, np.ndarray]] = []
+        self._forest = forest.allocate(self.trees, search.simulations, game.seats, game.max_legal)
+        self._positions: list[list[Position]] = [[] for _ in range(self.trees)]  # of each node
+        self._wanted = forest.wanted(self.trees)
+        self._rows_of = np.zeros(self.trees, np.int32)
+        self._rows = 0
+        self._seats = np.zeros(game.seats, np.float32)
+
+    def roots(self) -> tuple[np.ndarray, np.ndarray]:
+        slots = self._rows_of[: self._rows] // self.search.determinizations
+        return slots, self._movers[slots]
+
+    def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
+        for _ in range(rounds):
+            growing.absorb(
+                self.search,
+                self._forest,
+                self._noise,
+                self.counters,
+                self._no_logits if logits is None else logits,
+                self._no_values if values is None else values,
+                self._seats,
+            )
+            self._round()
+            if self._rows == 0:
+                break
+        return self._rows
+
+    def _round(self) -> None:
+        """From absorbed answers to the next block: each tree that is not done has a leaf in it."""
+        self._rows = 0
+        while True:
+            positions = self._go_on()
+            roots = len(positions)
+            count = growing.descend(
+                self.search, self._forest, self._streams, self.counters, self._wanted, np.int64(roots)
+            )
+            if count == 0 and not len(self._ended()):
+                return
+            apply, known = self.game.apply, self._positions
+            trees, nodes, _, actions = (part[roots:count].tolist() for part in self._wanted)
+            positions += [
+                apply(known[tree][node], action) for tree, node, action in zip(trees, nodes, actions, strict=True)
+            ]
+            if positions:
+                self._grow(positions)
+
+    def _ended(self) -> np.ndarray:
+        """The slots whose search has ended, or that have no game while there is one to begin."""
+        done = self._forest.done.reshape(self.slots, -1).min(axis=1) >= self.search.simulations
+        if not (self.queued and len(self._log) < self._log_room):
+            done &= self._under_way != arrays.IDLE
+        return np.flatnonzero(done)
+
+    def _go_on(self) -> list[Position]:
+        """Make the moves that have been searched, end games and begin others. The roots that want an evaluation then,
+        which are the first of `_wanted`.
+        """
+        roots: list[Position] = []
+        for slot in self._ended().tolist():
+            if self._under_way[slot] != arrays.IDLE:
+                self._choose(slot)
+            while self._under_way[slot] != arrays.IDLE or self._start(slot):
+                if self._has_choice(slot):
+                    roots += self._search(slot, len(roots))
+                    break
+                self._finish(slot)
+        return roots
+
+    def _start(self, slot: int) -> bool:
+        """Deal the next game of the queue. False when there is none, or no room for what it leaves."""
+        if not self.queued or len(self._log) >= self._log_room:
+            return False
+        number = int(self._queue[self.counters[arrays.NEXT]])
+        self.counters[arrays.NEXT] += 1
+        self._under_way[slot], self._moves[slot] = number, 0
+        seed_stream(self._streams[slot], self.search.seed, number // self.search.games_per_deal)
+        self._states[slot] = self.game.deal(self._draws[slot])
+        return True
+
+    def _has_choice(self, slot: int) -> bool:
+        """Make forced moves and those of chance up to the next choice. False when the game is over first."""
+        game, state = self.game, self._states[slot]
+        legal: Sequence[int] = ()
+        while (mover := game.to_move(state)) != OVER:
+            if mover == CHANCE:
+                state = game.apply(state, _drawn(game.chances(state), self._draws[slot].unit()))
+                continue
+            legal = game.legal(state)
+            self._refuse_legal(len(legal), max(legal, default=-1))
+            if len(legal) > 1:
+                break
+            state = game.apply(state, legal[0])
+            self._moves[slot] += 1
+        self._states[slot], self._legal[slot], self._movers[slot] = state, legal, mover
+        return mover != OVER
+
+    def _search(self, slot: int, wanted: int) -> list[Position]:
+        """Empty trees for the position; their roots, which are put into `_wanted` from that place on."""
+        game, search, state = self.game, self.search, self._states[slot]
+        first = slot * search.determinizations
+        trees = slice(first, first + search.determinizations)
+        roots = [game.determinize(state, self._draws[slot]) for _ in range(search.determinizations)]
+        draw_noise(search, self._streams[slot], self._noise[slot], len(self._legal[slot]))
+        for positions in self._positions[trees]:
+            positions.clear()
+        for used in (self._forest.nodes_used, self._forest.edges_used, self._forest.done):
+            used[trees] = 0
+        self._forest.at[trees] = -1  # until the root has been evaluated
+        places = slice(wanted, wanted + search.determinizations)
+        self._wanted.tree[places] = range(trees.start, trees.stop)
+        self._wanted.node[places] = self._wanted.edge[places] = ROOT
+        if search.record:
+            self._remember(slot)
+        return roots
+
+    def _remember(self, slot: int) -> None:
+        legal = np.zeros(self.game.actions, np.bool_)
+        legal[list(self._legal[slot])] = True
+        row = np.zeros(self.game.features, self.game.feature_dtype)
+        row[: self.game.actions] = legal
+        self.game.observe(self._states[slot], row[self.game.actions :])
+        self._records[slot].append(
+            {"observation": row, "legal": legal, "player": self._movers[slot], "move": self._moves[slot]}
+        )
+
+    def _choose(self, slot: int) -> None:
+        """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later."""
+        search, legal = self.search, self._legal[slot]
+        first, count = slot * search.determinizations, len(legal)
+        edges = self._forest.edges[first : first + search.determinizations, :count]
+        # a single simulation evaluates the root alone: its priors are all there is
+        visits = edges["visits" if search.simulations > 1 else "prior"].sum(axis=0, dtype=np.float32)
+        if search.record:
+            policy = np.zeros(self.game.actions, np.float32)
+            policy[list(legal)] = visits / visits.sum(dtype=np.float64)
+            self._records[slot][-1]["policy"] = policy
+        if search.temperature > 0.0 and self._moves[slot] < search.temperature_moves:
+            chosen = draw_by_visits(visits, count, search.temperature, self._streams[slot])
+        else:
+            chosen = int(visits.argmax())
+        self._states[slot] = self.game.apply(self._states[slot], legal[chosen])
+        self._moves[slot] += 1
+
+    def _finish(self, slot: int) -> None:
+        """Write the game's returns and records to the log."""
+        returns = np.asarray(self.game.returns(self._states[slot]), np.float32)
+        number, rows = self._under_way[slot], self._records[slot]
+        self._under_way[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
+        self.counters[arrays.FINISHED] += 1
+        player = np.array([row["player"] for row in rows], np.int8)
+        seats = self.game.seats
+        self._log.append(
+            {
+                **{name: self._stacked(name, rows) for name in ("observation", "legal", "policy")},
+                "value": returns[(player[:, None] + np.arange(seats)) % seats],
+                "player": player,
+                "game": np.full(len(rows), number, np.int64),
+                "move": np.array([row["move"] for row in rows], np.int16),
+                "finished": np.array([number], np.int64),
+                "returns": returns[None],
+            }
+        )
+
+    def _stacked(self, name: str, rows: Sequence[dict[str, Any]]) -> np.ndarray:
+        if rows:
+            return np.stack([row[name] for row in rows])
+        width = self.game.features if name == "observation" else self.game.actions
+        dtypes = {"observation": self.game.feature_dtype, "legal": "bool", "policy": "float32"}
+        return np.zeros((0, width), dtypes[name])
+
+    def play_out(self, rows: np.ndarray, logits: np.ndarray, values: np.ndarray) -> None:
+        seats = np.arange(self.game.seats)
+        for row in rows.tolist():
+            tree = int(self._rows_of[row])
+            leaf = int(self._forest.leaf[tree])
+            draw = self._draws[tree // self.search.determinizations]
+            returns = np.asarray(self._played_out(self._positions[tree][leaf], draw), np.float32)
+            logits[row] = 0.0
+            values[row] = returns[(self._forest.nodes["mover"][tree, leaf] + seats) % self.game.seats]
+
+    def collect(self) -> dict[str, np.ndarray] | None:
+        if not self._log:
+            return None
+        parts, self._log = self._log, []
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def policies(self) -> dict[int, list[np.ndarray]]:
+        """Of each game under way or not collected yet, its policies so far, float32 [actions]: what is recorded."""
+        ended = {int(part["finished"][0]): list(part["policy"]) for part in self._log}
+        busy = [(int(number), slot) for slot, number in enumerate(self._under_way) if number != arrays.IDLE]
+        return ended | {
+            number: [row["policy"] for row in self._records[slot] if "policy" in row] for number, slot in busy
+        }
+
+    def _grow(self, positions: list[Position]) -> None:
+        """Nodes for these positions, in the order of `_wanted`, and rows of the block where somebody moves."""
+        found = self._look_at(positions)
+        count = len(positions)
+        trees = self._wanted.tree[:count]
+        nodes = int(self._forest.nodes_used[trees].max()) + 1
+        edges = int((self._forest.edges_used[trees] + found.width).max())
+        self._forest = forest.with_room(self._forest, nodes, edges)
+        before = self._rows
+        rows = growing.grow(
+            self._forest,
+            self._wanted,
+            found,
+            self.counters,
+            self.features,
+            np.int64(before),
+            np.int64(self.game.actions),
+            self._rows_of,
+        )
+        if rows == growing.BAD_ACTION:
+            self._refuse_legal(1, self.game.actions)
+        self._rows = int(rows)
+        observe, actions, seats = self.game.observe, self.game.actions, found.mover >= 0
+        for tree, position in zip(trees.tolist(), positions, strict=True):
+            self._positions[tree].append(position)
+        leaves = np.flatnonzero(seats).tolist()
+        for row, index in enumerate(leaves, before):
+            observe(positions[index], self.features[row, actions:])
+        if self.search.evaluator == arrays.ROLLOUT:
+            for row, index in enumerate(leaves, before):
+                tree = self._rows_of[row]
+                draw = self._draws[tree // self.search.determinizations]
+                self._forest.values[tree] = self._played_out(positions[index], draw)
+
+    def _look_at(self, positions: list[Position]) -> Found:
+        """What there is to know of each, once. Forced moves are made at once: a position in the list is replaced by the
+        one after them.
+        """
+        game = self.game
+        to_move, legal = game.to_move, game.legal
+        movers: list[int] = []
+        counts: list[int] = []
+        actions: list[int] = []
+        chances: list[tuple[int, Sequence[tuple[int, float]]]] = []  # from which place on in `actions`
+        outcome = np.zeros((len(positions), game.seats), np.float32)
+        for index, position in enumerate(positions):
+            mover, choices = to_move(position), _NONE
+            while mover >= 0:
+                choices = legal(position)
+                if len(choices) != 1:
+                    break
+                positions[index] = position = game.apply(position, choices[0])
+                mover, choices = to_move(position), _NONE
+            if mover == CHANCE:
+                outcomes = game.chances(position)
+                chances.append((len(actions), outcomes))
+                choices = [action for action, _ in outcomes]
+            elif mover == OVER:
+                outcome[index] = game.returns(position)
+            movers.append(mover)
+            counts.append(len(choices))
+            actions += choices
+        found = Found(
+            np.array(movers, np.int32),
+            np.array(counts, np.int32),
+            np.array(actions, np.int32),
+            np.zeros(len(actions), np.float32),
+            outcome,
+        )
+        for start, outcomes in chances:
+            found.chances[start : start + len(outcomes)] = [chance for _, chance in outcomes]
+        self._refuse(found)
+        return found
+
+    def _refuse(self, found: Found) -> None:
+        """Raises UsageError for what no memory was made for."""
+        moves = found.width[found.mover >= 0]
+        if (found.mover >= self.game.seats).any() or (found.mover < CHANCE).any():
+            raise UsageError(f"{self._who}: `to_move` says {found.mover.max()}; seats = {self.game.seats}. {CURE}")
+        for count in (moves.min(), moves.max()) if len(moves) else ():
+            self._refuse_legal(count, 0)
+        if (found.width[found.mover == CHANCE] == 0).any():
+            raise UsageError(f"{self._who}: `chances` names no outcome. {CURE}")
+
+    def _refuse_legal(self, count: int, last: int) -> None:
+        """The same, for so many legal actions, of which this is one."""
+        if not 1 <= count <= self.game.max_legal:
+            raise UsageError(f"{self._who}: `legal` names {count} actions; max_legal = {self.game.max_legal}. {CURE}")
+        if not 0 <= last < self.game.actions:
+            raise UsageError(f"{self._who}: `legal` names an action beyond actions = {self.game.actions}. {CURE}")
+
+    def _played_out(self, position: Position, draw: Draw) -> Sequence[float]:
+        game = self.game
+        while (mover := game.to_move(position)) != OVER:
+            if mover == CHANCE:
+                action = _drawn(game.chances(position), draw.unit())
+            else:
+                legal = game.legal(position)
+                action = legal[draw.below(len(legal))]
+            position = game.apply(position, action)
+        return game.returns(position)
+
+    @property
+    def _who(self) -> str:
+        return f"game '{type(self.game).__name__}'"
+
+
+CURE = "Mend the game: `gpuinfer plugins check` says where."
+_NONE: Sequence[int] = ()
+
+
+def _drawn(outcomes: Iterable[tuple[int, float]], unit: float) -> int:
+    """One of them, in proportion to its probability; `unit` is uniform on [0, 1)."""
+    drawn = -1
+    for drawn, chance in outcomes:  # noqa: B007 (the last one, where rounding leaves something over)
+        unit -= chance
+        if unit < 0.0:
+            break
+    return drawn

@@ -1,0 +1,69 @@
+"""Games in Python that break one promise each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from in_python import PythonConnectFour, Wager
+
+from gpuinfer.workloads.selfplay.drawing import Draw
+
+
+class Overwriting(PythonConnectFour):
+    def apply(self, position: np.ndarray, action: int) -> np.ndarray:
+        position[:] = super().apply(position, action)
+        return position
+
+
+class Short(PythonConnectFour):
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.max_moves = 6
+
+
+class Unsorted(PythonConnectFour):
+    def legal(self, position: np.ndarray) -> list[int]:
+        return super().legal(position)[::-1]
+
+
+class OneReturn(PythonConnectFour):
+    def returns(self, position: np.ndarray) -> np.ndarray:
+        return super().returns(position)[:1]
+
+
+class Peeking(PythonConnectFour):
+    """Guesses at positions that cannot be."""
+
+    def determinize(self, position: np.ndarray, draw: Draw) -> np.ndarray:
+        return self.apply(position, self.legal(position)[0])
+
+
+class Counting(PythonConnectFour):
+    """Features that depend on how often anybody has looked."""
+
+    looked = 0
+
+    def observe(self, position: np.ndarray, row: np.ndarray) -> None:
+        super().observe(position, row)
+        self.looked += 1
+        row[0] = self.looked % 2
+
+
+class Remembering(PythonConnectFour):
+    """Features that depend on which games were dealt, and so on the company."""
+
+    dealt = 0
+
+    def deal(self, draw: Draw) -> np.ndarray:
+        self.dealt += 1
+        return super().deal(draw)
+
+    def observe(self, position: np.ndarray, row: np.ndarray) -> None:
+        super().observe(position, row)
+        row[-1] = self.dealt % 2
+
+
+class Unlikely(Wager):
+    def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
+        return [(action, chance / 2) for action, chance in super().chances(position)]

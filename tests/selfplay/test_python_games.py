@@ -1,0 +1,173 @@
+"""A game in Python is played as the same game compiled; chance is drawn as its probabilities say; faults are named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from broken_in_python import (
+    Counting,
+    OneReturn,
+    Overwriting,
+    Peeking,
+    Remembering,
+    Short,
+    Unlikely,
+    Unsorted,
+)
+from in_python import PythonBlob, PythonConnectFour, Wager
+from matches import arena_of, played, random_linear, same, search_of
+
+from gpuinfer.errors import UsageError
+from gpuinfer.testing import assert_ok
+from gpuinfer.testing.games import check_game
+from gpuinfer.workloads.selfplay import arrays, games
+from gpuinfer.workloads.selfplay.python_arena import PythonArena
+from gpuinfer.workloads.selfplay.workload import parsed
+
+
+@pytest.mark.parametrize("game", [PythonConnectFour(), PythonBlob()], ids=["connect four", "blob"])
+@pytest.mark.parametrize("slots", [1, 5], ids=["one by one", "five at once"])
+def test_a_game_in_python_goes_as_the_compiled_one(game, slots):
+    told = {"evaluator": arrays.NETWORK, "simulations": 12}
+    model, numbers = random_linear(game), range(6)
+    compiled = played(arena_of(game.original, slots, **told), numbers, model)
+    assert same(compiled, played(PythonArena(game, search_of(**told), slots), numbers, model))
+
+
+def test_without_a_network_too_and_many_rounds_at_once():
+    game, told = PythonConnectFour(), {"evaluator": arrays.UNIFORM, "determinizations": 1}
+    compiled = played(arena_of(game.original, 3, **told), range(4), rounds=50)
+    assert same(compiled, played(PythonArena(game, search_of(**told), 3), range(4), rounds=50))
+
+
+def test_playouts_depend_on_the_game_alone():
+    game, told = PythonConnectFour(), {"evaluator": arrays.ROLLOUT, "determinizations": 1}
+    together, alone = (played(PythonArena(game, search_of(**told), slots), range(4), rounds=9) for slots in (4, 1))
+    assert same(together, alone)
+
+
+def test_a_single_simulation_plays_by_the_priors():
+    game, told = PythonConnectFour(), {"evaluator": arrays.NETWORK, "simulations": 1, "determinizations": 1}
+    model = random_linear(game)
+    compiled = played(arena_of(game.original, 2, **told), range(2), model)
+    assert same(compiled, played(PythonArena(game, search_of(**told), 2), range(2), model))
+
+
+def test_rows_know_whose_trees_they_are_of():
+    arena = PythonArena(PythonBlob(), search_of(evaluator=arrays.NETWORK), 3)
+    model, answers = random_linear(arena.game), ()
+    arena.add_games(range(5))
+    while rows := arena.play(*answers):
+        slots, movers = arena.roots()
+        assert len(slots) == len(movers) == rows
+        features = arena.features[:rows].copy()
+        for slot, mover, row in zip(slots, movers, range(rows), strict=True):
+            tree = arena._rows_of[row]
+            assert tree // 2 == slot
+            assert arena.game.to_move(arena._positions[tree][0]) == mover
+        answers = model(features)
+        arena.collect()
+
+
+def test_chance_is_drawn_as_its_probabilities_say():
+    told = {"evaluator": arrays.UNIFORM, "determinizations": 1, "noise": 0.0, "simulations": 4000}
+    arena = PythonArena(Wager(), search_of(**told, temperature=0.0), 1)
+    part = played(arena, [0], rounds=10_000)
+    root = arena._forest.edges[0, :2]
+    assert root["q"][Wager.SURE] == pytest.approx(0.3)
+    assert root["q"][Wager.WHEEL] == pytest.approx(0.5, abs=0.05)
+    assert part["policy"][0, Wager.WHEEL] > 0.9
+    assert abs(part["returns"][0, 0]) == 1.0
+    wheel = arena._forest.nodes[0]["first"][root["child"][Wager.WHEEL]]
+    lost, won, on = arena._forest.edges[0, wheel : wheel + 3]["visits"] / root["visits"][Wager.WHEEL]
+    assert (lost, won, on) == pytest.approx((0.125, 0.375, 0.5), abs=0.04)
+
+
+def test_the_chance_of_the_game_itself_is_drawn_too():
+    told = {"evaluator": arrays.UNIFORM, "determinizations": 1, "simulations": 8, "temperature": 1e6, "noise": 0.0}
+    part = played(PythonArena(Wager(), search_of(**told), 20), range(2000), rounds=1000)
+    shares = [np.mean(np.isclose(part["returns"][:, 0], value)) for value in (0.3, 1.0, -1.0)]
+    assert shares == pytest.approx([0.5, 0.375, 0.125], abs=0.06)
+
+
+def test_an_opponent_who_plays_out_does_the_same_as_with_compiled_rules():
+    game, told = PythonConnectFour(), {"evaluator": arrays.NETWORK, "determinizations": 1}
+    model, found = random_linear(game), []
+    for arena in (arena_of(game.original, 4, **told), PythonArena(game, search_of(**told), 4)):
+        arena.add_games(range(4))
+        answers = ()
+        for _ in range(12):  # into the search of the second move
+            rows = arena.play(*answers)
+            answers = model(arena.features[:rows])
+        slots, _ = arena.roots()
+        logits, values = (np.full((rows, width), 7.0, np.float32) for width in (game.actions, game.seats))
+        arena.play_out(np.arange(rows), logits, values)
+        found.append((values[np.argsort(slots)].tolist(), logits.tolist()))
+    assert found[0] == found[1]
+    assert not np.any(found[0][1])
+
+
+class Wide(PythonConnectFour):
+    """Says that no more than three actions are ever legal."""
+
+    def __init__(self, setup=None, /, **options):
+        super().__init__(setup, **options)
+        self.max_legal = 3
+        self._actions = np.zeros(7, np.int16)
+
+
+class Beyond(PythonConnectFour):
+    def legal(self, position):
+        return [action + 90 for action in super().legal(position)]
+
+
+class Crowded(PythonConnectFour):
+    def to_move(self, position):
+        return super().to_move(position) + 2
+
+
+@pytest.mark.parametrize(
+    ("game", "said"),
+    [
+        pytest.param(Wide, "max_legal = 3", id="more actions than it says"),
+        pytest.param(Beyond, "actions = 7", id="actions beyond its actions"),
+        pytest.param(Crowded, "seats = 2", id="a seat that nobody has"),
+    ],
+)
+def test_what_a_game_does_wrong_is_said_before_it_harms_memory(game, said):
+    arena = PythonArena(game(), search_of(), 2)
+    arena.add_games([0, 1])
+    with pytest.raises(UsageError, match=said):
+        arena.play(rounds=5)
+
+
+def test_brackets_keep_a_game_option_together():
+    assert parsed("name=go(board_size=9,komi=5.5),level=2") == {"name": "go(board_size=9,komi=5.5)", "level": "2"}
+
+
+def test_a_colon_after_a_game_without_variants_means_a_module():
+    with pytest.raises(UsageError, match="No module named 'blob'"):
+        games.build("blob:small", {})
+
+
+@pytest.mark.parametrize("game", [PythonConnectFour, Wager])
+def test_a_game_that_keeps_its_promises_passes(game):
+    assert_ok(check_game(game))
+
+
+@pytest.mark.parametrize(
+    ("game", "said"),
+    [
+        pytest.param(Overwriting, "`apply` changes the position", id="one position for all"),
+        pytest.param(Short, "goes on after 6 moves", id="longer than it says"),
+        pytest.param(Unsorted, "in ascending order", id="actions out of order"),
+        pytest.param(OneReturn, "for seats = 2", id="a return too few"),
+        pytest.param(Peeking, "`determinize` gives a position", id="guesses that cannot be"),
+        pytest.param(Counting, "other features at a second look", id="features of the moment"),
+        pytest.param(Remembering, "goes another way when other games", id="features of the company"),
+        pytest.param(Unlikely, "adds up to 0.5", id="chances that are not one"),
+    ],
+)
+def test_what_a_game_does_wrong_is_found_by_the_kit(game, said):
+    findings = check_game(game)
+    assert any(said in str(finding) for finding in findings), [str(finding) for finding in findings]
