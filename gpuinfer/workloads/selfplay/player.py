@@ -109,7 +109,7 @@ def _prepare(
         make = functools.partial(PythonArena, game, search)
     else:
         make = functools.partial(Arena, game, kernels.load(game.rules), search)
-    arenas = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
+    arenas: list[Slots] = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
     arenas[0].play()  # with no games queued: compiles, and does nothing
     if (arguments["opponent"] or {}).get("model") == "rollout":
         nothing = np.zeros((0, game.actions), np.float32), np.zeros((0, game.seats), np.float32)
