@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
 ASK_S = 1.0  # between two questions whose the cores are
 ASK_SHARE = 100  # times as long as one took
+LONG_LOOK_S = 0.01  # a look that takes longer, as where others have the cores, is followed by a longer pause:
+PAUSE_SHARE, MOST_PAUSES = 25, 4  # so many times as long as the look, and as the usual pause at the most
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
 SILENT = 6.0  # times the patience, after which a workload that neither asks nor tells is named: it may have its reasons
 FAILED, PARTIAL = 1, 3  # exit codes of a process that has to be ended
@@ -242,12 +244,19 @@ class _Execution:
     async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
         while not task.done() and not enough() and self._failure is None:
             await self.session.refresh()
+            began = time.monotonic()
             update = self.update()
             self._on_update(update)
             if self._until(update) and not self.session.stopping.is_set():
                 self._enough = True
                 self._stop(self._grace_s)
-            await asyncio.wait({task}, timeout=self._update_s)
+            await asyncio.wait({task}, timeout=self._pause(time.monotonic() - began))
+
+    def _pause(self, look_s: float) -> float:
+        """Seconds between two looks at the run, which are not to take its cores from it."""
+        if look_s <= LONG_LOOK_S:
+            return self._update_s
+        return max(self._update_s, min(MOST_PAUSES * self._update_s, PAUSE_SHARE * look_s))
 
     async def _follow(self) -> None:
         with blame.calling(self.workload, "run"):
