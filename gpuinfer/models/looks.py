@@ -17,10 +17,11 @@ from enum import Enum
 from typing import Any
 
 LOOK_S = 0.25  # of one, at least: prompts and answers come unevenly
-LEAST_FORWARDS = 8  # of each model in a look
+LEAST_FORWARDS = 5  # of each model in a look
 LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
 FIRST_PAIRS = 3
 REST = 20  # times as long as a pair of looks they go on without any, counted while they have work
+REST_INTERRUPTED = 4  # the same after one that came to no end
 IDLE_S = 0.1  # nothing was computed for so long, nor for as long as a forward: what comes then is another load
 REMEMBERED = 5  # pairs by which is judged
 KEPT = 0.95  # of what a model would get done in the first way: the second one is not to cost anybody more
@@ -139,7 +140,7 @@ class Looks:
     def _interrupt(self, look: _Look, at: float) -> None:
         known = self._known[look.company]
         if look.learning:
-            self._rest(look, at)
+            self._rest(look, at, REST_INTERRUPTED)
         else:
             known.rest_s = max(0.0, known.rest_s - (at - look.since))
         self._look = None
@@ -168,12 +169,12 @@ class Looks:
                 self._rest(look, now)
         self._begin(look.company, now)
 
-    def _rest(self, look: _Look, now: float) -> None:
+    def _rest(self, look: _Look, now: float, times: int = REST) -> None:
         """No look for a while from now on. One that is abandoned takes its pair along."""
         known = self._known[look.company]
         known.looks -= len(known.rates)
         known.rates = []
-        known.rest_s = REST * 2 * max(LOOK_S, now - look.since)
+        known.rest_s = times * 2 * max(LOOK_S, now - look.since)
 
     def _faster(self, known: _Company, shares: Mapping[Any, float]) -> Way:
         first, second = self.ways
