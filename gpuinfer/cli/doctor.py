@@ -25,7 +25,7 @@ from gpuinfer.cli.loading import inspect_all
 from gpuinfer.cli.problems import FAILED
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.host import commands, machine
+from gpuinfer.host import commands, machine, one_file
 from gpuinfer.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
@@ -98,6 +98,8 @@ def _memory() -> Iterator[Fact]:
 
 
 def _versions(torch: Mapping[str, Any]) -> Iterator[Fact]:
+    if (ours := one_file.one_file()) is not None:
+        yield Fact("one file", str(ours), f"unpacked in {sys.base_prefix}")
     yield Fact("python", platform.python_version(), sys.executable)
     for package in ("gpuinfer", "torch", "numba", "numpy"):
         try:

@@ -22,12 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from gpuinfer.config import registry
 from gpuinfer.config.options import Given, check, fields_of
 from gpuinfer.errors import UsageError
+from gpuinfer.host import one_file
 
 log = logging.getLogger(__name__)
 
 FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
-RESERVED = {"GPUINFER_CONFIG", "GPUINFER_PLUGINS"}  # say where a file or folder is, and are no settings
+RESERVED = {"GPUINFER_CONFIG", "GPUINFER_PLUGINS", one_file.VARIABLE}  # say where something is, and are no settings
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
 COMMANDS = ("fleet", "serve")  # of ours, with a table of the same kind as a workload's
 

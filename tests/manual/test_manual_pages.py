@@ -98,10 +98,10 @@ def test_a_newcomer_meets_tutorials_first_and_decisions_last(known):
 
 
 def test_a_page_that_nobody_has_listed_stands_behind_its_like(known):
-    more = {**known, "install": read("install", "# Install\n"), "tutorials/zoo": read("tutorials/zoo", "# Zoo\n")}
+    more = {**known, "unlisted": read("unlisted", "# Unlisted\n"), "tutorials/zoo": read("tutorials/zoo", "# Zoo\n")}
     tutorials, guides = contents.groups(more)[:2]
     assert tutorials.pages[-1].name == "tutorials/zoo"
-    assert guides.pages[-1].name == "install"
+    assert guides.pages[-1].name == "unlisted"
 
 
 def test_the_home_page_links_to_every_page_of_its_own_folders(known):

@@ -21,13 +21,13 @@ from pydantic import BaseModel
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.launchers import readiness
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
-from gpuinfer.host import children, commands, machine
+from gpuinfer.host import children, commands, machine, one_file, plugin_folder
 
 COMMAND = (sys.executable, "-m", "gpuinfer")
 LEAVING = "--leave-with-parent"
 LOOK_S = 0.02
 OURS = "GPUINFER_"  # settings of the supervisor's, which has put what counts into files and flags
-KEPT = ("GPUINFER_DISABLED_PLUGINS",)
+KEPT = ("GPUINFER_DISABLED_PLUGINS", one_file.VARIABLE, plugin_folder.PLACE)
 
 
 class Local(Launcher):

@@ -24,6 +24,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.launchers import local, readiness, slurm_jobs, slurm_script
 from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
 from gpuinfer.fleet.launchers.slurm_jobs import Job
+from gpuinfer.host import one_file
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +68,20 @@ class Slurm(Launcher):
     ) -> None:
         super().__init__(options)
         self.shared = Path(self.options.folder or "gpuinfer-fleet").expanduser().absolute()
-        self._command = tuple(command) if command else (self._python, "-m", "gpuinfer")
+        self._command = tuple(command) if command else self._program
         self._look_s = look_s
         self._jobs: dict[str, SlurmJob] = {}  # those of which it is not known how they ended
         self._pulses: set[Path] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def _python(self) -> str:
-        return self.options.python or ("python3" if self.options.container else sys.executable)
+    def _program(self) -> tuple[str, ...]:
+        """The one file itself, where it is that: the node unpacks it into a cache of its own."""
+        ours = one_file.one_file()
+        if ours is not None and not self.options.python and not self.options.container:
+            return (str(ours),)
+        python = self.options.python or ("python3" if self.options.container else sys.executable)
+        return python, "-m", "gpuinfer"
 
     def check(self) -> None:
         lacking = [program for program in PROGRAMS if shutil.which(program) is None]
