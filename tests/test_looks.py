@@ -90,6 +90,13 @@ def test_the_faster_way_is_gone_for_nearly_all_of_the_time(models, at_once):
     assert all(one.pairs >= FIRST_PAIRS for one in looks.judged.values())
 
 
+def test_long_forwards_are_looked_at_too():
+    looks = Looks(Way.TURNS, Way.SHARES)
+    run([Model(step_s=1.0), Model(step_s=1.0)], looks, seconds=60.0)
+    assert all(one.pairs >= FIRST_PAIRS for one in looks.judged.values())
+    assert looks.way is Way.SHARES
+
+
 def test_looks_find_how_many_times_as_fast_it_is():
     looks = Looks(Way.TURNS, Way.SHARES)
     run([Model(), Model(gain=1.6)], looks)

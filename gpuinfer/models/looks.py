@@ -17,7 +17,8 @@ from enum import Enum
 from typing import Any
 
 LOOK_S = 0.25  # of one, at least: prompts and answers come unevenly
-LEAST_FORWARDS = 5  # of each model in a look
+LEAST_FORWARDS = 5  # of each model in a look; where they are long so few that it lasts no longer than LONG_S
+LONG_S, LEAST_LONG = 2.5, 2
 LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
 FIRST_PAIRS = 3
 REST = 20  # times as long as a pair of looks they go on without any, counted while they have work
@@ -131,9 +132,10 @@ class Looks:
             return
         if model in look.tallies and began_at >= look.since:
             look.tallies[model].add(now, work)
-        if all(tally.forwards >= LEAST_FORWARDS for tally in look.tallies.values()) and now - look.since >= LOOK_S:
+        lasted_s, fewest = now - look.since, min(tally.forwards for tally in look.tallies.values())
+        if lasted_s >= LOOK_S and fewest >= (LEAST_LONG if lasted_s >= LONG_S else LEAST_FORWARDS):
             self._over(look, now, shares)
-        elif now - look.since > LONGEST_S:
+        elif lasted_s > LONGEST_S:
             self._rest(look, now)
             self._begin(company, now)
 
