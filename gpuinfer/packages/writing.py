@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 COMMON, ENDING, MODULE = "common", ".jinja", "MODULE"
 HIDDEN = {"gitignore": ".gitignore"}  # files whose names begin with a dot, which packages leave out
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-LONGEST = 40
+LONGEST = 28  # lines with longer ones would have to be broken
 PREFIX = "gpuinfer-"
 
 

@@ -52,7 +52,7 @@ def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
         ("", "such as my-plugin"),
         ("--", "such as my-plugin"),
         ("../../etc", "such as etc"),
-        ("x" * 41, f"such as {'x' * 40}"),
+        ("x" * 29, f"such as {'x' * 28}"),
         ("naïve", "such as na-ve"),
     ],
 )
