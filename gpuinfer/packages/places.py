@@ -14,9 +14,9 @@ from typing import Literal
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.host import plugin_folder
+from gpuinfer.host.one_file import one_file
 
 Into = Literal["environment", "folder"]
-ONE_FILE = "GPUINFER_ONE_FILE"  # set by the one file, whose Python is nobody's to install into
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def choose(into: Into | None = None) -> Place:
 
 def in_one_file() -> bool:
     """Or in the smaller one, whose environment lies in a cache, as Pex marks it: the next version has another."""
-    return bool(os.environ.get(ONE_FILE)) or Path(sys.prefix, "PEX-INFO").exists()
+    return one_file() is not None or Path(sys.prefix, "PEX-INFO").exists()
 
 
 def why_no_environment() -> str | None:
