@@ -69,11 +69,17 @@ def _link(link: re.Match[str], file: Path) -> str:
     if target.is_dir():
         path = posixpath.join(path, f"{HOME}.md")
     elif target.is_file() and not target.is_relative_to(DOCS):
-        copy = STAGED / "files" / target.name
+        copy = STAGED / "files" / _flat(target)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(target, copy)
-        path = posixpath.join(posixpath.relpath(STAGED, STAGED / file.parent.relative_to(DOCS)), "files", target.name)
+        return f"]({posixpath.relpath(copy, (STAGED / file.relative_to(DOCS)).parent)}{anchor})"
     return f"]({posixpath.join(posixpath.dirname(path), _renamed(posixpath.basename(path)))}{anchor})"
+
+
+def _flat(file: Path) -> str:
+    """One name for a file beside docs/: `plugins-gpuinfer-echo-README.md.txt`, which is no page of the site."""
+    name = "-".join(file.relative_to(ROOT).parts)
+    return f"{name}.txt" if file.suffix == ".md" else name
 
 
 def _renamed(name: str) -> str:
