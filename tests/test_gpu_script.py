@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,9 +17,11 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu  # noqa: E402
+SCRIPT = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+assert SCRIPT is not None
+assert SCRIPT.loader is not None
+gpu = sys.modules["gpu"] = importlib.util.module_from_spec(SCRIPT)  # where dataclasses look for it
+SCRIPT.loader.exec_module(gpu)
 
 BESIDE_TORCH = {"filelock", "fsspec", "networkx", "numpy", "setuptools", "sympy", "torch", "typing-extensions"}
 NOT_LOADED = {"huggingface-hub"}  # tokenizers names it, and has no need of it here
