@@ -57,7 +57,10 @@ def test_the_model_is_named_too(caplog):
 
 
 class Shared(nn.Module):
-    """Threads that are in here at the same time have room for so many rows between them."""
+    """Threads that are in here at the same time have room for so many rows between them.
+
+    Two of them with room for 24 never come to a single row: 16 and 8 fit, whoever is held up inside.
+    """
 
     def __init__(self, room: int) -> None:
         super().__init__()
@@ -79,9 +82,9 @@ class Shared(nn.Module):
 def test_lanes_that_share_a_model_go_on_with_smaller_steps_and_say_so_once(fixed_shape, caplog):
     forward = CpuForward(Shared(24), torch.float32, 64, fixed_shape)
     blocks = [np.random.default_rng(seed).random((100 + seed, 3), np.float32) for seed in range(12)]
-    with caplog.at_level(logging.WARNING, "gpuinfer"), ThreadPoolExecutor(3) as lanes:
+    with caplog.at_level(logging.WARNING, "gpuinfer"), ThreadPoolExecutor(2) as lanes:
         answers = list(lanes.map(lambda block: forward([block])[0], blocks))
     for block, answer in zip(blocks, answers, strict=True):
         np.testing.assert_allclose(answer, block.sum(1, keepdims=True), rtol=1e-6)
-    assert 1 <= forward.step.rows <= 24
+    assert 4 <= forward.step.rows <= 24
     assert len([one for one in caplog.messages if "out of memory" in one]) == 1

@@ -233,7 +233,6 @@ def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
 
 
 async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path):
-    """Also once nobody listens any more."""
     texts = Texts(Dying, called="the toy", log=str(tmp_path / "toy.log"))
     with serving_text(restart=True, texts=texts) as server:
         async with asking(server) as engine:
@@ -241,7 +240,6 @@ async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_pr
             assert type(answer) is BackendDied
             assert str(answer).startswith("the toy died. ")
             assert str(answer).endswith(f'in {tmp_path / "toy.log"}: "OddError: the moon is in the way".')
-        await asyncio.to_thread(until, lambda: server.lost, "its end")
 
 
 async def test_a_server_that_fails_at_a_question_is_gone_and_says_why():
