@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -21,13 +21,11 @@ from gpuinfer.central.server import CentralServer
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.models import processor
 from gpuinfer.models.stages.options import (
-    MICRO_BATCH_ROWS,
-    MOST_STAGES,
     PARALLEL,
-    SPLIT_POINTS,
-    STAGES,
-    WITH_STAGES,
+    MicroBatchRows,
     Parallel,
+    SplitPoints,
+    Stages,
     complaint_of,
 )
 from gpuinfer.text import arithmetic
@@ -140,13 +138,9 @@ class Central(Remote):
         compile: bool = Field(False, description="compile the model with torch.compile")
         graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
         parallel: Parallel = Field("data", description=f"of text: {PARALLEL}")
-        stages: Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"] = Field(
-            "auto", description=STAGES, json_schema_extra=WITH_STAGES
-        )
-        split_points: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-            None, description=SPLIT_POINTS, json_schema_extra=WITH_STAGES
-        )
-        micro_batch_rows: int | None = Field(None, ge=1, description=MICRO_BATCH_ROWS, json_schema_extra=WITH_STAGES)
+        stages: Stages = "auto"
+        split_points: SplitPoints = None
+        micro_batch_rows: MicroBatchRows = None
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
         batch_timeout: float = Field(300.0, gt=0, description="seconds after which a batch is given up, and the server")
         restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")

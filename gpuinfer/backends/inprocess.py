@@ -22,13 +22,12 @@ from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
 from gpuinfer.models.stages.options import (
     LAYERS,
-    MICRO_BATCH_ROWS,
-    MOST_STAGES,
     PARALLEL,
-    SPLIT_POINTS,
-    STAGES,
     WITH_STAGES,
+    MicroBatchRows,
     Parallel,
+    SplitPoints,
+    Stages,
     complaint_of,
 )
 from gpuinfer.text import arithmetic
@@ -77,13 +76,9 @@ class InProcess(Backend):
             None, description="of gradients: keep activations of so many segments of the layers alone, or auto"
         )
         parallel: Parallel = Field("data", description=PARALLEL)
-        stages: Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"] = Field(
-            "auto", description=STAGES, json_schema_extra=WITH_STAGES
-        )
-        split_points: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-            None, description=SPLIT_POINTS, json_schema_extra=WITH_STAGES
-        )
-        micro_batch_rows: int | None = Field(None, ge=1, description=MICRO_BATCH_ROWS, json_schema_extra=WITH_STAGES)
+        stages: Stages = "auto"
+        split_points: SplitPoints = None
+        micro_batch_rows: MicroBatchRows = None
         layers: str | None = Field(None, min_length=1, description=LAYERS, json_schema_extra=WITH_STAGES)
 
         @model_validator(mode="after")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+from pydantic import Field
 from pydantic.config import JsonDict
 
 Parallel = Literal["data", "layers", "pipeline"]
@@ -18,12 +19,33 @@ PARALLEL = (
     "data: each batch goes through a whole model; layers: the model's layers over the devices, one batch at a time; "
     "pipeline: the same with micro-batches of several batches in flight"
 )
-STAGES = "of layers and pipeline: how many; auto: one a device, two on a single CPU"
-SPLIT_POINTS = "of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and memory"
-MICRO_BATCH_ROWS = "of layers and pipeline: rows, of text tokens, that go through a stage at once; default by the batch"
 LAYERS = (
     "of stages and checkpoint_segments: the attribute with the layers, where they cannot be told, as encoder.blocks"
 )
+
+Stages = Annotated[
+    Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"],
+    Field(
+        description="of layers and pipeline: how many; auto: one a device, two on a single CPU",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
+SplitPoints = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...] | None,
+    Field(
+        description="of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and "
+        "memory",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
+MicroBatchRows = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(
+        description="of layers and pipeline: rows, of text tokens, that go through a stage at once; default by the "
+        "batch",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
 
 
 class CutOptions(Protocol):
