@@ -240,6 +240,9 @@ async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_pr
             assert type(answer) is BackendDied
             assert str(answer).startswith("the toy died. ")
             assert str(answer).endswith(f'in {tmp_path / "toy.log"}: "OddError: the moon is in the way".')
+            async with asyncio.timeout(SECONDS):
+                while not server.lost:  # one that has been brought back dies of the next question
+                    await all_of(engine, [short("any")])
 
 
 async def test_a_server_that_fails_at_a_question_is_gone_and_says_why():
