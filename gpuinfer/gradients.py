@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,11 @@ class TrainingBatch:
     version: int = 0
     settings: Mapping[str, float] = field(default_factory=dict)  # arguments of the loss, as far as it takes them
     backward: bool = True  # False: the loss alone, of the model as it answers (no dropout)
+    executor: Executor | None = None
+    """Of a single thread, in which whoever asks computes too, such as steps of the optimizer: the pass goes there. Each
+    thread that computes with torch on a CPU has a pool of threads of its own, and with two such pools the threads of
+    either sleep after each operation and have to be woken for the next (GNU's OpenMP, once there are more threads than
+    cores). None: a thread of the backend's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

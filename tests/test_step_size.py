@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,20 +32,57 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 def test_the_step_after_failures(failed, left):
     step = StepSize(64)
     for rows in failed:
-        step.halve(rows, FULL)
+        step.make_room(rows, FULL)
     assert step.rows == left
 
 
 def test_a_single_row_is_given_up_once_no_step_is_larger():
     step = StepSize(2, "cuda:1")
-    step.halve(1, FULL)
+    step.make_room(1, FULL)
     with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*--dtype bfloat16"):
-        step.halve(1, FULL)
+        step.make_room(1, FULL)
+
+
+def test_a_step_that_was_begun_with_more_rows_is_waited_for():
+    step = StepSize(64)
+    with ThreadPoolExecutor(1) as other:
+        with step.under_way(64):
+            step.make_room(64, FULL)
+            waits = other.submit(step.make_room, 32, FULL)
+            until(lambda: step.waiting == 1)
+        waits.result(60)
+    assert step.rows == 32
+
+
+def test_a_step_that_hangs_is_waited_for_once():
+    step = StepSize(64, wait_s=0.0)
+    with step.under_way(64):
+        for _ in range(3):
+            step.make_room(step.rows, FULL)
+    assert step.rows == 8
+
+
+def test_single_rows_go_one_by_one():
+    step = StepSize(2)
+    step.make_room(2, FULL)
+    with ThreadPoolExecutor(1) as other:
+        with step.under_way(1):
+            later = other.submit(lambda: step.under_way(1).__enter__())
+            with pytest.raises(TimeoutError):
+                later.result(0.05)
+        later.result(60)
+
+
+def until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_the_device_is_named_where_there_may_be_several(caplog):
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        StepSize(64, "cuda:1").halve(64, FULL)
+        StepSize(64, "cuda:1").make_room(64, FULL)
     assert caplog.messages == [
         "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. Set -B chunk_rows=32 to start there."
     ]
@@ -52,7 +90,7 @@ def test_the_device_is_named_where_there_may_be_several(caplog):
 
 def test_the_model_is_named_too(caplog):
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        StepSize(64, "cuda:1", "blobnet (best.safetensors)").halve(64, FULL)
+        StepSize(64, "cuda:1", "blobnet (best.safetensors)").make_room(64, FULL)
     assert "out of memory at 64 rows of blobnet (best.safetensors) on cuda:1: going on" in caplog.text
 
 
@@ -88,3 +126,42 @@ def test_lanes_that_share_a_model_go_on_with_smaller_steps_and_say_so_once(fixed
         np.testing.assert_allclose(answer, block.sum(1, keepdims=True), rtol=1e-6)
     assert 4 <= forward.step.rows <= 24
     assert len([one for one in caplog.messages if "out of memory" in one]) == 1
+
+
+class Held(Shared):
+    """Its first step does not end before `released`."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.first, self.held, self.released = threading.Lock(), threading.Event(), threading.Event()
+
+    def forward(self, rows):
+        first = self.first.acquire(blocking=False)
+        with self._lock:
+            if self._held + len(rows) > self.room:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            self._held += len(rows)
+        if first:
+            self.held.set()
+            assert self.released.wait(60)
+        with self._lock:
+            self._held -= len(rows)
+        return rows.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True], ids=["any shape", "one shape"])
+def test_lanes_do_not_fail_beside_one_that_is_held_up_with_all_of_the_memory(fixed_shape):
+    module = Held(64)
+    forward = CpuForward(module, torch.float32, 64, fixed_shape)
+    block = np.ones((100, 3), np.float32)
+    with ThreadPoolExecutor(4) as lanes:
+        one = lanes.submit(forward, [block])
+        assert module.held.wait(60)
+        others = [lanes.submit(forward, [block]) for _ in range(3)]
+        try:
+            until(lambda: forward.step.waiting == 3 or any(other.done() for other in others))
+        finally:
+            module.released.set()
+        for lane in (one, *others):
+            assert (lane.result(60)[0] == 3).all()
+    assert forward.step.rows >= 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -152,7 +152,13 @@ class InProcess(Backend):
             self.limits = self._text.limits
             return
         if self._trains:
-            self._gradients = await asyncio.to_thread(self._open_gradients, spec)
+            # In a thread that ends: its pool of OpenMP would outlive the opening, see `TrainingBatch.executor`.
+            opening = ThreadPoolExecutor(1, "gpuinfer-open")
+            try:
+                loop = asyncio.get_running_loop()
+                self._gradients = await loop.run_in_executor(opening, self._open_gradients, spec)
+            finally:
+                opening.shutdown(wait=False)
             self.limits = self._gradients.limits
         else:
             self._opened = await asyncio.to_thread(self._open, spec, context)
@@ -213,7 +219,8 @@ class InProcess(Backend):
         context, payloads = contextvars.copy_context(), [request.payload for request in batch]
         loop = asyncio.get_running_loop()
         answers = partial(gradients.answers_to, opened.passed, payloads)
-        return await loop.run_in_executor(threads, context.run, self._in_turn, answers, len(batch))
+        executor: Executor = next(filter(None, (getattr(one, "executor", None) for one in payloads)), threads)
+        return await loop.run_in_executor(executor, context.run, self._in_turn, answers, len(batch))
 
     def _in_turn(self, answers: Callable[[], list[Any]], work: int) -> list[Any]:
         """In a thread of its own, once it is its turn at the device, on as many cores as it has there."""

@@ -68,9 +68,11 @@ class CpuForward:
             while done < run.rows:
                 chunk = self.step.rows  # read once: another thread may shrink it
                 rows = min(chunk, run.rows - done)
-                answers, failure = self._attempt(run, done, rows, chunk)
+                shape = chunk if self.fixed_shape else rows
+                with self.step.under_way(shape):
+                    answers, failure = self._attempt(run, done, rows, chunk)
                 if failure is not None:
-                    self.step.halve(chunk if self.fixed_shape else rows, failure)
+                    self.step.make_room(shape, failure)
                     continue
                 chunks.append(answers)
                 done += rows
@@ -85,7 +87,8 @@ class CpuForward:
         if inputs.dtype != self.dtype or self.bits is not None:
             return None
         try:
-            answers = self._through(inputs, rows)
+            with self.step.under_way(rows):
+                answers = self._through(inputs, rows)
             return like(answers, [tensor.numpy() for tensor in tensors_of(answers)])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

@@ -115,9 +115,12 @@ class CudaForward:
         while done < run.rows:
             chunk = self.step.rows
             rows = min(chunk, run.rows - done)
-            if failure := self._attempt(slot, run, done, rows, chunk, room):
+            shape = chunk if self.fixed_shape else rows
+            with self.step.under_way(shape):
+                failure = self._attempt(slot, run, done, rows, chunk, room)
+            if failure is not None:
                 torch.cuda.empty_cache()
-                self.step.halve(chunk if self.fixed_shape else rows, failure)
+                self.step.make_room(shape, failure)
                 continue
             done += rows
 
@@ -174,7 +177,7 @@ class CudaForward:
             for slot in slots:
                 slot.graphs.clear()
             torch.cuda.empty_cache()
-            self.step.halve(chunk, failure)
+            self.step.make_room(chunk, failure)
 
     def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Any:
         answers: Any = None

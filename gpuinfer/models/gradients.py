@@ -25,7 +25,7 @@ from gpuinfer.models.live_bytes import LiveBytes
 from gpuinfer.models.load import probe, trainable
 from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.networks import SHOWN, load_weights, mismatches
-from gpuinfer.models.open_model import ForwardTuning, divide_cores, threads_for
+from gpuinfer.models.open_model import ForwardTuning, compute_with, divide_cores, threads_for
 from gpuinfer.models.processor import computed_in
 from gpuinfer.models.staging import as_tensor, like, tensors_of
 
@@ -47,7 +47,7 @@ class GradientTuning(ForwardTuning, Protocol):
 
 @dataclass(frozen=True)
 class OpenedGradients:
-    """A model in training. One thread at a time may call `passed`."""
+    """A model in training. One thread at a time may call `passed`, and computes with as many as were asked for then."""
 
     limits: Limits
     passed: Callable[[TrainingBatch], Gradients]
@@ -84,8 +84,13 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
     gauge, threads = Gauge(device), threads_for(setup, tuning)
     limits = Limits(tuning.max_rows or MAX_ROWS)
     in_force = {"max_rows": limits.max_rows, "in_flight": 1, "threads": threads, "segments": passes.segments}
+
+    def passed(batch: TrainingBatch) -> Gradients:
+        compute_with(threads)  # a thread that is not ours may have computed with another number
+        return passes(batch)
+
     return OpenedGradients(
-        limits, passes, lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force}
+        limits, passed, lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force}
     )
 
 

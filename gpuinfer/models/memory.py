@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -14,6 +16,7 @@ logger = logging.getLogger("gpuinfer")
 
 # What the CPU allocator and oneDNN say; torch.OutOfMemoryError is CUDA's alone.
 PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "could not create a memory object")
+WAIT_S = 60.0  # for another thread's step to end: longer than any that is of use to anybody
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -24,22 +27,53 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StepSize:
-    """How many rows go through the model at once; it only ever shrinks. Threads may share one."""
+    """How many rows go through the model at once; it only ever shrinks. Threads may share one.
 
-    def __init__(self, rows: int, where: str = "", whose: str = "") -> None:
-        """`where` names the device and `whose` the model, where there may be several."""
+    Whoever fails beside a step that was begun before the last halving waits for it to end, instead of halving for its
+    sake: otherwise several would come down to a single row, and fail, while one is held up with a large step in hand.
+    """
+
+    def __init__(self, rows: int, where: str = "", whose: str = "", *, wait_s: float = WAIT_S) -> None:
+        """`where` names the device and `whose` the model, where there may be several. `wait_s` is the most seconds that
+        anybody waits for a step of another's.
+        """
         self.rows = rows
+        self.waiting = 0  # threads that have failed and wait for another's step
         self._where = (f" of {whose}" if whose else "") + (f" on {where}" if where else "")
-        self._lock = threading.Lock()
+        self._wait_s = wait_s
+        self._ended = threading.Condition()
+        self._under_way: dict[object, int] = {}  # rows of each step that may hold memory
+        self._one_by_one = threading.Lock()
         self._said = False
 
-    def halve(self, failed_rows: int, cause: BaseException) -> None:
-        """After `failed_rows` rows did not fit. Raises `BackendError` when a single row does not.
+    @contextlib.contextmanager
+    def under_way(self, rows: int) -> Iterator[None]:
+        """Around a step of so many rows, up to its end or failure. Once memory has run out for all but single rows they
+        go one by one, so that none fails for another's.
+        """
+        alone = self._said and self.rows <= 1 and self._one_by_one.acquire(timeout=self._wait_s)
+        step = object()
+        with self._ended:
+            self._under_way[step] = rows
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._under_way.pop(step, None)
+                self._ended.notify_all()
+            if alone:
+                self._one_by_one.release()
+
+    def make_room(self, failed_rows: int, cause: BaseException) -> None:
+        """After a step of `failed_rows` rows did not fit and has ended: wait for a larger one, or halve. Raises
+        `BackendError` when a single row does not fit.
 
         Fewer than a step may have failed because another thread's step held the memory: then that one is halved, and
         those rows are tried again as they are.
         """
-        with self._lock:
+        with self._ended:
+            if self._larger_has_ended():
+                return
             if max(failed_rows, self.rows) <= 1:
                 raise self._single(cause)
             self.rows = min(self.rows, failed_rows // 2) if failed_rows >= self.rows else self.rows // 2
@@ -52,6 +86,21 @@ class StepSize:
                 rows,
                 rows,
             )
+
+    def _larger_has_ended(self) -> bool:
+        """Whether one of the steps larger than those that begin now has ended, which takes at most `wait_s`."""
+        larger = [step for step, rows in self._under_way.items() if rows > self.rows]
+        if not larger:
+            return False
+        self.waiting += 1
+        try:
+            ended = self._ended.wait_for(lambda: any(step not in self._under_way for step in larger), self._wait_s)
+        finally:
+            self.waiting -= 1
+        if not ended:
+            for step in larger:  # it hangs: nobody waits for it again
+                self._under_way.pop(step, None)
+        return ended
 
     def _single(self, cause: BaseException) -> BackendError:
         error = BackendError(

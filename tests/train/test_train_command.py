@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
+from collections import defaultdict
 
 import forking
 import jsonschema
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file
 from train_models import ACTIONS, FEATURES, SEATS, positions
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.gradients import GradientPass
 from gpuinfer.positions.reading import Sizes, positions_of, sizes_of
 from gpuinfer.positions.records import Folder
 from gpuinfer.report.report import schema
@@ -75,6 +78,30 @@ def test_training_learns_and_reports_it(train, tmp_path):
     assert report["throughput"]["steps_per_s"] > 0
     assert "evaluations_per_s" not in report["throughput"]
     assert all(np.isfinite(one).all() for one in weights(tmp_path / "out").values())
+
+
+def test_passes_and_steps_compute_in_one_thread_and_no_other_is_left_that_did(train, monkeypatch):
+    """Each thread that has computed has a pool of others behind it, and two pools are in each other's way."""
+
+    def noting(kind, name):
+        computed = getattr(kind, name)
+
+        def noted(*arguments, **more):
+            where[computed.__qualname__].add(threading.current_thread())
+            return computed(*arguments, **more)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    where = defaultdict(set)
+    for kind, name in ((GradientPass, "__init__"), (GradientPass, "_passed"), (Stepper, "__init__"), (Stepper, "step")):
+        noting(kind, name)
+    assert train(steps=3)[0] == 0
+    opening = where.pop("GradientPass.__init__")
+    assert len(where) == 3
+    assert len(set.union(*where.values())) == 1
+    for one in opening:
+        one.join(10)
+        assert not one.is_alive()
 
 
 def test_a_run_that_broke_goes_on_to_the_same_bits(train, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -92,6 +94,14 @@ async def test_weights_of_one_version_are_taken_once():
     ]
     first, same, changed = await gradients(*asked)
     assert first.loss == same.loss != changed.loss
+
+
+async def test_a_pass_goes_to_the_thread_of_whoever_asks_with_as_many_threads_as_the_backend_has():
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(torch.set_num_threads, 2).result()
+        (found,) = await gradients(batch_of(8, executor=executor))
+        assert executor.submit(torch.get_num_threads).result() == 1
+    assert_same(found.by_name, (await gradients(batch_of(8)))[0].by_name, tolerance=0)
 
 
 async def test_the_loss_alone_costs_no_way_back():

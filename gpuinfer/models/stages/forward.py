@@ -46,7 +46,9 @@ class StagedForward:
         left = self._ranges(0, run.rows)
         while left:
             step, failed = self.step.rows, list[tuple[Range, BaseException]]()
-            for span, outcome in zip(left, self._through(run, left, step), strict=True):
+            with self.step.under_way(step):
+                outcomes = self._through(run, left, step)
+            for span, outcome in zip(left, outcomes, strict=True):
                 if not isinstance(outcome, BaseException):
                     answers[span] = outcome
                 elif is_out_of_memory(outcome):
@@ -54,7 +56,7 @@ class StagedForward:
                 else:
                     raise outcome
             for (start, stop), error in failed[:1]:
-                self.step.halve(step if self._fixed_shape else stop - start, error)
+                self.step.make_room(step if self._fixed_shape else stop - start, error)
             left = [part for (start, stop), _ in failed for part in self._ranges(start, stop)]
         enter_station("transfer")
         return run.split(joined([answers[span] for span in sorted(answers)]))

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -89,15 +89,19 @@ class Train(Workload):
         )
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        with ThreadPoolExecutor(1, "gpuinfer-train") as thread:
-            training = _Training(self, infer, thread)
-            async for progress in training.prepared():
-                yield progress
-            try:
-                async for progress in training.trained():
+        compute = ThreadPoolExecutor(1, "gpuinfer-train")
+        try:
+            with ThreadPoolExecutor(1, "gpuinfer-files") as files:
+                training = _Training(self, infer, compute, files)
+                async for progress in training.prepared():
                     yield progress
-            finally:
-                training.folder.release()
+                try:
+                    async for progress in training.trained():
+                        yield progress
+                finally:
+                    training.folder.release()
+        finally:
+            compute.shutdown(wait=False)  # a loss may hang
 
     def deciding_settings(self, positions: Positions) -> dict[str, Any]:
         """All that decides which weights come out: a run with others does not go on with this one."""
@@ -114,12 +118,15 @@ class Train(Workload):
 
 
 class _Training:
-    """One run of the workload. All that computes here is done in the one thread that it is given."""
+    """One run of the workload. All that computes with torch is done in one thread, passes included, and what reads and
+    writes files in another, so that nobody waits for a loss that hangs.
+    """
 
     folder: TrainingFolder
 
-    def __init__(self, workload: Train, infer: Infer, thread: ThreadPoolExecutor) -> None:
-        self._workload, self._own, self._infer, self._thread = workload, workload.options, infer, thread
+    def __init__(self, workload: Train, infer: Infer, compute: Executor, files: Executor) -> None:
+        self._workload, self._own, self._infer = workload, workload.options, infer
+        self._compute, self._files = compute, files
         self._lane = infer.lane("trainer")
         self._step = self._begun = self._kept = 0
         self._loss_name = ""
@@ -132,10 +139,10 @@ class _Training:
         """Records read, the folder claimed, weights and optimizer where they were."""
         yield Progress(0, note="reading the records", unit="steps", setup=True)
         own, workload = self._own, self._workload
-        positions = await self._do(positions_of, own.records, own.window)
-        settings = await self._do(workload.deciding_settings, positions)
+        positions = await self._do(self._files, positions_of, own.records, own.window)
+        settings = await self._do(self._files, workload.deciding_settings, positions)
         yield Progress(0, note="making the model ready", unit="steps", setup=True)
-        await self._do(self._open, positions, settings)
+        await self._do(self._compute, self._open, positions, settings)
         try:
             limits = await self._infer.ready()
             if self._batches.size > limits.max_rows:
@@ -179,7 +186,7 @@ class _Training:
         if self._step > self._kept:
             await self._keep()
         if self._step == own.steps:
-            await self._do(self.folder.finish, self._step, self._loss_name, self._stepper.state())
+            await self._do(self._files, self.folder.finish, self._step, self._loss_name, self._stepper.state())
         yield self._progress()
 
     async def _one_step(self, me: Hashable) -> None:
@@ -195,7 +202,7 @@ class _Training:
         )
         self._lane.enter("optimizer")
         began = time.perf_counter()
-        norm = await self._do(self._stepper.step, found, rate)
+        norm = await self._do(self._compute, self._stepper.step, found, rate)
         self._lane.enter("idle")
         self._step += 1
         self._latest.append(replace(found, by_name={}, buffers={}))
@@ -208,7 +215,7 @@ class _Training:
     async def _ask(self, batch: TrainingBatch, me: Hashable) -> Gradients:
         own, step = self._own, self._step
         settings = {"value_weight": own.value_weight}
-        batch = replace(batch, weights=self._stepper.weights, version=step, settings=settings)
+        batch = replace(batch, weights=self._stepper.weights, version=step, settings=settings, executor=self._compute)
         self._lane.enter("idle")
         found: Gradients = await self._infer(batch, rows=len(batch.features), client=me)
         if self._loss_name not in ("", found.loss_name):
@@ -238,12 +245,12 @@ class _Training:
 
     async def _keep(self) -> None:
         self._lane.enter("record")
-        await self._do(self.folder.keep, self._step, self._loss_name, self._stepper.state())
+        await self._do(self._files, self.folder.keep, self._step, self._loss_name, self._stepper.state())
         self._lane.enter("idle")
         self._kept = self._step
 
-    async def _do(self, work: Callable[..., Made], *arguments: Any) -> Made:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    async def _do(self, where: Executor, work: Callable[..., Made], *arguments: Any) -> Made:
+        return await asyncio.get_running_loop().run_in_executor(where, work, *arguments)
 
     def _progress(self) -> Progress:
         self._tell_at = time.monotonic() + TELL_S
