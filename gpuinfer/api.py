@@ -668,6 +668,9 @@ class Workload(Plugin, ABC):
     max_failures: ClassVar[float] = 0.0  # share that may fail before the run has failed, unless the user says another
     goes_on_by: ClassVar[Sequence[str]] = ()  # options that take up what an earlier run left, such as "resume"
     writes_to: ClassVar[Sequence[str]] = ()  # options that name the file or folder that it writes, such as "out"
+    prepares: ClassVar[bool] = False
+    """Whether it begins with a `Progress` with `setup`, and nothing of it computes from the first one without until it
+    is asked to go on: the bare model may be measured then, while all is ready and waits."""
 
     def model(self) -> ModelSpec | None:
         """The model that the backend must serve; None when the workload brings its own answers."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.models import roofline
 from gpuinfer.models.bare import (
     Arrangement,
     LookMark,
@@ -22,16 +23,19 @@ from gpuinfer.models.bare import (
     marked,
     measure,
     search,
+    stands,
     sustained,
 )
-from gpuinfer.models.roofline import measure_in_child, outcome, unpacked
-from gpuinfer.runtime.measuring import AFTER_S, LONGER_S, reconciled
+from gpuinfer.models.roofline import Measurer, outcome, unpacked
+from gpuinfer.runtime.measuring import AFTER_S, LEAST_AFTER_S, LONGER, reconciled
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
 ONE, TWO = Arrangement(1, 2), Arrangement(2, 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
-RUN = {"devices": ["cpu"], "dtype": "float32", "seed": 0, "cores": 1, "budget_s": 0.1}
+ON = {"devices": ["cpu"], "dtype": "float32", "seed": 0, "cores": 1}
+RUN = {**ON, "budget_s": 0.1}
+AFTER, LONGER_AFTER = 1.0, LONGER  # of a run of ten seconds
 
 
 def spec(name="blobnet-small"):
@@ -146,6 +150,27 @@ def test_a_roofline_of_a_real_model():
     assert found.arrangement == "1 forward × 1 thread"
 
 
+@pytest.mark.parametrize(
+    ("rows", "arrangement"), [pytest.param(256, "9 forwards", id="arrangement"), pytest.param(77, None, id="rows")]
+)
+def test_what_no_search_would_try_is_looked_for(rows, arrangement):
+    found = measure(spec(), **RUN, only=Roofline(1.0, rows, arrangement or "1 forward × 1 thread"))
+    assert found.at_rows in (*SIZES, 4096)
+    assert found.arrangement == "1 forward × 1 thread"
+
+
+def test_the_search_ends_once_the_best_have_shown_what_they_sustain():
+    def look(arrangement, rows, seconds):
+        looked.append(seconds)
+        return [rows * 1.0] * 4
+
+    looked: list[float] = []
+    search(look, [ONE], SIZES, budget_s=2.0)
+    assert looked[len(SIZES) :] == [pytest.approx(0.2)] * 2
+    assert not stands([1.0] * 7), "too few"
+    assert not stands([1.0] * 10 + [1.2] * 2), "a third one may come as high"
+
+
 def test_an_earlier_roofline_is_measured_again_where_it_was_reached():
     found = measure(spec(), **RUN, only=Roofline(1.0, 256, "1 forward × 1 thread"))
     assert (found.at_rows, found.arrangement) == (256, "1 forward × 1 thread")
@@ -224,20 +249,28 @@ def again(*rates):
 @pytest.mark.parametrize(
     ("run", "rates", "expected", "asked"),
     [
-        pytest.param(80.0, [90.0], (100.0, (100.0, 90.0), False), [AFTER_S], id="the higher one counts: before"),
-        pytest.param(80.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER_S], id="the higher one counts: after"),
-        pytest.param(105.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER_S], id="only the first was too low"),
-        pytest.param(120.0, [110.0, 130.0], (130.0, (100.0, 110.0, 130.0), False), [AFTER_S, LONGER_S], id="longer"),
-        pytest.param(120.0, [110.0, 115.0], (120.0, (100.0, 110.0, 115.0), True), [AFTER_S, LONGER_S], id="the run is"),
-        pytest.param(120.0, [], (120.0, (100.0,), True), [AFTER_S], id="it is not measured again"),
-        pytest.param(80.0, [], (100.0, (100.0,), False), [AFTER_S], id="nor is there a need"),
+        pytest.param(80.0, [90.0], (100.0, (100.0, 90.0), False), [AFTER], id="the higher one counts: before"),
+        pytest.param(80.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER], id="the higher one counts: after"),
+        pytest.param(105.0, [110.0], (110.0, (100.0, 110.0), False), [AFTER], id="only the first was too low"),
+        pytest.param(120.0, [110.0, 130.0], (130.0, (100.0, 110.0, 130.0), False), [AFTER, LONGER_AFTER], id="longer"),
+        pytest.param(120.0, [110.0, 115.0], (120.0, (100.0, 110.0, 115.0), True), [AFTER, LONGER_AFTER], id="the run"),
+        pytest.param(120.0, [], (120.0, (100.0,), True), [AFTER], id="it is not measured again"),
+        pytest.param(80.0, [], (100.0, (100.0,), False), [AFTER], id="nor is there a need"),
+        pytest.param(0.0, [90.0], (100.0, (100.0,), False), [], id="of nothing any rate is the same share"),
     ],
 )
 def test_no_run_does_more_than_its_roofline(run, rates, expected, asked):
     measured, seconds = again(*rates)
-    found = reconciled(Roofline(100.0, 64, "one", (100.0,)), run, measured)
+    found = reconciled(Roofline(100.0, 64, "one", (100.0,)), run, 10.0, measured)
     assert (found.rows_per_s, tuple(found.measured), found.raised) == expected
-    assert seconds == asked
+    assert seconds == pytest.approx(asked)
+
+
+@pytest.mark.parametrize(("wall_s", "seconds"), [(0.3, LEAST_AFTER_S), (8.0, 0.8), (3600.0, AFTER_S)])
+def test_a_short_run_is_followed_by_a_short_look(wall_s, seconds):
+    measured, asked = again(90.0)
+    reconciled(Roofline(100.0, 64, "one", (100.0,)), 80.0, wall_s, measured)
+    assert asked == pytest.approx([seconds])
 
 
 # In a process of its own
@@ -273,23 +306,69 @@ def test_what_the_child_says_of_a_model_that_cannot_be_had_is_raised(name, said,
         unpacked(outcome(spec(name), RUN))
 
 
+@pytest.fixture
+def measurer():
+    made = Measurer(spec(), **ON)
+    yield made
+    made.close()
+
+
 def children():
     return [child for child in multiprocessing.active_children() if child.name == "gpuinfer-roofline"]
 
 
-def test_a_child_that_is_killed_is_told_of():
+def test_one_child_measures_as_often_as_it_is_asked(measurer):
+    first = measurer.measure(0.1)
+    (child,) = children()
+    again = measurer.measure(0.05, only=first)
+    assert (again.at_rows, again.arrangement) == (first.at_rows, first.arrangement)
+    assert again.rows_per_s > 0
+    assert [one.pid for one in children()] == [child.pid]
+    assert measurer.peak_mb > 0
+    measurer.close()
+    assert not children()
+
+
+def test_a_child_that_is_killed_is_told_of(measurer):
     def killed():
         for child in children():
             child.kill()
         return False
 
     with pytest.raises(BackendError, match=r"exit code -9 .* --no-roofline"):
-        measure_in_child(spec(), **RUN, stopped=killed)
+        measurer.measure(0.1, stopped=killed)
+    assert not children()
+
+
+def test_a_child_that_was_killed_in_between_is_told_of_and_the_next_question_starts_another(measurer):
+    first = measurer.measure(0.05)
+    children()[0].kill()
+    with pytest.raises(BackendError, match=r"exit code -9"):
+        measurer.measure(0.05, only=first)
+    assert measurer.measure(0.05, only=first).rows_per_s > 0
+
+
+def test_a_child_that_nobody_asks_ends_and_the_next_question_starts_another(measurer):
+    """So a long run does not have its memory taken."""
+    first = measurer.measure(0.05)
+    (child,) = children()
+    measurer._line.close()  # as it finds its line when it has waited for long enough
+    child.join(30.0)
+    assert child.exitcode == 0
+    assert measurer.measure(0.05, only=first).rows_per_s > 0
+
+
+def test_a_child_ends_by_itself_when_nobody_asks(monkeypatch):
+    monkeypatch.setattr(roofline, "IDLE_S", 0.0)
+    monkeypatch.setattr(roofline.children, "settle_in", lambda: None)
+    ours, theirs = multiprocessing.Pipe()
+    roofline.answer(theirs, spec(), ON)  # returns: there was no question
+    ours.close()
 
 
 def test_a_child_that_hangs_is_told_of_and_ended(bad_models):
     with pytest.raises(BackendError, match=r"longer than 0\.2 s"):
-        measure_in_child(spec("a_bad_model:hangs"), **RUN, timeout_s=0.2)
+        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, timeout_s=0.2)
     assert not children()
 
 
@@ -297,5 +376,5 @@ def test_who_stops_it_does_not_wait_for_it(bad_models):
     """The child would take ten minutes; the second question whether it is still wanted ends it."""
     answers = iter([False, True])
     with pytest.raises(BackendError, match="was stopped"):
-        measure_in_child(spec("a_bad_model:hangs"), **RUN, stopped=lambda: next(answers))
+        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=lambda: next(answers))
     assert not children()

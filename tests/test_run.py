@@ -16,8 +16,9 @@ import pytest
 from helpers import AtOnce, Counting, Doubler, Endless, Modelled, Spread, Unreachable
 from remotes import Far
 
-from gpuinfer.api import ModelSpec, Roofline, Setup
+from gpuinfer.api import Progress, Roofline, Setup
 from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.models.remembered import Found
 from gpuinfer.report import report
 from gpuinfer.runtime import measuring
 from gpuinfer.runtime.run import execute, run
@@ -187,8 +188,9 @@ def serving_a_model():
 
 @pytest.mark.thorough
 def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
-    for name, seconds in (("BEFORE_S", 0.3), ("AFTER_S", 0.05), ("LONGER_S", 0.1)):
+    for name, seconds in (("BEFORE_S", 0.3), ("LEAST_AFTER_S", 0.05)):
         monkeypatch.setattr(measuring, name, seconds)
+    monkeypatch.setattr(measuring.remembered, "place_of", lambda *_, **__: None)
     phases = []
     made = checked(go(Modelled(total=3), serving_a_model, on_update=lambda update: phases.append(update.phase)))
     found = made["roofline"]
@@ -205,28 +207,116 @@ def test_a_run_that_does_more_than_a_given_roofline_is_its_own():
     assert made["roofline"]["measured"] == [1e-3]
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("phase", ["measuring the roofline", "measuring the roofline again"])
-def test_a_signal_while_the_roofline_is_measured_ends_that_at_once(phase, tmp_path, monkeypatch):
-    """The first time the model takes ten minutes to build; the second time what was finished is kept."""
-    (tmp_path / "slow.py").write_text("import time\ndef net(): time.sleep(600)\n")
-    monkeypatch.chdir(tmp_path)
-    if phase.endswith("again"):
-        first = Roofline(1e9, 64, "one", (1e9,))
-        monkeypatch.setattr(measuring, "roofline_of", lambda *_, only=None, **more: hangs(**more) if only else first)
-    backend = Doubler(Setup(model=ModelSpec("slow:net")))
+class Bare:
+    """Stands in for what measures the bare model, and writes down when it does."""
 
-    def hangs(*, stopped, **_):
-        while not stopped():
+    def __init__(self, told, known=None, rate=2e9, hangs=(), fails=()):
+        self.told, self.known, self.fits_beside = told, known, True
+        self.rate, self.hangs, self.fails = rate, hangs, fails
+
+    def before(self, stopped):
+        return self._measured("before", stopped)
+
+    def again(self, before, seconds, stopped):
+        return self._measured("again", stopped)
+
+    def close(self):
+        self.told.append("closed")
+
+    def _measured(self, which, stopped):
+        self.told.append(which)
+        while which in self.hangs and not stopped():
             time.sleep(0.01)
-        raise BackendError("it was stopped. Start it again.")
+        if which in self.hangs or which in self.fails:
+            raise BackendError("it was killed. Start it again.")
+        return Roofline(self.rate, 64, "one", (self.rate,))
+
+
+def measured_by(monkeypatch, **arguments):
+    told = []
+    monkeypatch.setattr(measuring, "BareModel", lambda backend: Bare(told, **arguments))
+    return told
+
+
+class Preparing(Modelled):
+    """Is ready before it goes on."""
+
+    prepares = True
+
+    async def run(self, infer):
+        self.told.append(f"prepares for {infer.roofline.rows_per_s if infer.roofline else None}")
+        yield Progress(0, 3, setup=True)
+        self.told.append("ready")
+        yield Progress(0, 3)
+        self.told.append("goes on")
+        async for progress in super().run(infer):
+            yield progress
+
+
+KNOWN = Found(64, "one", 1e9, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "order"),
+    [
+        pytest.param(
+            KNOWN, ["prepares for 1000000000.0", "ready", "before", "goes on", "again", "closed"], id="once it is ready"
+        ),
+        pytest.param(
+            None,
+            ["before", "prepares for 2000000000.0", "ready", "goes on", "again", "closed"],
+            id="where needed first",
+        ),
+    ],
+)
+def test_the_bare_model_is_measured_while_nothing_else_computes(known, order, monkeypatch):
+    """Where an earlier run has found at which batch size it is at its best, it is measured once all is ready; what is
+    told is what was measured now.
+    """
+    told = measured_by(monkeypatch, known=known)
+    workload = Preparing(total=3)
+    workload.told = told
+    seen = []
+    made = checked(go(workload, serving_a_model, on_update=lambda update: seen.append(update.roofline)))
+    assert told == order
+    assert made["roofline"]["measured"] == [2e9, 2e9]
+    assert {one.rows_per_s for one in seen if one} <= {2e9}
+    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
+
+
+@pytest.mark.parametrize("known", [None, KNOWN])
+@pytest.mark.parametrize("fails", ["before", "again"])
+def test_a_run_goes_on_without_what_measures_its_roofline(fails, known, monkeypatch, caplog):
+    workload = Preparing(total=3)
+    workload.told = measured_by(monkeypatch, known=known, fails=(fails,))
+    made = checked(go(workload, serving_a_model))
+    assert (made["status"], made["progress"]["done"]) == ("done", 3)
+    assert (made["roofline"] and made["roofline"]["measured"]) == (None if fails == "before" else [2e9])
+    assert "the run goes on without it: it was killed" in caplog.text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("phase", "known"),
+    [
+        pytest.param("measuring the roofline", None, id="before"),
+        pytest.param("measuring the roofline", KNOWN, id="once it is ready"),
+        pytest.param("measuring the roofline again", None, id="afterwards"),
+    ],
+)
+def test_a_signal_while_the_roofline_is_measured_ends_that_at_once(phase, known, monkeypatch):
+    """What was finished is kept."""
+    afterwards = phase.endswith("again")
+    workload = Preparing(total=3) if known else Modelled(total=3)
+    workload.told = measured_by(monkeypatch, known=known, hangs=("again",) if afterwards else ("before",))
 
     def interrupt(update):
         if update.phase == phase:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    made = checked(go(Counting(total=3), lambda: backend, on_update=interrupt))
-    done = 3 if phase.endswith("again") else 0
+    made = checked(go(workload, serving_a_model, on_update=interrupt))
+    assert workload.told[-1] == "closed"
+    done = 3 if afterwards else 0
     assert made["progress"]["done"] == done
     assert made["status"] == ("done" if done else "partial")
     assert (made["roofline"] is None) == (not done)

@@ -9,7 +9,6 @@ from typing import Any
 
 import typer
 
-from gpuinfer import __version__
 from gpuinfer.cli.commands import Commands
 from gpuinfer.cli.problems import PARTIAL, exit_code, tell
 
@@ -26,6 +25,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from gpuinfer import __version__
+
         typer.echo(f"gpuinfer {__version__}")
         raise typer.Exit
 

@@ -70,7 +70,10 @@ def first_sentence(target: str) -> str:
     if path is None:
         return ""
     try:
-        tree = ast.parse(path.read_bytes())
+        source = path.read_bytes()
+        if not name and source.startswith(b'"""'):  # to read the rest of the file as Python takes some milliseconds
+            return source[3:].partition(b"\n")[0].decode().removesuffix('"""').strip()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return ""
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]

@@ -63,11 +63,12 @@ class Starting:
     """How long a run took to begin, without its roofline: so long does each turn of a trial."""
 
     def __init__(self) -> None:
-        self._roofline_s = 0.0
+        self._roofline_s = self._seen_s = 0.0
 
     def look(self, update: Update) -> None:
         if update.elapsed_s == 0 and update.phase == "measuring the roofline":
-            self._roofline_s = update.setup_s
+            self._roofline_s += update.setup_s - self._seen_s
+        self._seen_s = update.setup_s
 
     def seconds(self, report: Mapping[str, Any]) -> float:
         return max(0.0, float(report["setup_s"]) - self._roofline_s)

@@ -24,6 +24,20 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
+def make_ours(folder: Path) -> bool:
+    """Make the folder if need be; whether it can be written to, and by nobody else: code that is cached there is run as
+    it is found.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        status = folder.stat()
+        owners = {status.st_uid, folder.lstat().st_uid}  # of the folder, and of a link that leads there
+    except OSError:
+        return False
+    return owners == {os.getuid()} and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+
+
 def sync_folder(path: Path) -> None:
     """The names in it are on the disk when this returns: what was made, renamed or removed."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -29,10 +29,15 @@ def peak_bytes() -> int:
     return max(round(rss_peak_mb() * MEBIBYTE), resident_bytes())
 
 
-def forget_peak() -> None:
-    """Begin a new peak at what is resident now (Linux); what has been freed is given back to the system before."""
+def give_back() -> None:
+    """What this process has freed goes back to the system, as far as the C library (glibc) can do that."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_peak() -> None:
+    """Begin a new peak at what is resident now (Linux); what has been freed is given back to the system before."""
+    give_back()
     with contextlib.suppress(OSError):  # no such file, or a kernel that keeps it to itself
         CLEAR_REFS.write_text("5")
 

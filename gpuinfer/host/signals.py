@@ -8,7 +8,6 @@ The end of a process of the command line's own: at once, whatever its threads do
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import selectors
@@ -17,9 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from gpuinfer.host import children
+if TYPE_CHECKING:
+    import asyncio  # slow to import, and each command imports this, `--help` too
 
 FORCE_S = 1.5  # after the second signal
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -37,6 +37,8 @@ def handled(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    import asyncio
+
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     seen = 0
@@ -118,6 +120,8 @@ def now(code: int) -> NoReturn:
     last_words = threading.Thread(target=_last_words, daemon=True)  # a thread that is stuck may hold the locks
     last_words.start()
     last_words.join(0.5)
+    from gpuinfer.host import children  # as asyncio above
+
     children.kill_descendants()
     os._exit(code)
 

@@ -36,6 +36,7 @@ LOOK_S = 0.1  # long enough for some forwards of most models, short enough to fa
 MARK_S = 0.02  # between two marks: one costs as much as some hundred rows of a small model
 PASSES = 2  # of each thread in one look, at least
 REPEATED = 3  # looks that have come as high, where there are enough of them
+STANDING, STANDS = 8, 0.99  # looks after which it may be enough, if the third highest is so near to the highest
 SERVED = 0.5  # of a look that each thread must have had a core for: with less of it too little is left to go by
 
 
@@ -81,6 +82,11 @@ def sustained(rates: Sequence[float]) -> float:
     """What several looks have reached: the third highest of eight or more, the second of four, else the highest."""
     highest_first = sorted(rates, reverse=True)
     return highest_first[min(REPEATED - 1, len(highest_first) // 4)]
+
+
+def stands(rates: Sequence[float]) -> bool:
+    """Whether so many looks have come as near to the highest that more of them would hardly raise what is sustained."""
+    return len(rates) >= STANDING and STANDS * max(rates) <= sorted(rates)[-REPEATED]
 
 
 def _had(marks: Sequence[LookMark]) -> float:
@@ -216,12 +222,13 @@ def measure(
     only: Roofline | None = None,
 ) -> Roofline:
     """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`. `only`
-    asks for no more than the batch size and arrangement of an earlier measurement.
+    asks for no more than the batch size and arrangement of an earlier measurement; they are looked for all the same
+    where no search would try them.
 
     Of several CUDA devices each is measured, one after another, and their rates are added up: as if none hindered the
     others. Stand-ins on the CPU have its cores together, and are measured as the one CPU that they are.
 
-    It sets torch's thread count and the allocator for the whole process: `roofline.measure_in_child` gives it its own.
+    It sets torch's thread count and the allocator for the whole process: `roofline.Measurer` gives it its own.
     Raises `UsageError` when the model cannot be built.
     """
     keep_freed_memory()
@@ -280,10 +287,11 @@ def measured_on(
 
     cuda = place.type == "cuda"
     arrangements = [Arrangement(1), Arrangement(2)] if cuda else cpu_arrangements(cores, deterministic)
-    if only is not None:
-        known = [arrangement for arrangement in arrangements if str(arrangement) == only.arrangement]
+    sizes = CUDA_SIZES if cuda else CPU_SIZES
+    known = [one for one in arrangements if only is not None and str(one) == only.arrangement and only.at_rows in sizes]
+    if only is not None and known:
         return Roofline(sustained(look(known[0], only.at_rows, budget_s)), only.at_rows, only.arrangement)
-    best = search(look, arrangements, CUDA_SIZES if cuda else CPU_SIZES, budget_s)
+    best = search(look, arrangements, sizes, budget_s)
     return Roofline(best.rate, best.rows, str(best.arrangement))
 
 
@@ -298,7 +306,8 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
 
 
 def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Timed:
-    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn.
+    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn, until
+    what each has sustained stands.
 
     The rate is the best one sustained; the batch is the smallest that comes as near to it as noise lets one tell.
     """
@@ -306,8 +315,12 @@ def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int]
     found = [c for arrangement in arrangements for c in climb(look, arrangement, sizes, coarse_s)]
     finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
-    rounds = [[look(c.arrangement, c.rows, final_s) for c in finalists] for _ in range(FINAL_ROUNDS)]
-    seen = [[rate for looks in of_one for rate in looks] for of_one in zip(*rounds, strict=True)]
+    seen: list[list[float]] = [[] for _ in finalists]
+    for _ in range(FINAL_ROUNDS):
+        for candidate, rates in zip(finalists, seen, strict=True):
+            rates.extend(look(candidate.arrangement, candidate.rows, final_s))
+        if all(map(stands, seen)):
+            break
     settled = [replace(c, rate=sustained(rates)) for c, rates in zip(finalists, seen, strict=True)]
     return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch
 from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.nvml import handle_of, other_processes, seen_together
+from gpuinfer.models.processor import cpu_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,16 +112,6 @@ def cuda_state(count: int) -> str:
 def device_name(device: torch.device) -> str:
     """What the maker calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 MEGABYTE = 1 << 20

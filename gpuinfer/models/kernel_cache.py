@@ -22,6 +22,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.files import make_ours
 from gpuinfer.models.compiled_once import compiled_once
 
 
@@ -40,18 +41,6 @@ def cache_folder(parts: Iterable[bytes]) -> Path:
         if make_ours(root) and make_ours(folder.parent) and make_ours(folder):
             return folder
     raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
-
-
-def make_ours(folder: Path) -> bool:
-    """Make the folder if need be; whether nobody else can have put code there: cached code is run as it is found."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        status = folder.stat()
-        owners = {status.st_uid, folder.lstat().st_uid}  # of the folder, and of a link that leads there
-    except OSError:
-        return False
-    return owners == {os.getuid()} and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
 
 
 @contextlib.contextmanager

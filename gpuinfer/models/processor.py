@@ -8,6 +8,7 @@ machine is doing.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,17 @@ def has_bfloat16_in_mkl(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] 
         return has_bfloat16(cpuinfo, environment) and SERVED_BY_MKL in cpuinfo.read_text(errors="replace")
     except OSError:
         return False
+
+
+def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+    """What the maker calls it, or what the system calls its kind."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or (
+        platform.processor() or platform.machine()
+    )
 
 
 def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from gpuinfer.api import Backend, Roofline
-from gpuinfer.errors import WorkError
+from gpuinfer.api import Backend, ModelSpec, Roofline
+from gpuinfer.errors import BackendError, WorkError
 from gpuinfer.host import machine
+from gpuinfer.models import remembered
+from gpuinfer.models.roofline import Measurer
 
 log = logging.getLogger(__name__)
 
-BEFORE_S = 6.0  # the search for the best arrangement included
-AFTER_S = 1.5
-LONGER_S = 4.0  # when the run has done more than that
+BEFORE_S = 6.0  # at most, the search for the best arrangement included
+KNOWN_S = 1.0  # where an earlier run has found that
+AFTER_SHARE = 0.1  # of the run's time, for measuring after it
+LEAST_AFTER_S, AFTER_S = 0.5, 1.5
+LONGER = 8 / 3  # times that, when the run has done more than both
+BESIDE_MB, BESIDE_SHARE = 2048.0, 0.1  # what measuring may take of memory beside workers, and of what is free
+MIB = 1 << 20
 
 Again = Callable[[float], Roofline | None]
 """Measures the bare model once more, for so many seconds; None when that cannot be had."""
@@ -26,56 +33,105 @@ def has_roofline(backend: Backend) -> bool:
     return spec is not None and spec.kind == "rows"
 
 
-def roofline_of(
-    backend: Backend,
-    *,
-    only: Roofline | None = None,
-    budget_s: float = BEFORE_S,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Roofline | None:
-    """Measure the bare model in a process of its own; None without a model. `only` asks for no more than the batch size
-    and arrangement of an earlier measurement. Blocks; raises like `measure_in_child`.
+class BareModel:
+    """A backend's model alone, which a process of its own measures; it loads torch as soon as this is made.
+
+    Its methods block, and raise like `Measurer.measure`.
     """
-    from gpuinfer.models.roofline import measure_in_child
 
-    setup = backend.setup
-    spec = setup.model
-    if spec is None:
-        return None
-    found = measure_in_child(
-        spec,
-        devices=setup.devices,
-        dtype=setup.dtype,
-        seed=setup.seed,
-        cores=machine.cores(),
-        deterministic=setup.deterministic,
-        compute=backend.compute,
-        only=only,
-        budget_s=budget_s,
-        stopped=stopped,
-    )
-    return replace(found, measured=(found.rows_per_s,))
+    def __init__(self, backend: Backend) -> None:
+        setup, compute, cores = backend.setup, backend.compute, machine.cores()
+        spec = setup.model or ModelSpec("none")
+        self._measurer = Measurer(
+            spec,
+            devices=setup.devices,
+            dtype=setup.dtype,
+            seed=setup.seed,
+            cores=cores,
+            deterministic=setup.deterministic,
+            compute=compute,
+        )
+        # Which of several CUDA devices it would be is not known without asking torch.
+        self._place = (
+            None
+            if machine.wants_cuda(setup.devices)
+            else remembered.place_of(
+                spec, dtype=setup.dtype, compute=compute, cores=cores, deterministic=setup.deterministic
+            )
+        )
+        self.known = remembered.recall(self._place)
+        """Where an earlier run found it to be at its best."""
+        with contextlib.suppress(BackendError):  # which is said when it is needed
+            self._measurer.start()
+
+    @property
+    def fits_beside(self) -> bool:
+        """Whether it is known to take so little memory that it can be measured while others have theirs."""
+        if self.known is None:
+            return False
+        return self.known.peak_mb <= min(BESIDE_MB, BESIDE_SHARE * machine.memory_available() / MIB)
+
+    def before(self, stopped: Callable[[], bool] = lambda: False) -> Roofline:
+        """The best that it does, over batch sizes and arrangements, or in the one that an earlier run has found, if it
+        does about the same there as it did then.
+        """
+        if self.known is not None:
+            found = self._measurer.measure(KNOWN_S, only=self.known.roofline, stopped=stopped)
+            if self.known.agrees(found):
+                return replace(found, measured=(found.rows_per_s,))
+        found = self._measurer.measure(BEFORE_S, stopped=stopped)
+        remembered.remember(
+            self._place,
+            remembered.Found(found.at_rows, found.arrangement, found.rows_per_s, self._measurer.peak_mb),
+        )
+        return replace(found, measured=(found.rows_per_s,))
+
+    def again(self, before: Roofline, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Roofline:
+        """What it does in the arrangement of an earlier measurement, looked at for so long."""
+        return self._measurer.measure(seconds, only=before, stopped=stopped)
+
+    def close(self) -> None:
+        """End the process."""
+        self._measurer.close()
 
 
-def attempted(
-    backend: Backend, stopped: Callable[[], bool], *, budget_s: float, only: Roofline | None = None
-) -> Roofline | None:
-    """`roofline_of` for a run that goes on without it."""
+@contextlib.contextmanager
+def bare_model(backend: Backend) -> Iterator[BareModel]:
+    """Closed at the end."""
+    made = BareModel(backend)
     try:
-        return roofline_of(backend, only=only, budget_s=budget_s, stopped=stopped)
+        yield made
+    finally:
+        made.close()
+
+
+def roofline_of(backend: Backend) -> Roofline | None:
+    """Measure the bare model; None without one. Blocks; raises like `BareModel.before`."""
+    if not has_roofline(backend):
+        return None
+    with bare_model(backend) as made:
+        return made.before()
+
+
+def attempted(measure: Callable[[], Roofline], stopped: Callable[[], bool]) -> Roofline | None:
+    """For a run that goes on without it."""
+    try:
+        return measure()
     except WorkError as error:
         if not stopped():  # a Ctrl-C reaches the measuring process too
             log.warning("the roofline could not be measured, and the run goes on without it: %s", error)
         return None
 
 
-def reconciled(before: Roofline, rows_per_s: float, again: Again) -> Roofline:
-    """What the bare model does, after a run that did `rows_per_s`: the highest of two measurements, of three where the
-    run did more than both, and the run's own rate where it did more than those.
+def reconciled(before: Roofline, rows_per_s: float, wall_s: float, again: Again) -> Roofline:
+    """What the bare model does, after a run that did `rows_per_s` for `wall_s` seconds: the highest of two
+    measurements, of three where the run did more than both, and the run's own rate where it did more than those.
+
+    A short run is followed by a short look, and one that did nothing by none: of nothing any rate is the same share.
     """
-    best = before
-    for seconds in (AFTER_S, LONGER_S):
-        if seconds == LONGER_S and rows_per_s <= best.rows_per_s:
+    best, after_s = before, min(AFTER_S, max(LEAST_AFTER_S, AFTER_SHARE * wall_s))
+    for longer, seconds in enumerate((after_s, LONGER * after_s)):
+        if rows_per_s <= (best.rows_per_s if longer else 0.0):
             break
         if (found := again(seconds)) is None:
             break

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import math
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -35,6 +37,7 @@ LONG_LOOK_S = 0.01  # a look that takes longer, as where others have the cores, 
 PAUSE_SHARE, MOST_PAUSES = 25, 4  # so many times as long as the look, and as the usual pause at the most
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
 SILENT = 6.0  # times the patience, after which a workload that neither asks nor tells is named: it may have its reasons
+MEASURING = "measuring the roofline"
 FAILED, PARTIAL = 1, 3  # exit codes of a process that has to be ended
 
 
@@ -114,13 +117,13 @@ async def execute(
 
 async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str, Any]:
     status = "failed"
-    with signals.handled(execution.asked, execution.insist, execution.force):
+    with signals.handled(execution.asked, execution.insist, execution.force), execution.measured():
         async with execution.session:
             try:
                 await execution.measure(roofline)
                 await execution.work()
                 status = execution.status()
-                await execution.reconcile(again=roofline is True)
+                await execution.reconcile()
             except BaseException as caught:
                 error = errors.unwrap(caught)
                 error.report = execution.report(status)  # type: ignore[attr-defined]
@@ -160,6 +163,8 @@ class _Execution:
         self._on_update, self._until, self._update_s, self._grace_s = on_update, until, update_s, grace_s
         self._began = time.monotonic()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self.roofline: Roofline | None = None  # once it is measured in this run, or given
+        self._bare: measuring.BareModel | None = None
         self._clock_from: float | None = None  # None while the run prepares
         self._clock_to: float | None = None
         self._final: Snapshot | None = None  # once the clock has stopped
@@ -181,39 +186,66 @@ class _Execution:
 
     # What it does
 
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """What measures the roofline ends with this."""
+        try:
+            yield
+        finally:
+            if self._bare is not None:
+                self._bare.close()
+
     async def measure(self, wanted: bool | Roofline) -> None:
-        """Set the session's roofline: the bare model, measured while nothing else runs."""
+        """Have the bare model measured while nothing else computes: now, or once the workload has prepared, where an
+        earlier run has found what that needs to know of it.
+        """
         if isinstance(wanted, Roofline):
-            self.session.roofline = wanted
+            self.roofline = self.session.roofline = wanted
         elif wanted and measuring.has_roofline(self.backend):
-            self.phase = "measuring the roofline"
-            stopped, budget_s = self.session.stopping.is_set, measuring.BEFORE_S
-            task = asyncio.create_task(asyncio.to_thread(measuring.attempted, self.backend, stopped, budget_s=budget_s))
-            await self._watch(task, lambda: False)  # which ends at once when it is stopped
-            self.session.roofline = task.result()
+            self._bare = measuring.BareModel(self.backend)
+            if self.workload.prepares and self._bare.known is not None and self._bare.fits_beside:
+                self.session.roofline = self._bare.known.roofline  # for who asks at which batch size it is at its best
+            else:
+                self.phase = MEASURING
+                task = asyncio.create_task(self._measure())
+                await self._watch(task, lambda: False)  # which ends at once when it is stopped
+                task.result()
         self.phase = "starting"
 
-    async def reconcile(self, again: bool) -> None:
-        """Hold the run against its roofline, and measure that again, unless the user has stopped the run."""
-        before = self.session.roofline
+    async def _measure(self) -> None:
+        """Unless it is done, or not wanted."""
+        if self._bare is None or self.roofline is not None or self.session.stopping.is_set():
+            return
+        self.phase = MEASURING
+        stopped = self.session.stopping.is_set
+        measure = functools.partial(self._bare.before, stopped)
+        self.roofline = await asyncio.to_thread(measuring.attempted, measure, stopped)
+        self.session.roofline = self.roofline or self.session.roofline
+
+    async def reconcile(self) -> None:
+        """Hold the run against its roofline, and measure that again if it was measured, unless the user has stopped the
+        run.
+        """
+        before, bare = self.roofline, self._bare
         if before is None or self.wall_s() <= 0:
             return
         if not self.session.alike:  # rows of another network are no measure of this one
-            self.session.roofline = None
+            self.roofline = self.session.roofline = None
             return
         stopped, rate = self.session.stopping.is_set, self.snapshot().rows / self.wall_s()
         # Starting on a CUDA device takes longer than measuring it, and a neighbour there is rare.
         needless = "reserved_mb" in self.snapshot().device and rate <= before.rows_per_s
 
         def once_more(seconds: float) -> Roofline | None:
-            if stopped() or needless or not again:
+            if bare is None or stopped() or needless:
                 return None
-            return measuring.attempted(self.backend, stopped, budget_s=seconds, only=before)
+            return measuring.attempted(functools.partial(bare.again, before, seconds, stopped), stopped)
 
         self.phase = "measuring the roofline again"
-        task = asyncio.create_task(asyncio.to_thread(measuring.reconciled, before, rate, once_more))
+        reconciled = functools.partial(measuring.reconciled, before, rate, self.wall_s(), once_more)
+        task = asyncio.create_task(asyncio.to_thread(reconciled))
         await self._watch(task, lambda: False)
-        self.session.roofline = task.result()
+        self.roofline = self.session.roofline = task.result()
 
     async def work(self) -> None:
         """Follow the workload to its end, or to ours."""
@@ -272,6 +304,7 @@ class _Execution:
         if progress.setup and not self._at_work:
             self._clock_from = None
         elif self._clock_from is None:
+            await self._measure()  # all is ready and waits for us
             await self.session.mark()
             self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
             self._counts_before, self._seen = dict(progress.counts), None
@@ -373,7 +406,7 @@ class _Execution:
                 log.warning("%s", notice)
         elapsed_s, setup_s = self.wall_s(), self.setup_s()
         cores = sharing.cores(snapshot, *self._used()) if elapsed_s else None
-        return Update(self.progress, snapshot, elapsed_s, setup_s, phase, self.session.roofline, cores)
+        return Update(self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores)
 
     def _used(self) -> tuple[float, CoreTime | None]:
         """For how long somebody has had the cores, and who: as of a little ago, since asking takes its time."""
@@ -400,7 +433,7 @@ class _Execution:
                 snapshot=self.snapshot(),
                 progress=self.progress,
                 counts_before=self._counts_before,
-                roofline=self.session.roofline,
+                roofline=self.roofline,
                 cores=self.cores(),
                 max_failures=self._max_failures,
                 settings=settings,

@@ -28,7 +28,7 @@ from plants import PLANTS, healthy, report_of
 from real import REAL
 
 from gpuinfer.host import machine
-from gpuinfer.models.device import cpu_name
+from gpuinfer.models.processor import cpu_name
 from gpuinfer.report.judging import judge
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import commands
-from gpuinfer.workloads.selfplay import kernels
 from gpuinfer.workloads.selfplay.game import Game
 
 SECONDS = 1.0  # of play before a run
@@ -91,6 +90,8 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mark(game: Game) -> Path:
     """The file that says that this game was rehearsed, beside the compiled code of its rules."""
+    from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
+
     sizes = repr([(name, getattr(game, name)) for name in SIZES]).encode() + game.config.tobytes()
     name = f"rehearsed-{hashlib.sha256(sizes).hexdigest()[:16]}"
     return kernels.cache_folder(kernels.rules_of(game.rules)) / name

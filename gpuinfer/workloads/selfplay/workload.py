@@ -85,6 +85,7 @@ class SelfPlay(Workload):
 
     options: Options
     goes_on_by, writes_to = ("resume",), ("out",)
+    prepares = True  # workers that are ready wait to be dealt games
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)

@@ -1,0 +1,199 @@
+"""Where the bare model was at its best, from run to run."""
+
+import os
+import stat
+import time
+from dataclasses import replace
+
+import pytest
+
+from gpuinfer.api import ModelSpec, Roofline, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.models import processor, remembered
+from gpuinfer.models.remembered import FAR, KEPT_S, Found, place_of, recall, remember
+from gpuinfer.runtime import measuring
+
+FOUND = Found(1024, "2 forwards × 1 thread", 5e5, 300.0)
+SPEC = ModelSpec("blobnet-small", inputs=16, arguments={"actions": 5, "seats": 2})
+RUN = {"dtype": "float32", "compute": "auto", "cores": 2, "deterministic": False}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gpuinfer"
+
+
+def place(**changes):
+    return place_of(changes.pop("spec", SPEC), **{**RUN, **changes})
+
+
+def test_what_was_found_is_found_again():
+    assert recall(place()) is None
+    remember(place(), FOUND)
+    assert recall(place()) == FOUND
+    assert stat.S_IMODE(place().stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"dtype": "bfloat16"}, id="number format"),
+        pytest.param({"compute": "float32"}, id="format of the arithmetic"),
+        pytest.param({"cores": 1}, id="cores"),
+        pytest.param({"deterministic": True}, id="deterministic"),
+        pytest.param({"spec": replace(SPEC, name="blobnet")}, id="model"),
+        pytest.param({"spec": replace(SPEC, inputs=17)}, id="features"),
+        pytest.param({"spec": replace(SPEC, arguments={"actions": 6, "seats": 2})}, id="arguments"),
+    ],
+)
+def test_of_another_run_nothing_is_known(changes):
+    remember(place(), FOUND)
+    assert recall(place(**changes)) is None
+
+
+@pytest.mark.parametrize("changed", ["name", "flags", "told to leave them unused", "torch"])
+def test_on_another_machine_nothing_is_known(changed, tmp_path, monkeypatch):
+    lines = {"name": "model name : Acme 1", "flags": "flags : avx2 avx512f"}
+    (tmp_path / "cpuinfo").write_text("\n".join(lines.values()))
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    remember(place(), FOUND)
+    assert recall(place()) == FOUND
+    if changed in lines:
+        (tmp_path / "cpuinfo").write_text("\n".join({**lines, changed: lines[changed][:-1]}.values()))
+    elif changed == "torch":
+        monkeypatch.setattr(remembered, "version", lambda package: "9.9")
+    else:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert recall(place()) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xff\x00{", id="no text"),
+        pytest.param(b"[" * 4096, id="too deep"),
+        pytest.param(b"[1, 2]", id="another form"),
+        pytest.param(
+            b'{"at_rows": true, "arrangement": "a", "rows_per_s": 1.0, "peak_mb": 1.0}', id="no number of rows"
+        ),
+        pytest.param(b'{"at_rows": 0, "arrangement": "a", "rows_per_s": 1.0, "peak_mb": 1.0}', id="no rows"),
+        pytest.param(b'{"at_rows": 64, "arrangement": 7, "rows_per_s": 1.0, "peak_mb": 1.0}', id="no arrangement"),
+        pytest.param(b'{"at_rows": 64, "arrangement": "a", "rows_per_s": NaN, "peak_mb": 1.0}', id="no rate"),
+        pytest.param(b'{"at_rows": 64, "arrangement": "a", "rows_per_s": 1.0}', id="no memory"),
+    ],
+)
+def test_what_is_damaged_is_not_believed(content):
+    place().write_bytes(content)
+    assert recall(place()) is None
+    remember(place(), FOUND)
+    assert recall(place()) == FOUND
+
+
+@pytest.mark.parametrize("age_s", [KEPT_S + 60, -3600.0])
+def test_after_a_week_it_is_looked_for_again(age_s):
+    remember(place(), FOUND)
+    then = time.time() - age_s
+    os.utime(place(), (then, then))
+    assert recall(place()) is None
+
+
+def test_what_is_too_old_is_removed():
+    old = place(cores=1)
+    remember(old, FOUND)
+    os.utime(old, (0, 0))
+    remember(place(), FOUND)
+    assert not old.exists()
+
+
+def test_where_others_could_write_nothing_is_believed(cache):
+    remember(place(), FOUND)
+    os.chmod(cache / "roofline", 0o777)
+    assert place() is None
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(cache, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert place() is None
+    remember(None, FOUND)
+    assert recall(None) is None
+
+
+def test_a_full_disk_is_no_failure(monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remembered.files, "write_whole", full)
+    remember(place(), FOUND)
+    assert recall(place()) is None
+
+
+# What a run makes of it
+
+
+class Machine:
+    """Stands in for the process that measures: does `rate` rows per second, best at 512 rows."""
+
+    rate = 1e6
+    asked: list
+
+    def __init__(self, spec, **arguments):
+        self.peak_mb = 300.0
+
+    def start(self):
+        pass
+
+    def measure(self, budget_s, *, only=None, stopped=None):
+        self.asked.append((budget_s, only and only.at_rows))
+        return Roofline(self.rate, only.at_rows if only else 512, "2 forwards × 1 thread")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.setattr(measuring, "Measurer", Machine)
+    monkeypatch.setattr(Machine, "asked", [], raising=False)
+    return Machine.asked
+
+
+def measured(device="cpu"):
+    return measuring.roofline_of(InProcess(Setup(model=SPEC, devices=(device,))))
+
+
+def test_the_second_run_measures_what_the_first_has_found(asked):
+    assert measured() == measured() == Roofline(1e6, 512, "2 forwards × 1 thread", (1e6,))
+    assert asked == [(measuring.BEFORE_S, None), (measuring.KNOWN_S, 512)]
+
+
+@pytest.mark.parametrize("factor", [0.9 / FAR, 1.1 * FAR])
+def test_a_rate_that_is_far_from_what_it_was_is_looked_for_again(factor, asked, monkeypatch):
+    measured()
+    monkeypatch.setattr(Machine, "rate", factor * 1e6)
+    assert measured().rows_per_s == factor * 1e6
+    assert asked[1:] == [(measuring.KNOWN_S, 512), (measuring.BEFORE_S, None)]
+    asked.clear()
+    measured()
+    assert asked == [(measuring.KNOWN_S, 512)], "and is remembered as it is now"
+
+
+def test_the_rate_is_measured_anew(asked, monkeypatch):
+    measured()
+    monkeypatch.setattr(Machine, "rate", 1.1e6)
+    assert measured() == Roofline(1.1e6, 512, "2 forwards × 1 thread", (1.1e6,))
+
+
+def test_a_cache_that_cannot_be_used_is_only_a_slower_start(asked, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert measured() == measured()
+    assert [budget for budget, _ in asked] == [measuring.BEFORE_S] * 2
+
+
+def test_of_cuda_nothing_is_kept(asked):
+    """Which of several devices it would be is not known without asking torch."""
+    assert measured("cuda") == measured("cuda")
+    assert [budget for budget, _ in asked] == [measuring.BEFORE_S] * 2
