@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
 ASK_S = 1.0  # between two questions whose the cores are
 ASK_SHARE = 100  # times as long as one took
-LONG_LOOK_S = 0.01  # a look that takes longer, as where others have the cores, is followed by a longer pause:
+LONG_LOOK_S = 0.01  # of a core: a look that takes more, as of many workers, is followed by a longer pause:
 PAUSE_SHARE, MOST_PAUSES = 25, 4  # so many times as long as the look, and as the usual pause at the most
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
 SILENT = 6.0  # times the patience, after which a workload that neither asks nor tells is named: it may have its reasons
@@ -276,13 +276,13 @@ class _Execution:
     async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
         while not task.done() and not enough() and self._failure is None:
             await self.session.refresh()
-            began = time.monotonic()
+            began = time.thread_time()  # by the clock a look takes long where others have the cores too
             update = self.update()
             self._on_update(update)
             if self._until(update) and not self.session.stopping.is_set():
                 self._enough = True
                 self._stop(self._grace_s)
-            await asyncio.wait({task}, timeout=self._pause(time.monotonic() - began))
+            await asyncio.wait({task}, timeout=self._pause(time.thread_time() - began))
 
     def _pause(self, look_s: float) -> float:
         """Seconds between two looks at the run, which are not to take its cores from it."""
