@@ -61,8 +61,19 @@ def measure(programs: Mapping[str, Sequence[str]], repeats: int) -> dict[tuple[s
     return taken
 
 
+def named(word: str) -> tuple[str, list[str]]:
+    """Name and words of a command; for argparse, which says what is wrong."""
+    name, _, command = word.partition("=")
+    words = shlex.split(command)
+    if not name or not words:
+        raise argparse.ArgumentTypeError(f"'{word}' is no NAME=COMMAND. Write one such as file=dist/gpuinfer")
+    if not Path(words[0]).is_file():
+        raise argparse.ArgumentTypeError(f"there is no program {words[0]}. Build it (make binary), or name another")
+    return name, words
+
+
 def main(arguments: argparse.Namespace) -> None:
-    programs = {name: shlex.split(command) for name, _, command in (word.partition("=") for word in arguments.programs)}
+    programs = dict(arguments.programs)
     if not programs:
         programs = {"one file": ["dist/gpuinfer"], "environment": [str(Path(sys.executable).with_name("gpuinfer"))]}
     for name, program in programs.items():
@@ -75,5 +86,5 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("programs", nargs="*", metavar="NAME=COMMAND")
+    parser.add_argument("programs", nargs="*", type=named, metavar="NAME=COMMAND")
     main(parser.parse_args())
