@@ -68,14 +68,16 @@ def upgrade(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="as `plugins list` names packages", autocompletion=installed_names),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every package with plugins, but those of a folder.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every package with plugins.")] = False,
     yes: Yes = False,
     find_links: Links = None,
     index: Index = True,
     limit: Limit = "10min",
 ) -> None:
-    """Install newer versions of packages with plugins, where there are some for this gpuinfer."""
-    from gpuinfer.packages import removing, sources
+    """Install newer versions of packages with plugins, where there are some for this gpuinfer; what came from a folder
+    or a wheel, from there again.
+    """
+    from gpuinfer.packages import removing
 
     settings.load()
     _refuse_unasked(yes)
@@ -84,16 +86,17 @@ def upgrade(
     lookup = _lookup(limit, find_links, index)
     meant = list(removing.installed().values()) if every else [removing.meant(name) for name in names or []]
     for one in meant:
-        if origin := one.came_from:
-            said = f"{one.offer.package} came from {origin.removeprefix('file://')}, and not by its name. "
-            cure = f"Install it from there again: gpuinfer plugins install {origin.removeprefix('file://')}."
+        try:
+            source = one.source()
+        except UsageError as error:
             if not every:
-                raise UsageError(f"{said}{cure}")
-            _say(f"{said}{cure}")
+                raise
+            _say(str(error))
             continue
         removing.refuse_foreign(one)
-        source = sources.Source("name", names=(one.offer.name,))
-        _install_one(source, one.place, lookup, yes, _unless_newer(one))
+        _install_one(
+            source, one.place, lookup, yes, _unless_newer(one) if source.kind == "name" else _unless_other(one)
+        )
 
 
 def uninstall(
@@ -158,6 +161,17 @@ def _unless_newer(one: Installed) -> Callable[[Prepared], str | None]:
         except InvalidVersion:
             newer = prepared.offer.version != one.offer.version
         return None if newer else f"{one.offer.package} is the newest that is to be had for this gpuinfer."
+
+    return why_not
+
+
+def _unless_other(one: Installed) -> Callable[[Prepared], str | None]:
+    """Of a path: whatever version lies there now."""
+
+    def why_not(prepared: Prepared) -> str | None:
+        if prepared.offer.plain == one.offer.plain:
+            return None
+        return f"{one.offer.package} came from {prepared.origin}, where there is {prepared.offer.package} now."
 
     return why_not
 

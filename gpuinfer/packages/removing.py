@@ -6,6 +6,8 @@ import importlib
 import json
 from dataclasses import dataclass
 from importlib.metadata import Distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName, UsageError
@@ -16,6 +18,7 @@ from gpuinfer.packages.installing import OURS, uninterrupted
 from gpuinfer.packages.offers import Offer
 from gpuinfer.packages.places import Place
 from gpuinfer.packages.programs import Lookup, Program
+from gpuinfer.packages.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,43 @@ class Installed:
     distribution: Distribution
     place: Place
 
-    @property
-    def came_from(self) -> str:
-        """Where it was built or copied from, or "" for what came by its name (PEP 610)."""
+    def source(self) -> Source:
+        """What renews it: the folder, archive or wheel that it came from (PEP 610), else its name. Raises `UsageError`
+        for what came from nowhere that is still there.
+        """
+        url, is_editable = self._told()
+        if not url:
+            return Source("name", names=(self.offer.name,))
+        parts = urlsplit(url)
+        if parts.scheme != "file":
+            raise UsageError(
+                f"{self.offer.package} came from {url}. Fetch it yourself, look at it, and give the folder or the "
+                "wheel: gpuinfer plugins install PATH."
+            )
+        path = Path(unquote(parts.path))
+        if is_editable:
+            raise UsageError(
+                f"{self.offer.package} is used where it lies, in {path}: what is changed there counts at once. After a "
+                f"change of its entry points or needs: pip install -e {path}."
+            )
+        try:
+            return sources.of_path(path)
+        except UsageError as error:
+            raise UsageError(
+                f"{self.offer.package} came from {path}, and that is no package any more. Say where it is now: "
+                "gpuinfer plugins install PATH."
+            ) from error
+
+    def _told(self) -> tuple[str, bool]:
+        """The address in its metadata, "" where there is none, and whether it was left where it lies."""
         try:
             told = json.loads(self.distribution.read_text("direct_url.json") or "{}")
         except ValueError:
-            return ""
-        return str(told.get("url", "")) if isinstance(told, dict) else ""
+            told = {}
+        if not isinstance(told, dict):
+            return "", False
+        about = told.get("dir_info")
+        return str(told.get("url", "")), isinstance(about, dict) and about.get("editable") is True
 
 
 def installed() -> dict[str, Installed]:

@@ -41,7 +41,7 @@ def read(text: str) -> Source:
     if "://" in text or text.startswith(("git+", "file:")):
         raise UsageError(f"'{text}' is an address. Fetch it yourself, look at it, and give the folder or the wheel.")
     if os.sep in text or text.startswith((".", "~")) or text.endswith((".whl", *ARCHIVES)):
-        return _of_path(Path(text).expanduser())
+        return of_path(Path(text).expanduser())
     try:
         named = Requirement(text)
     except InvalidRequirement as error:
@@ -56,7 +56,8 @@ def names_of(text: str, name: str) -> list[str]:
     return [text] if name.lower().replace("_", "-").startswith("gpuinfer") else [f"{SHORT}{text}", text]
 
 
-def _of_path(path: Path) -> Source:
+def of_path(path: Path) -> Source:
+    """What lies there. Raises `UsageError` for what is no package."""
     if path.is_dir():
         if not ((path / "pyproject.toml").is_file() or (path / "setup.py").is_file()):
             raise UsageError(f"{path} holds no package: there is no pyproject.toml. {CHOICES}.")

@@ -78,6 +78,23 @@ def test_a_plugin_is_upgraded_in_the_environment_as_far_as_this_gpuinfer_goes(tm
     assert [path.name for path in scratch.site.glob("gpuinfer_lily*")] == []
 
 
+@pytest.mark.parametrize("into", ["environment", "folder"])
+def test_what_came_from_a_folder_is_renewed_from_there(tmp_path, into):
+    scratch, source = Scratch(tmp_path / "environment"), tmp_path / "a source" / "gpuinfer-fern"
+    site = scratch.site if into == "environment" else scratch.folder / "plugins"
+    told(scratch.gpuinfer("plugins", "new", "strategy", "fern", "--path", str(source.parent)))
+    told(scratch.gpuinfer("plugins", "install", str(source), "--into", into, "--no-index", "--yes"))
+    project = source / "pyproject.toml"
+    project.write_text(project.read_text().replace('version = "0.1.0"', 'version = "0.0.9"'))
+    said = told(scratch.gpuinfer("plugins", "upgrade", "fern", "--no-index", "--yes"))
+    assert "replaces  gpuinfer-fern 0.1.0" in said
+    assert [path.name for path in site.glob("gpuinfer_fern-*")] == ["gpuinfer_fern-0.0.9.dist-info"]
+    source.rename(tmp_path / "gone")
+    said = told(scratch.gpuinfer("plugins", "upgrade", "fern", "--no-index", "--yes"), 2)
+    assert f"came from {source}, and that is no package any more. Say where it is now" in said
+    assert "gpuinfer-fern 0.0.9 came from" in told(scratch.gpuinfer("plugins", "upgrade", "--all", "--yes"))
+
+
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
