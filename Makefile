@@ -4,7 +4,7 @@
 # make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
-# make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man
+# make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
@@ -50,7 +50,7 @@ system: $(READY)
 	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary" tests plugins
 
 docs: reference share $(VENV)/.docs
-	$(call debian,chromium man-db)
+	$(call debian,chromium man-db zsh fish)
 	$(BIN)/python -m tools.site
 	$(BIN)/python -m pytest -m docs tests/manual tests/system/test_site.py
 

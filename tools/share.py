@@ -28,6 +28,12 @@ COMPLETION = {
     "zsh": "zsh/site-functions/_gpuinfer",
     "fish": "fish/vendor_completions.d/gpuinfer.fish",
 }
+ZSH_SOURCED = "compdef _gpuinfer_completion gpuinfer"
+ZSH_LOADED = f"""if [[ $funcstack[1] == _gpuinfer ]]; then
+  _gpuinfer_completion "$@"
+else
+  {ZSH_SOURCED}
+fi"""
 LIMIT_S = 60.0
 EXITS = (
     ("0", "done"),
@@ -147,7 +153,15 @@ def completion(shell: str) -> str:
         check=True,
         timeout=LIMIT_S,
     )
-    return done.stdout
+    return zsh_file(done.stdout) if shell == "zsh" else done.stdout
+
+
+def zsh_file(script: str) -> str:
+    """The script as a file that zsh loads at the first Tab, and calls by its name at each; its first line says so."""
+    whole = script.strip()
+    if not whole.startswith("#compdef") or not whole.endswith(ZSH_SOURCED):
+        raise ValueError(f"typer writes another script for zsh than was known:\n{script}")
+    return f"{whole.removesuffix(ZSH_SOURCED)}{ZSH_LOADED}\n"
 
 
 def main(words: Sequence[str]) -> int:

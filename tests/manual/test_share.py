@@ -1,10 +1,18 @@
-"""What `make share` has written for the wheel: pages that man reads, completion that bash runs."""
+"""What `make share` has written for the wheel: pages that man reads, completion that bash, zsh and fish run."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import select
+import shlex
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -52,39 +60,86 @@ def test_man_shows_an_options_text_and_default(manual):
     assert "simulations in each tree [default: 30]" in " ".join(read.split())
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("gpuinfer self", "selfplay"),
-        ("gpuinfer selfplay --determ", "--determinizations"),
-        ("gpuinfer selfplay --game conn", "connect-four"),
-        ("gpuinfer selfplay --model blobnet-", "blobnet-small"),
-        ("gpuinfer generate --model tiny-ll", "tiny-llada"),
-        ("gpuinfer bench selfplay --strategy ad", "adaptive"),
-        ("gpuinfer docs tutorials/", "tutorials/serving"),
-    ],
-)
-def test_bash_offers(line, offered, tmp_path):
+LINES = [
+    ("gpuinfer self", "selfplay"),
+    ("gpuinfer selfplay --determiniz", "--determinizations"),
+    ("gpuinfer selfplay --game conn", "connect-four"),
+    ("gpuinfer selfplay --model blobnet-", "blobnet-small"),
+    ("gpuinfer generate --model tiny-ll", "tiny-llada"),
+    ("gpuinfer bench selfplay --strategy ad", "adaptive"),
+    ("gpuinfer docs tutorials/", "tutorials/serving"),
+]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """With a `gpuinfer` that is this one, however it is installed, and nothing of the user's own."""
+    command = tmp_path / "bin" / "gpuinfer"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m gpuinfer "$@"\n')
+    command.chmod(0o755)
+    path = os.pathsep.join([str(command.parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+
+
+@pytest.mark.parametrize(("line", "offered"), LINES)
+def test_bash_offers(line, offered, environment):
     script = COMPLETE.format(
         script=SHARE / "bash-completion" / "completions" / "gpuinfer", words=line, last=len(line.split()) - 1
     )
-    environment = {**os.environ, "PATH": os.pathsep.join([str(beside(tmp_path)), os.environ["PATH"]])}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert offered in done.stdout.split()
 
 
-def beside(folder: Path) -> Path:
-    """A folder with a `gpuinfer` that is this one, however it is installed."""
-    command = folder / "gpuinfer"
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m gpuinfer "$@"\n')
-    command.chmod(0o755)
-    return folder
+def test_fish_offers(environment):
+    asked = [f"complete -C {shlex.quote(line)}; echo ." for line, _ in LINES]
+    script = f"source {SHARE}/fish/vendor_completions.d/gpuinfer.fish; {'; '.join(asked)}"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    found = [part.split() for part in done.stdout.split("\n.\n")]
+    assert [(line, offered in words) for (line, offered), words in zip(LINES, found, strict=False)] == [
+        (line, True) for line, _ in LINES
+    ], done.stderr
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["bash-completion/completions/gpuinfer", "zsh/site-functions/_gpuinfer", "fish/vendor_completions.d/gpuinfer.fish"],
-)
-def test_the_script_of_each_shell_asks_the_command(file):
-    assert "_GPUINFER_COMPLETE" in (SHARE / file).read_text()
+def test_zsh_offers(environment):
+    """At a Tab in a terminal, from a folder where zsh looks: the first Tab has it load the file."""
+    screen = Terminal(["zsh", "--no-rcs", "--interactive"], environment)
+    try:
+        screen.type(f"fpath=({SHARE}/zsh/site-functions $fpath); autoload -Uz compinit; compinit -u -D; echo re''ady\n")
+        screen.wait_for("ready")
+        for line, offered in LINES:
+            screen.type(f"\x15{line}\t")  # Ctrl-U: an empty line
+            screen.wait_for(offered)
+    finally:
+        screen.close()
+
+
+class Terminal:
+    """A program in a pseudo-terminal that is too wide to break lines."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 200, 0, 0))
+        self._process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, words: str, limit_s: float = 60.0) -> None:
+        """Raises `AssertionError` when nothing of the kind is shown."""
+        shown, until = "", time.monotonic() + limit_s
+        while words not in shown:
+            ready = select.select([self._ours], [], [], max(0.0, until - time.monotonic()))[0]
+            assert ready, f"{words} is not shown: {shown!r}"
+            shown += os.read(self._ours, 1 << 16).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._ours)
