@@ -320,6 +320,9 @@ def test_another_error_of_the_module_is_passed_on():
     [
         pytest.param(torch.OutOfMemoryError("CUDA out of memory."), True, id="CUDA"),
         pytest.param(MemoryError(), True, id="Python"),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True, id="cuBLAS"
+        ),
         pytest.param(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True, id="the CPU"),
         pytest.param(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, id="a wrong shape"),
         pytest.param(ValueError("out of memory"), False, id="not torch's"),

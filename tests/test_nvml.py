@@ -43,6 +43,13 @@ def test_others_are_named_the_largest_first(driver):
     assert (third.pid, third.mb) == (2**30 + 1, None)  # the driver keeps it to itself
 
 
+def test_where_this_process_has_another_number_nobody_is_taken_for_a_stranger(driver, monkeypatch):
+    driver.nvmlDeviceGetComputeRunningProcesses = listed((2**30, 3 * GIB))
+    assert [one.pid for one in nvml.other_processes(CUDA)] == [2**30, 2**30 + 1]  # it holds nothing there
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    assert nvml.other_processes(CUDA) == []
+
+
 def test_a_cpu_has_none(driver):
     assert nvml.other_processes(CPU) == []
 

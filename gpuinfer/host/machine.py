@@ -67,8 +67,11 @@ def has_cuda() -> bool:
 
 
 def cuda_devices() -> int:
-    """How many NVIDIA devices there are, 1 at least, without asking torch. A process may be kept from seeing some."""
-    return max(1, sum(node.name.removeprefix("nvidia").isdecimal() for node in Path("/dev").glob("nvidia*")))
+    """How many NVIDIA devices this process may see (CUDA_VISIBLE_DEVICES), 1 at least, without asking torch."""
+    count = sum(node.name.removeprefix("nvidia").isdecimal() for node in Path("/dev").glob("nvidia*"))
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        count = min(count, sum(bool(name.strip()) for name in visible.split(",")))
+    return max(1, count)
 
 
 def wants_cuda(devices: Sequence[str]) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
+from gpuinfer.models.capturing import captured
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned import sources
@@ -195,9 +196,8 @@ class CudaForward:
         return answers
 
     def _capture(self, slot: Slot, bucket: int) -> None:
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=slot.pool, stream=slot.stream, capture_error_mode="thread_local"):
+            with captured(slot.stream, slot.pool) as graph:
                 answers = self._forward(slot.inputs[:bucket])
         except RuntimeError as error:
             if is_out_of_memory(error):

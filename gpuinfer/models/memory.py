@@ -14,8 +14,14 @@ from gpuinfer.errors import BackendError
 
 logger = logging.getLogger("gpuinfer")
 
-# What the CPU allocator and oneDNN say; torch.OutOfMemoryError is CUDA's alone.
-PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "could not create a memory object")
+# What the CPU allocator, oneDNN and CUDA's libraries say; torch.OutOfMemoryError is CUDA's alone.
+PHRASES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a memory object",
+    "status_alloc_failed",  # cuBLAS and cuDNN, of their own workspace
+)
 WAIT_S = 60.0  # for another thread's step to end: longer than any that is of use to anybody
 
 

@@ -34,7 +34,10 @@ def handle_of(device: torch.device) -> Any:
 
 
 def other_processes(device: torch.device) -> list[OtherProcess]:
-    """Those on the device beside this one, the largest first; none where NVML is not at work, and none of a CPU."""
+    """Those on the device beside this one, the largest first; none where NVML is not at work, and none of a CPU.
+
+    None either in a container where NVML counts processes as the machine outside does: this one would be among them.
+    """
     if device.type != "cuda":
         return []
     try:
@@ -47,6 +50,8 @@ def other_processes(device: torch.device) -> list[OtherProcess]:
                 size = None if one.usedGpuMemory is None else one.usedGpuMemory / MEGABYTE
                 held[one.pid] = size if held.get(one.pid) is None else held[one.pid]
     except Exception:  # noqa: BLE001 (absent, too old, no rights, no driver: nobody is seen)
+        return []
+    if os.getpid() not in held and torch.cuda.memory_reserved(device):
         return []
     strangers = [OtherProcess(pid, _name_of(pid), mb) for pid, mb in held.items() if pid != os.getpid()]
     return sorted(strangers, key=lambda one: (-(one.mb or 0.0), one.pid))

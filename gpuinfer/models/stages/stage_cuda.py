@@ -21,22 +21,21 @@ BEHIND = 1  # micro-batches that a device may still be at when the next is launc
 
 
 class Launched:
-    """A value on `stream`'s device, there once `event` has come."""
+    """A value on `stream`'s device, there once `event` has come. Copies of it for other devices leave by `away`."""
 
-    def __init__(self, value: Any, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        self._value, self._stream, self._event = value, stream, event
+    def __init__(self, value: Any, stream: torch.cuda.Stream, event: torch.cuda.Event, away: torch.cuda.Stream) -> None:
+        self._value, self._stream, self._event, self._away = value, stream, event, away
 
     def for_stream(self, stream: torch.cuda.Stream) -> Any:
-        """The value on that stream's device, to be used in its order. Copies to another device go from a stream that
-        has waited for the event, behind the back of the stage that made it.
+        """The value on that stream's device, to be used in its order. `stream` is the current one there: torch has it
+        wait for copies from another device.
         """
         if stream.device == self._stream.device:
             stream.wait_event(self._event)
             return mapped(self._value, lambda tensor: _used_on(tensor, stream))
-        source = torch.cuda.Stream(self._stream.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(source):
-            source.wait_event(self._event)
-            mapped(self._value, lambda tensor: _used_on(tensor, source))
+        with torch.cuda.stream(self._away):
+            self._away.wait_event(self._event)
+            mapped(self._value, lambda tensor: _used_on(tensor, self._away))
             return mapped(self._value, lambda tensor: tensor.to(stream.device, non_blocking=True))
 
 
@@ -65,6 +64,7 @@ class CudaStage:
         self._enter, self._leave = enter, leave
         self.threads = 1
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._away = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so that the next one goes on meanwhile
         self._behind: deque[torch.cuda.Event] = deque()
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class CudaStage:
         event.record(self._stream)
         self._behind.append(event)
         self._wait(0 if self._leave is not None else BEHIND)
-        return value if self._leave is not None else Launched(value, self._stream, event)
+        return value if self._leave is not None else Launched(value, self._stream, event, self._away)
 
     def settle(self) -> None:
         self._wait(0)

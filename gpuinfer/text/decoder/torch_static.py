@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.capturing import captured
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
@@ -48,7 +49,9 @@ class Replays(Generic[Form]):
         self.wanted = wanted and device.type == "cuda"
         self._seen: set[Form] = set()
         self._graphs: dict[Form, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.wanted else None
+        if self.wanted:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[Form], None], shape: Form) -> None:
         if (graph := self._graphs.get(shape)) is not None:
@@ -60,12 +63,9 @@ class Replays(Generic[Form]):
         self._seen.add(shape)
 
     def _capture(self, work: Callable[[Form], None], shape: Form) -> None:
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.device(self.device):
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    work(shape)
+            with captured(self._stream, self._pool) as graph:
+                work(shape)
         except RuntimeError as error:
             self.wanted = False
             logger.warning(

@@ -1,0 +1,39 @@
+"""CUDA graphs, captured one after the other: torch allows for one capture at a time in a process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_one = threading.Lock()
+
+
+@contextlib.contextmanager
+def captured(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """The graph that what is launched within this block becomes, on `stream` and its device.
+
+    The stream is named in each case: torch's own for captures is made once in a process, on whatever device was current
+    then, and what another device computes meanwhile is not captured. Raises what a capture raises that fails.
+    """
+    graph = torch.cuda.CUDAGraph()
+    own: BaseException | None = None
+    with _one, torch.cuda.device(stream.device):
+        before = torch.cuda.current_stream(stream.device)
+        try:
+            # Of this thread alone: others go on to take memory for theirs.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    yield graph
+                except BaseException as error:
+                    own = error
+                    raise
+        except RuntimeError:
+            if own is not None:
+                raise own from None  # the end of a capture that was broken off raises too, and says less
+            raise
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own in force
