@@ -260,6 +260,12 @@ class Backend(Plugin, ABC):
         """
         return "auto"
 
+    async def check(self) -> None:
+        """Raise `UsageError` for what cannot be served, as far as that is known within seconds. A run asks once, in the
+        process that the user has started, before it measures anything or starts a process; `start` asks again. The
+        default knows of nothing.
+        """
+
     async def start(self, context: BackendContext) -> None:
         """Make ready: load the model, connect. `limits` must be final when it returns. Called once.
 

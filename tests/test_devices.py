@@ -14,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Backend, BackendContext, Limits, ModelSpec, Request, Setup, lane_device, retire_lane
+from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.lanes import FreeLanes, forward_lanes
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
+from gpuinfer.host import machine
 from gpuinfer.models import device as devices
+from gpuinfer.models import device_names
 from gpuinfer.models.data_parallel import Copy, DataParallel
 from gpuinfer.models.device import device_labels, of_each, resolve_devices, together
 from gpuinfer.models.lost import says_lost
@@ -287,6 +290,48 @@ def test_all_is_the_cpu_where_there_is_nothing_else(monkeypatch):
 def test_devices_that_cannot_be_had_together(three_cards, names, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         resolve_devices(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        pytest.param(("cuda:1", "cuda:0", "cuda:1"), "names cuda:1 twice", id="twice"),
+        pytest.param(("cpu", "cuda:0"), "mixes the CPU with CUDA devices", id="two kinds"),
+        pytest.param(("cpu", "gpu"), "no device named 'gpu'", id="no such name"),
+        pytest.param(("cpu", "cpu"), None, id="stand-ins"),
+        pytest.param(("auto",), None, id="whatever there is"),
+        pytest.param(("cuda", "cuda:1"), None, id="every one of them, and one: torch has to say"),
+    ],
+)
+@pytest.mark.parametrize("kind", [InProcess, Central])
+async def test_names_that_say_it_themselves_are_refused_without_torch(kind, names, said, monkeypatch):
+    monkeypatch.setattr(devices, "resolve_devices", lambda names: [])
+    backend = kind(Setup(model=ModelSpec("blobnet-small"), devices=names))
+    if said is None:
+        await backend.check()
+    else:
+        with pytest.raises(UsageError, match=said):
+            await backend.check()
+
+
+@pytest.mark.parametrize(
+    ("names", "there", "asked"),
+    [
+        pytest.param(("cuda:1",), 2, False, id="the second of two"),
+        pytest.param(("cuda:2",), 2, True, id="the third of two"),
+        pytest.param(("cuda",), 0, True, id="there is no driver"),
+        pytest.param(("auto", "cpu", "all"), 0, False, id="none is named"),
+    ],
+)
+def test_torch_is_asked_for_a_device_that_seems_not_to_be_there(names, there, asked, monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: there > 0)
+    monkeypatch.setattr(machine, "cuda_devices", lambda: max(1, there))
+    assert device_names.may_be_missing(names) is asked
+
+
+async def test_a_device_that_is_not_there_is_refused_before_the_start():
+    with pytest.raises(UsageError, match=r"no device 'cuda:99'"):
+        await InProcess(Setup(model=ModelSpec("blobnet-small"), devices=("cuda:99",))).check()
 
 
 def test_a_backend_of_one_device_refuses_several():

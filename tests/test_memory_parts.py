@@ -165,6 +165,10 @@ def test_a_factory_has_the_sizes_that_are_given():
         pytest.param({}, "one model, and got none.*--model blobnet", id="no model"),
         pytest.param({"model": "tiny", "checkpoint": "a.pt"}, "got --model and --checkpoint", id="two"),
         pytest.param({"model": "blobnt"}, "Did you mean 'blobnet'", id="almost a name"),
+        pytest.param({"model": "tiny-lada"}, "Did you mean 'tiny-llada'", id="almost a name of text"),
+        pytest.param(
+            {"model": "nosuch"}, "blobnet, blobnet-small, tiny, .*module:factory, or a folder", id="nothing like a name"
+        ),
         pytest.param({"model": "nets:make"}, "--game NAME, or --features N", id="a factory without sizes"),
         pytest.param({"model": "rollout"}, "is no network", id="no network"),
         pytest.param({"model": "blobnet", "context": 12}, "--context belongs to a model of text", id="rows"),

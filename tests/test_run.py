@@ -21,6 +21,7 @@ from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.remembered import Found
 from gpuinfer.report import report
 from gpuinfer.runtime import measuring
+from gpuinfer.runtime import run as running
 from gpuinfer.runtime.run import execute, run
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -51,6 +52,33 @@ def test_a_run_that_is_done_reports_what_it_did():
     assert made["throughput"]["questions_per_s"] == pytest.approx(20 / made["wall_s"])
     assert made["throughput"]["games_per_min"] == pytest.approx(10 * 60 / made["wall_s"])
     assert made["roofline"] is None
+
+
+class Refusing(Doubler):
+    """Cannot serve what it was asked for, and says so as soon as it is asked."""
+
+    async def check(self):
+        raise UsageError("20 stages, and there are 8 layers. Ask for fewer.")
+
+
+class Pondering(Doubler):
+    """Never comes to a conclusion about what it was asked for."""
+
+    async def check(self):
+        await asyncio.Event().wait()
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "roofline_of", lambda *_, **more: pytest.fail("it was measured"))
+    backend = Refusing(Setup(model=Modelled().model()), ready_file=str(tmp_path / "ready"))
+    with pytest.raises(UsageError, match="8 layers"):
+        run(Modelled(), backend, AtOnce(), update_s=0.01)
+    assert not (tmp_path / "ready").exists()
+
+
+def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
+    monkeypatch.setattr(running, "CHECK_S", 0.05)
+    assert go(Counting(total=3), Pondering)["status"] == "done"
 
 
 def test_worker_processes_count_in_the_report():

@@ -19,7 +19,8 @@ from gpuinfer.central.link import Link
 from gpuinfer.central.remote import TextRemote, Way
 from gpuinfer.central.server import CentralServer
 from gpuinfer.errors import GpuinferError, UsageError
-from gpuinfer.models import processor
+from gpuinfer.models import device_names, processor
+from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
 from gpuinfer.models.stages.options import (
     PARALLEL,
     MicroBatchRows,
@@ -36,6 +37,7 @@ from gpuinfer.text.adapter_options import (
     MOST_ADAPTERS,
     AdapterFolders,
 )
+from gpuinfer.text.slot_options import Context, Slots, StepTokens
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -121,22 +123,20 @@ class Central(Remote):
     """Starts a server process that owns the model; worker processes ask it."""
 
     class Options(api.Options):
-        max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
-        slots: int | None = Field(
-            None, ge=1, le=65_536, description="of text: rows generated at once; default 64 on a CPU"
-        )
-        context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
-        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        max_rows: MaxRows = None
+        slots: Slots = None
+        context: Context = None
+        step_tokens: StepTokens = None
         in_flight: int | None = Field(
             None, ge=1, description="batches at once on a device; default one a core, 2 on CUDA"
         )
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
-        chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        chunk_rows: ChunkRows = None
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
-        compile: bool = Field(False, description="compile the model with torch.compile")
-        graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+        compile: Compile = False
+        graphs: Graphs = True
         parallel: Parallel = Field("data", description=f"of text: {PARALLEL}")
         stages: Stages = "auto"
         split_points: SplitPoints = None
@@ -172,8 +172,21 @@ class Central(Remote):
     def compute(self) -> str:
         return self.options.compute
 
-    async def start(self, context: BackendContext) -> None:
-        """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
+    async def check(self) -> None:
+        """Devices by their names."""
+        if self.setup.model is None:
+            return  # of a workload that brings its own answers
+        self._refuse_what_does_not_fit()
+        device_names.check_names(self.setup.devices)
+        if device_names.may_be_missing(self.setup.devices):
+            await asyncio.to_thread(self._look_for_devices)
+
+    def _look_for_devices(self) -> None:
+        from gpuinfer.models.device import resolve_devices
+
+        resolve_devices(self.setup.devices)
+
+    def _refuse_what_does_not_fit(self) -> None:
         if self.setup.model is None:
             raise UsageError(
                 "the backend 'central' serves a model, and this workload names none. "
@@ -184,6 +197,10 @@ class Central(Remote):
                 f"parallel={self.options.parallel} of the backend 'central' is of models of text, and this one is of "
                 "rows. Use --backend inprocess, or leave -B parallel out."
             )
+
+    async def start(self, context: BackendContext) -> None:
+        """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
+        self._refuse_what_does_not_fit()
         if context.strategy is None:
             raise UsageError("the backend 'central' forms batches itself. Give start() a context with a strategy.")
         given = self.options

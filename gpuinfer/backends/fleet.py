@@ -18,6 +18,7 @@ from gpuinfer.fleet.calling import Caller, Served, Way
 from gpuinfer.generation import Part
 from gpuinfer.http.access import read_keys
 from gpuinfer.models import processor
+from gpuinfer.models.forward_options import Compile
 from gpuinfer.text import arithmetic
 from gpuinfer.text.adapter_options import (
     ADAPTERS,
@@ -28,6 +29,7 @@ from gpuinfer.text.adapter_options import (
     AdapterFolders,
     folders_given,
 )
+from gpuinfer.text.slot_options import StepTokens
 
 if TYPE_CHECKING:
     from gpuinfer.fleet.owned import Owned
@@ -211,14 +213,14 @@ class FleetBackend(Remote):
         max_rows: int | None = Field(None, ge=1, description="of a replica: rows in one batch")
         slots: int | None = Field(None, ge=1, le=65_536, description="of a replica, of text: rows generated at once")
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
-        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        step_tokens: StepTokens = None
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")
         threads: int | None = Field(None, ge=1, description="of a replica: torch threads in one forward")
         chunk_rows: int | None = Field(None, ge=1, description="of a replica: rows through the model at once")
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
-        compile: bool = Field(False, description="compile the model with torch.compile")
+        compile: Compile = False
 
     options: Options
 

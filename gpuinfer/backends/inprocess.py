@@ -16,7 +16,8 @@ from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, enter_station
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.host import machine
-from gpuinfer.models import processor
+from gpuinfer.models import device_names, processor
+from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
 from gpuinfer.models.gate import NoPlace, Place, gate_of
 from gpuinfer.models.halving import answers_to
 from gpuinfer.models.layouts import misfit
@@ -40,6 +41,7 @@ from gpuinfer.text.adapter_options import (
 )
 from gpuinfer.text.devices import TextDevices, open_text
 from gpuinfer.text.model import TextModel
+from gpuinfer.text.slot_options import Context, Slots, StepTokens
 
 if TYPE_CHECKING:
     from gpuinfer.models.gradients import OpenedGradients
@@ -54,22 +56,20 @@ class InProcess(Backend):
     """
 
     class Options(api.Options):
-        max_rows: int | None = Field(None, ge=1, description="rows in one batch; default 4096 on a CPU, more on CUDA")
-        slots: int | None = Field(
-            None, ge=1, le=65_536, description="of text: rows generated at once; default 64 on a CPU"
-        )
-        context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer; default 4096")
-        step_tokens: int | None = Field(None, ge=1, description="of text: most tokens that go through at once")
+        max_rows: MaxRows = None
+        slots: Slots = None
+        context: Context = None
+        step_tokens: StepTokens = None
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(
             None, ge=1, description="batches at once on a device; default 1 on a CPU, 2 on CUDA"
         )
-        chunk_rows: int | None = Field(None, ge=1, description="rows that go through the model at once")
+        chunk_rows: ChunkRows = None
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
-        compile: bool = Field(False, description="compile the model with torch.compile")
-        graphs: bool = Field(True, description="on CUDA, launch each batch as one captured graph")
+        compile: Compile = False
+        graphs: Graphs = True
         backward: bool = Field(False, description="answer batches of training with the gradients of a loss")
         loss: str | None = Field(None, description="of gradients: module:function of (answers, targets) [policy-value]")
         checkpoint_segments: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
@@ -128,8 +128,28 @@ class InProcess(Backend):
         if given and self.setup.model is not None:
             raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
 
-    async def start(self, context: BackendContext) -> None:
-        """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
+    async def check(self) -> None:
+        """Devices by their names; the layers of a model of rows that is to be cut, which is built for that."""
+        if self.setup.model is None:
+            return  # of a workload that brings its own answers
+        spec = self._served()
+        device_names.check_names(self.setup.devices)
+        cut = self.options.parallel != "data" and spec.kind == "rows"
+        if cut or device_names.may_be_missing(self.setup.devices):
+            await asyncio.to_thread(self._check_there, spec if cut else None)
+
+    def _check_there(self, cut: ModelSpec | None) -> None:
+        if cut is not None:
+            from gpuinfer.models.stages.early import check_layers
+
+            check_layers(cut, self.setup, self.options)
+        else:
+            from gpuinfer.models.device import resolve_devices
+
+            resolve_devices(self.setup.devices)
+
+    def _served(self) -> ModelSpec:
+        """The model, which these options are for. Raises `UsageError`."""
         spec = self.setup.model
         if spec is None:
             raise UsageError(
@@ -141,13 +161,18 @@ class InProcess(Backend):
                 f"parallel={self.options.parallel} cuts models that answer, and for gradients a model is whole. Leave "
                 "-B parallel out."
             )
+        if spec.kind == "text" and self.options.layers is not None:
+            raise UsageError(
+                f"layers={self.options.layers} names the attribute with a module's layers, and those of a model of "
+                "text are known. Leave -B layers out; -B split_points=2,4 says where stages begin."
+            )
+        return spec
+
+    async def start(self, context: BackendContext) -> None:
+        """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
+        spec = self._served()
         self._place = self._gate.join(self.setup.share, fixed=self._keeps_its_threads)
         if spec.kind == "text":
-            if self.options.layers is not None:
-                raise UsageError(
-                    f"layers={self.options.layers} names the attribute with a module's layers, and those of a model of "
-                    "text are known. Leave -B layers out; -B split_points=2,4 says where stages begin."
-                )
             self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
             self.limits = self._text.limits
             return

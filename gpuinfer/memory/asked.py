@@ -93,10 +93,12 @@ def _of_text(options: Options) -> ModelSpec:
             f"--{unheard[0]} belongs to a network of rows, and '{_called(options)}' is a model of text. Leave it out."
         )
     name = options.model
-    if name is not None and not Path(name).exists() and (near := difflib.get_close_matches(name, NETWORKS, 1)):
+    if name is not None and name not in TEXT_MODELS and not Path(name).exists():
+        near = difflib.get_close_matches(name, [*NETWORKS, *TEXT_MODELS], 1)
+        meant = f" Did you mean '{near[0]}'?" if near else ""
         raise UsageError(
-            f"no model named '{name}'. Did you mean '{near[0]}'? "
-            f"Choices: {', '.join(NETWORKS)}, module:factory, or a folder with a checkpoint."
+            f"no model named '{name}', and no such folder.{meant} Choices: {', '.join((*NETWORKS, *TEXT_MODELS))}, "
+            "module:factory, or a folder with a checkpoint."
         )
     check_parts(options)
     return spec_of(name, options, {"mask_token": options.mask_token_id})

@@ -13,6 +13,7 @@ import torch
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.models.device_names import EVERY, check_names, index_of, mixed, named_twice
 from gpuinfer.models.nvml import handle_of, other_processes, seen_together
 from gpuinfer.models.processor import cpu_name
 
@@ -34,10 +35,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cpu":
         return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
-        raise UnknownName("device", name, ["auto", "all", "cpu", "cuda", "cuda:1"], label="Choices")
-    number, count = int(index or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number, count = index_of(name) or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if number >= count:
         raise UsageError(f"no device 'cuda:{number}': {cuda_state(count)} Try --device {'cuda:0' if count else 'cpu'}.")
     return torch.device("cuda", number)
@@ -49,21 +47,19 @@ def resolve_devices(names: Sequence[str]) -> list[torch.device]:
     Each `cpu` of several is a stand-in with its share of the cores. Raises `UsageError` for a device that is not there,
     one that is named twice, and for both kinds together.
     """
+    check_names(names)
     found = [device for name in names for device in _every(name)]
     if len({device.type for device in found}) > 1:
-        raise UsageError(
-            f"--device {','.join(names)} mixes the CPU with CUDA devices, beside which it does next to nothing. "
-            "Name devices of one kind."
-        )
+        raise mixed(names)
     twice = [device for place, device in enumerate(found) if device.type == "cuda" and device in found[:place]]
     if twice:
-        raise UsageError(f"--device {','.join(names)} names {twice[0]} twice. Name each device once.")
+        raise named_twice(names, twice[0])
     return found
 
 
 def _every(name: str) -> list[torch.device]:
     first = resolve_device(name)
-    if name not in ("cuda", "all") or first.type == "cpu":
+    if name not in EVERY or first.type == "cpu":
         return [first]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 

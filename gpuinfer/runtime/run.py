@@ -31,6 +31,7 @@ from gpuinfer.trace.merge import Merged, recording
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
+CHECK_S = 60.0  # for a backend to look whether it can serve what was asked for
 ASK_S = 1.0  # between two questions whose the cores are
 ASK_SHARE = 100  # times as long as one took
 LONG_LOOK_S = 0.01  # of a core: a look that takes more, as of many workers, is followed by a longer pause:
@@ -120,6 +121,7 @@ async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str
     with signals.handled(execution.asked, execution.insist, execution.force), execution.measured():
         async with execution.session:
             try:
+                await execution.check()
                 await execution.measure(roofline)
                 await execution.work()
                 status = execution.status()
@@ -194,6 +196,15 @@ class _Execution:
         finally:
             if self._bare is not None:
                 self._bare.close()
+
+    async def check(self) -> None:
+        """Let the backend refuse what it can. One that does not answer is left to its start, which is watched."""
+        with blame.calling(self.backend, "check"), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_S):
+                task = asyncio.create_task(self.backend.check())
+                await asyncio.sleep(0)  # most have nothing to look at
+                await self._watch(task, self.session.stopping.is_set)
+                await self._end(task)
 
     async def measure(self, wanted: bool | Roofline) -> None:
         """Have the bare model measured while nothing else computes: now, or once the workload has prepared, where an

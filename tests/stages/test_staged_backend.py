@@ -209,8 +209,21 @@ def test_options_that_do_not_go_together_are_refused(options, said):
     ],
 )
 async def test_models_that_cannot_be_cut_so_say_why(model, options, said):
-    with pytest.raises(UsageError, match=re.compile(said, re.DOTALL)):
+    told = re.compile(said, re.DOTALL)
+    with pytest.raises(UsageError, match=told):
         await answers([], setup(model=model), parallel="pipeline", **options)
+    assert not stages()
+    backend = InProcess(setup(model=model), parallel="pipeline", **options)
+    if model.name.endswith(":Wrong"):  # which takes trying it out
+        await backend.check()
+        return
+    with pytest.raises(UsageError, match=told):  # and before there is any stage
+        await backend.check()
+
+
+async def test_what_can_be_cut_passes_the_check_and_leaves_nothing_behind():
+    await InProcess(setup(model=a_model("OneRow", 6)), parallel="layers", layers="blocks", split_points=(1, 3)).check()
+    await InProcess(setup(model=replace(SMALL, weights="no-such-file")), parallel="pipeline").check()  # read at start
     assert not stages()
 
 
