@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from gpuinfer.bench.interval import Interval, interval, ratio, ratio_of_turns
-from gpuinfer.report.student import STUDENT
+from gpuinfer.student import STUDENT
 
 speeds = st.floats(0.1, 1e7)
 

@@ -47,7 +47,7 @@ LAYERS = [
     ],
     ["gpuinfer.models", "gpuinfer.trace"],
     ["gpuinfer.config", "gpuinfer.http", "gpuinfer.manual", "gpuinfer.positions", "gpuinfer.stats"],
-    ["gpuinfer.host", "gpuinfer.units", "gpuinfer.unmasked"],
+    ["gpuinfer.host", "gpuinfer.student", "gpuinfer.units", "gpuinfer.unmasked"],
     ["gpuinfer.api", "gpuinfer.generation", "gpuinfer.gradients"],
     ["gpuinfer.errors", "gpuinfer"],
 ]

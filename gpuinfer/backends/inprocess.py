@@ -104,6 +104,7 @@ class InProcess(Backend):
             self._refuse_training_options()
             self.notices = arithmetic.notices(self.setup, self.options.compute)
         self._gate = gate_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
+        self._unlooked: list[ModelSpec] = []  # models beside this one that nobody has looked at yet; theirs too
         self._place: Place = NoPlace()
         self._width = 1  # cores of one forward
         self._on_cuda = machine.wants_cuda(self.setup.devices)
@@ -171,6 +172,7 @@ class InProcess(Backend):
     async def start(self, context: BackendContext) -> None:
         """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
         spec = self._served()
+        await asyncio.to_thread(self._refuse_unloadable)
         self._place = self._gate.join(self.setup.share, fixed=self._keeps_its_threads)
         if spec.kind == "text":
             self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
@@ -191,6 +193,19 @@ class InProcess(Backend):
         self._width = int(self.device().get("threads") or 1)
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
+
+    def _refuse_unloadable(self) -> None:
+        """Of the models that will stand beside this one: it is not loaded for nothing."""
+        specs, self._unlooked[:] = list(self._unlooked), []
+        for spec in specs:
+            if spec.kind == "text":
+                from gpuinfer.text.checkpoint import open_checkpoint
+
+                open_checkpoint(spec)
+            elif spec.kind == "rows":
+                from gpuinfer.models.refusing import refuse_unloadable
+
+                refuse_unloadable(spec)
 
     def _open(self, spec: ModelSpec, context: BackendContext) -> Opened:
         if self.options.parallel != "data":
@@ -305,7 +320,8 @@ class InProcess(Backend):
         """Without the adapters, which are of this model. Both take turns at the device."""
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
         other = InProcess(replace(self.setup, model=spec, share=share), **options)
-        other._gate = self._gate
+        other._gate, other._unlooked = self._gate, self._unlooked
+        self._unlooked.append(spec)
         return other
 
     def device(self) -> Mapping[str, Any]:

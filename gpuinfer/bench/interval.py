@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from gpuinfer.report.student import quantile
+from gpuinfer.student import quantile
 
 DOUBT = 0.025  # on each side
 

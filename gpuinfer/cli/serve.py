@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,12 @@ import typer
 
 from gpuinfer.cli import flags, serving_fleet
 from gpuinfer.cli.serving_fleet import FleetOptions
+from gpuinfer.errors import UsageError
 from gpuinfer.host import leaving
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.terminal import show_status
-from gpuinfer.serving.options import check_address, models_of
+from gpuinfer.openai.several import models_in
+from gpuinfer.serving.options import check_address, models_of, refuse_absent
 
 if TYPE_CHECKING:
     from gpuinfer.config.described import Described
@@ -60,7 +62,10 @@ def execute(values: Mapping[str, Any]) -> int:
     if own.leave_with_parent:
         leaving.with_parent()
     check_address(own)
+    _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
+    if own.launcher in (None, "local"):  # elsewhere other files may be there
+        refuse_absent(described.models)
     backend, strategy = described.plugins()
     log_to_people(merged.common.verbose)
     place = place_of(own)
@@ -135,6 +140,20 @@ def described_by(own: FleetOptions, merged: Settings) -> Described:
             for one in others
         ),
     )
+
+
+def _refuse_options_of_one(models: str | None, words: Sequence[str]) -> None:
+    """Raises `UsageError` for `-B chat.slots=4`, whether there is a `chat` or not."""
+    named = None if models is None else models_in(models)
+    for word in words:
+        key, equals, value = word.partition("=")
+        name, dot, option = key.partition(".")
+        if named is not None and dot:
+            unknown = "" if name in named else f" (none is called '{name}')"
+            raise UsageError(
+                f"-B {word}: options of the backend hold for all models of a server, {' and '.join(named)}{unknown}. "
+                f"Write -B {option}{equals}{value}, or serve each by itself."
+            )
 
 
 def place_of(own: FleetOptions) -> Place:

@@ -58,6 +58,12 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (self.name, *(one.name for one in self.beside))
 
     @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """All of them."""
+        first = () if self.setup.model is None else (self.setup.model,)
+        return (*first, *(one.model for one in self.beside))
+
+    @property
     def kind(self) -> str:
         """text or rows."""
         return "rows" if self.setup.model is None else self.setup.model.kind

@@ -173,13 +173,16 @@ def gate_of(setup: Setup, *, free: bool = False) -> Gate:
         count = sum(machine.cuda_devices() if name in ("cuda", "all") else 1 for name in setup.devices)
         return _gate(AT_ONCE * count, Way.SHARES, free=free, of_cores=False, looking=count == 1)
     room = max(1, machine.cores() // setup.processes)
-    return _gate(room, Way.TURNS, free=free, of_cores=True, looking=room > 1)
+    return _gate(room, Way.TURNS, free=free, of_cores=True, looking=room > 1, likely=Way.SHARES)
 
 
-def _gate(room: int, way: Way, *, free: bool, of_cores: bool, looking: bool) -> Gate:
-    """`way`: where no looks are taken, as they could not differ, or would hold a device up for another's sake."""
+def _gate(room: int, way: Way, *, free: bool, of_cores: bool, looking: bool, likely: Way = Way.TURNS) -> Gate:
+    """`way`: where no looks are taken, as they could not differ, or would hold a device up for another's sake. `likely`
+    is the faster one in most cases: a forward seldom gets twice as fast on twice as many cores.
+    """
     if free:
         return Gate(
             room, of_cores=of_cores, looks=Looks(Way.TURNS, Way.FREELY, Way.FREELY) if looking else None, way=Way.FREELY
         )
-    return Gate(room, of_cores=of_cores, looks=Looks(Way.TURNS, Way.SHARES) if looking else None, way=way)
+    looks = Looks(Way.TURNS, Way.SHARES, likely=likely) if looking else None
+    return Gate(room, of_cores=of_cores, looks=looks, way=way)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.config import blame
+from gpuinfer.config import blame, modules
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import device_name as device_name
 from gpuinfer.models.device import resolve_device as resolve_device
@@ -166,16 +164,12 @@ def find_factory(name: str, what: str = "model") -> Any:
     `what` is made or computed by it, in the words of an error.
     """
     module_name, _, path = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    modules.in_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UsageError(
-                f"{what} '{name}': no module named '{error.name}' in {os.getcwd()} or among the installed packages. "
-                "Start gpuinfer where that module lies, or set PYTHONPATH."
-            ) from error
+        if modules.is_of(module_name, error):
+            raise modules.absent(name, error.name, what) from error
         raise unimportable(name, error, what) from error
     except Exception as error:
         raise unimportable(name, error, what) from error

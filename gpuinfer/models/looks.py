@@ -2,29 +2,34 @@
 
 A look is a moment in which all that have work go one way; what counts is how much each gets done, from the end of its
 first forward that began in it to that of its last. Ways come in the order A B B A A B …, so that a drift of the load
-and of the machine's other programs hits both alike. Some pairs of looks are taken at first, then one now and then,
-which costs a few hundredths of the time. It is for those who have work at once: another company is looked at anew. Pure
-decisions, on nobody's clock.
+and of the machine's other programs hits both alike. Until something is known, the way is gone that is likely to be the
+faster one. Pairs of looks are taken until their interval tells the ways apart, and no more than a few; then one now and
+then, ever less often while it says the same. It is for those who have work at once: another company is looked at anew.
+Pure decisions, on nobody's clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-LOOK_S = 0.25  # of one, at least: prompts and answers come unevenly
-LEAST_FORWARDS = 5  # of each model in a look; where they are long so few that it lasts no longer than LONG_S
-LONG_S, LEAST_LONG = 2.5, 2
+from gpuinfer.student import reach
+
+LOOK_S = 0.2  # of one, at least: prompts and answers come unevenly
+LEAST_FORWARDS = 4  # of each model in a look; where they are long so few that it lasts no longer than LONG_S
+LONG_S, LEAST_LONG = 1.0, 2
 LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
-FIRST_PAIRS = 3
-REST = 20  # times as long as a pair of looks they go on without any, counted while they have work
-REST_INTERRUPTED = 4  # the same after one that came to no end
+LEAST_PAIRS, MOST_PAIRS = 3, 8  # at first: the interval of two is as good as none
+REST_UNCLEAR = 4  # times as long as a pair of looks they go on without any, between the least and the most of them
+REST = 20  # the same once that is clear, or will not become so; counted while they have work
+LONGER, LONGEST = 2, 64  # times as long a rest after each pair that clearly said the same; times the first, at most
+REST_INTERRUPTED = 4  # the same after a look that came to no end
 IDLE_S = 0.1  # nothing was computed for so long, nor for as long as a forward: what comes then is another load
-REMEMBERED = 5  # pairs by which is judged
+REMEMBERED = MOST_PAIRS  # pairs by which is judged
 KEPT = 0.95  # of what a model would get done in the first way: the second one is not to cost anybody more
 
 
@@ -80,6 +85,7 @@ class _Company:
     pairs: deque[Mapping[Any, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     looks: int = 0  # that are over
     rates: list[Mapping[Any, float]] = field(default_factory=list)  # of the pair under way
+    resting: float = REST  # so many times as long as a pair it is to be
     rest_s: float = 0.0  # until the next look
 
 
@@ -98,24 +104,37 @@ class Looks:
     """Tell it of each forward that has ended, and who has work; it says which `way` is to be gone.
 
     `shares` are those of the models by themselves (whatever can be hashed): a way is judged by the mean of their
-    ratios, weighed so, and no model may lose by it.
+    ratios, weighed so, and no model may lose by the second one. What pairs of looks do not tell apart is left as it is
+    likely to be.
     """
 
-    def __init__(self, first: Way, second: Way, usual: Way | None = None) -> None:
-        """`usual`: the way that is gone whatever is seen; None: the faster one."""
-        self.ways, self._usual = (first, second), usual
+    def __init__(self, first: Way, second: Way, usual: Way | None = None, likely: Way | None = None) -> None:
+        """`usual`: the way that is gone whatever is seen; None: the faster one. `likely`: the one that probably is;
+        None: the first.
+        """
+        self.ways, self._usual, self._likely = (first, second), usual, likely or first
         self.judged: dict[Any, Judged] = {}
         self._known: dict[frozenset[Any], _Company] = {}
         self._look: _Look | None = None
         self._seen = -math.inf  # the end of the latest forward
-        self._forever = usual or first
+        self._forever = usual or self._likely
 
     @property
     def way(self) -> Way:
         return self._forever if self._look is None else self._look.way
 
-    def ended(self, model: Any, began_at: float, now: float, work: float, shares: Mapping[Any, float]) -> None:
-        """A forward of `model` has ended, which has done so much; those with `shares` have work."""
+    def ended(
+        self,
+        model: Any,
+        began_at: float,
+        now: float,
+        work: float,
+        shares: Mapping[Any, float],
+        likely: Way | None = None,
+    ) -> None:
+        """A forward of `model` has ended, which has done so much; those with `shares` have work. `likely`: the way that
+        is probably the faster one for these; None: as for all.
+        """
         company, before = frozenset(shares), self._seen
         look, self._seen = self._look, now
         if look is not None and (look.company != company or began_at - before > max(IDLE_S, now - began_at)):
@@ -123,7 +142,9 @@ class Looks:
             look = None
         if len(company) < 2:
             return
+        likely = likely or self._likely
         if look is None:
+            self._known.setdefault(company, _Company(self._usual or likely))
             look = self._begin(company, now)
         if not look.learning:
             if now - look.since >= self._known[company].rest_s:
@@ -134,9 +155,9 @@ class Looks:
             look.tallies[model].add(now, work)
         lasted_s, fewest = now - look.since, min(tally.forwards for tally in look.tallies.values())
         if lasted_s >= LOOK_S and fewest >= (LEAST_LONG if lasted_s >= LONG_S else LEAST_FORWARDS):
-            self._over(look, now, shares)
+            self._over(look, now, shares, likely)
         elif lasted_s > LONGEST_S:
-            self._rest(look, now)
+            self._rest(look, now, REST)
             self._begin(company, now)
 
     def _interrupt(self, look: _Look, at: float) -> None:
@@ -148,13 +169,13 @@ class Looks:
         self._look = None
 
     def _begin(self, company: frozenset[Any], now: float) -> _Look:
-        known = self._known.setdefault(company, _Company(self._usual or self.ways[0]))
+        known = self._known[company]
         learning = known.rest_s <= 0
         way = self.ways[known.looks % 2 ^ known.looks // 2 % 2] if learning else known.way
         self._look = _Look(company, way, now, learning, {one: _Tally() for one in company})
         return self._look
 
-    def _over(self, look: _Look, now: float, shares: Mapping[Any, float]) -> None:
+    def _over(self, look: _Look, now: float, shares: Mapping[Any, float], likely: Way) -> None:
         known = self._known[look.company]
         known.rates.append({one: tally.rate for one, tally in look.tallies.items()})
         known.looks += 1
@@ -166,22 +187,42 @@ class Looks:
                 known.pairs.append(ratios)
                 for one, log in ratios.items():
                     self.judged.setdefault(one, Judged()).add(log)
-            known.way = self._usual or self._faster(known, shares)
-            if known.looks >= 2 * FIRST_PAIRS:
-                self._rest(look, now)
+            way, clear = self._faster(known, shares, likely)
+            way = self._usual or way
+            if way is not known.way or not clear:
+                known.way, known.resting = way, REST
+            if clear or known.looks >= 2 * MOST_PAIRS:
+                self._rest(look, now, known.resting)
+                known.resting = min(REST * LONGEST, known.resting * LONGER)
+            elif known.looks >= 2 * LEAST_PAIRS:
+                self._rest(look, now, REST_UNCLEAR)
         self._begin(look.company, now)
 
-    def _rest(self, look: _Look, now: float, times: int = REST) -> None:
+    def _rest(self, look: _Look, now: float, times: float) -> None:
         """No look for a while from now on. One that is abandoned takes its pair along."""
         known = self._known[look.company]
         known.looks -= len(known.rates)
         known.rates = []
         known.rest_s = times * 2 * max(LOOK_S, now - look.since)
 
-    def _faster(self, known: _Company, shares: Mapping[Any, float]) -> Way:
+    def _faster(self, known: _Company, shares: Mapping[Any, float], likely: Way) -> tuple[Way, bool]:
+        """The way to go, and whether pairs of looks have made that clear: by 95 % intervals, of all together and of
+        each that may lose.
+        """
+        if len(known.pairs) < LEAST_PAIRS:
+            return likely, False
         first, second = self.ways
-        if not known.pairs:
-            return first
-        means = {one: math.fsum(pair[one] for pair in known.pairs) / len(known.pairs) for one in shares}
-        all_of_them = math.fsum(share * means[one] for one, share in shares.items())
-        return second if all_of_them > 0 and min(means.values()) >= math.log(KEPT) else first
+        lows, highs = zip(*(_ends([pair[one] for pair in known.pairs]) for one in shares), strict=True)
+        low, high = _ends([math.fsum(share * pair[one] for one, share in shares.items()) for pair in known.pairs])
+        kept = math.log(KEPT)
+        if high < 0 or min(highs) < kept:
+            return first, True
+        if low > 0 and min(lows) >= kept:
+            return second, True
+        return likely, high - low < -kept  # so near to one another that it is all the same
+
+
+def _ends(logs: Sequence[float]) -> tuple[float, float]:
+    """Of the 95 % interval of their mean."""
+    mean, half = math.fsum(logs) / len(logs), reach(len(logs), math.fsum(logs), math.fsum(log * log for log in logs))
+    return mean - half, mean + half

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpuinfer.models.looks import Judged, Looks, Way
+from gpuinfer.models.looks import KEPT, Judged, Looks, Way
 
 RECENT = 0.2  # weight of the latest forward in the means of what they take, and of the pauses between them
 SURE_S = 0.010  # for one that has said that it goes on: a generator between two steps
@@ -28,6 +28,7 @@ WORTH = 0.5  # a pause that is longer than this part of a forward is not waited 
 ROUNDING = 1e-9
 PRESENT_S = 0.1  # since its last forward: so long a model counts among those that have work, at least
 PRESENT = 3  # times what a forward takes: so long too, as on a busy machine all takes longer
+OFTEN = 0.25  # so often a model comes back soon which is waited for with its share of the room: text pauses for prompts
 
 
 @dataclass(eq=False, slots=True)
@@ -43,15 +44,19 @@ class Member:
     usual_s: float = 0.0  # of a forward
     usual_width: int = 1
     pause_s: float = math.inf  # between two of its forwards
+    soon: float = 0.0  # how often it comes back within the time of a forward: a mean of 0 and 1
     away: deque[float] = field(default_factory=deque)  # since when, of forwards that have ended and not come back
     kept: deque[float] = field(default_factory=deque)  # until when for each forward that is expected, ascending
     kept_from: float | None = None  # since when somebody waits for its sake
     ended_at: float = -math.inf  # its last forward
 
     def present(self, now: float) -> bool:
-        """Whether it has work, or had some a moment ago."""
-        moment_s = max(PRESENT_S, PRESENT * self.usual_s)
-        return bool(self.waiting or self.running) or now - self.ended_at <= moment_s
+        """Whether it has work, or had some a moment ago and most often comes back at once. Cores are not kept for one
+        whose forwards are few.
+        """
+        if self.waiting or self.running:
+            return True
+        return self.soon > OFTEN and now - self.ended_at <= max(PRESENT_S, PRESENT * self.usual_s)
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +124,9 @@ class Turns:
     def _come_back(self, member: Member, now: float) -> None:
         if member.away:
             pause_s = min(now - member.away.popleft(), LONG_S)
+            soon = float(pause_s <= max(member.usual_s, GUESSED_S))
             known = math.isfinite(member.pause_s)
+            member.soon = member.soon + RECENT * (soon - member.soon) if known else soon
             member.pause_s = member.pause_s + RECENT * (pause_s - member.pause_s) if known else pause_s
         if self._is_expected(member, now):
             self._charge_keeping(member, now)
@@ -156,7 +163,8 @@ class Turns:
         self._told_at = now
         if self._looks is not None and turn.began_at is not None:
             before = self.way
-            self._looks.ended(id(turn.member), turn.began_at, now, work, shares)
+            likely = None if self._can_be_shared(shares) else Way.TURNS
+            self._looks.ended(id(turn.member), turn.began_at, now, work, shares, likely)
             if self.way is not before:  # at once each has what it can use: nobody owes anybody anything
                 latest = max(one.behind for one in self.members)
                 for one in self.members:
@@ -167,6 +175,14 @@ class Turns:
         there = [one for one in self.members if one.present(now)]
         total = math.fsum(one.share for one in there)
         return {id(one): one.share / total for one in there}
+
+    def _can_be_shared(self, shares: Mapping[int, float]) -> bool:
+        """Whether at once each has what is due to it: shares may be no whole parts of the room. Where there are more
+        than can run at once they wait for one another, by their shares.
+        """
+        parts = {one: max(1, int(self.room * share + ROUNDING)) for one, share in shares.items()}
+        over = sum(parts.values()) > self.room
+        return over or all(part >= KEPT * self.room * shares[one] for one, part in parts.items())
 
     def _width(self, turn: Turn, now: float) -> int:
         """What it takes now."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer.report.student import reach
 from gpuinfer.stats import ERRORS, Snapshot, summarise
+from gpuinfer.student import reach
 
 
 def lines(snapshot: Snapshot, wall_s: float) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from gpuinfer.api import ModelSpec
+from gpuinfer.config import modules
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.layouts import INPUT_DTYPES
@@ -18,6 +19,7 @@ from gpuinfer.openai.adapters import AdapterOptions, adapters_of
 from gpuinfer.openai.options import TEXT_MODELS, ModelOptions, check_model, model_of, try_out
 from gpuinfer.openai.several import by_name, models_in
 from gpuinfer.openai.unmasking import FIELDS, UnmaskingOptions, unmasking_of
+from gpuinfer.text import naming
 
 NETWORKS = ("blobnet", "blobnet-small")  # `models.networks` imports torch
 FEATURES, ACTIONS, SEATS = 256, 53, 4  # of a built-in network, where nobody says otherwise
@@ -251,6 +253,19 @@ def usual_unmasking(own: ServeOptions, spec: ModelSpec) -> Unmasking | None:
     if wanted is not None:
         try_out(spec, Sampling(unmasking=wanted))
     return wanted
+
+
+def refuse_absent(models: Sequence[ModelSpec]) -> None:
+    """Raises `UsageError` for the first that is not there, by name and by weights' file, before any is loaded. Nothing
+    of them is read, and nothing heavy is imported.
+    """
+    for spec in models:
+        if spec.weights is not None and not Path(spec.weights).exists():
+            raise UsageError(f"no weights file {spec.weights}. Check --weights.")
+        if ":" in spec.name and spec.kind == "rows":
+            modules.refuse_absent(spec.name)
+        elif spec.kind == "text" and spec.weights is None:
+            naming.refuse_absent(spec.name, TEXT_MODELS)
 
 
 def check_address(own: ServeOptions) -> None:

@@ -69,6 +69,12 @@ def test_a_run_that_was_ended_goes_on_and_plays_each_group_once(at_once, tmp_pat
             "Add --reference inline",
             id="no reference",
         ),
+        pytest.param(
+            ("--env", "arithmetic", "--model", "null", "--reference", "inline", "--ref-model", "tiniy"),
+            2,
+            "Did you mean 'tiny'?",
+            id="a reference that is not there",
+        ),
         pytest.param(("--env", "arithmetc", "--model", "null"), 2, "Did you mean 'arithmetic'", id="a slip"),
     ],
 )

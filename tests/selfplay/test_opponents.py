@@ -104,6 +104,7 @@ def test_a_match_that_was_killed_is_finished_by_the_next(folder):
             id="weights that are not there",
         ),
         pytest.param(["--opponent-model", "blobnte"], "Did you mean 'blobnet'?", id="no such opponent"),
+        pytest.param(["--opponent-model", "no_such_module:make"], "set PYTHONPATH", id="no such module"),
         pytest.param(
             ["--model", "rollout", "--opponent-model", "blobnet"],
             "Name the network with --model; rollout may be the opponent.",

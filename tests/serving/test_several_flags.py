@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.api import Setup
+from gpuinfer.api import BackendContext, Setup
 from gpuinfer.backends.central import Central
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.openai.several import models_in
-from gpuinfer.serving.options import ServeOptions, models_of
+from gpuinfer.serving.options import ServeOptions, models_of, refuse_absent
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,45 @@ def test_each_model_has_its_own():
 def test_what_does_not_go_together_is_refused(given, why):
     with pytest.raises(UsageError, match=why):
         chosen(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        pytest.param({"model": "a=tiny,b=tiniy"}, "Did you mean 'tiny'", id="a slip"),
+        pytest.param({"model": "a=tiny,b=nowhere/model"}, "no model folder 'nowhere/model'", id="no folder"),
+        pytest.param({"model": "a=tiny,b=no_such_module:make", "features": 8}, "set PYTHONPATH", id="no module"),
+        pytest.param({"model": "a=tiny,b=blobnet", "weights": "b=no.safetensors"}, "Check --weights", id="no weights"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(given, why):
+    with pytest.raises(UsageError, match=why):
+        refuse_absent([one.spec for one in chosen(**given)])
+
+
+@pytest.mark.parametrize("place", ["tiny", "null", "blobnet", "json:loads"])
+def test_what_is_there_is_not_refused(place, tmp_path):
+    found = chosen(model=f"a={place},b={tmp_path}", features=256 if place not in ("tiny", "null") else None)
+    refuse_absent([one.spec for one in found])
+
+
+async def test_what_loading_would_refuse_of_the_second_is_refused_before_the_first_is_loaded(monkeypatch):
+    loaded = []
+    monkeypatch.setattr("gpuinfer.backends.inprocess.open_text", lambda *given: loaded.append(given))
+    tiny, small = (one.spec for one in chosen(model="a=tiny,b=blobnet", features=8))
+    first = InProcess(Setup(model=tiny))
+    first.beside(small)
+    with pytest.raises(UsageError, match="reads the legal mask from the first 53 features"):
+        await first.start(BackendContext())
+    assert not loaded
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_an_option_of_one_model_is_refused_with_the_way_to_say_it(gpuinfer, name):
+    code, _, said = gpuinfer("serve", "--model", "a=tiny,b=blobnet", "-B", f"{name}.slots=4")
+    assert code == 2
+    assert "Write -B slots=4" in said
+    assert ("none is called" in said) == (name == "c")
 
 
 @pytest.mark.parametrize(

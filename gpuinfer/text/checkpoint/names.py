@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from gpuinfer.api import ModelSpec
@@ -14,8 +13,7 @@ from gpuinfer.text.checkpoint.folder import open_folder
 from gpuinfer.text.checkpoint.keys import Fields
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
 from gpuinfer.text.checkpoint.trained import open_trained
-
-NEAR = 3
+from gpuinfer.text.naming import absent, what_is
 
 
 def open_checkpoint(spec: ModelSpec) -> Checkpoint:
@@ -46,7 +44,7 @@ def _open(spec: ModelSpec, told: Told) -> Checkpoint:
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
-    raise absent(spec.name, path)
+    raise absent(spec.name, path, BUILT_IN)
 
 
 def _told(spec: ModelSpec) -> Told:
@@ -61,34 +59,3 @@ def _refuse_unheard(checkpoint: Checkpoint, told: Told) -> None:
     if told.mask_token is not None and (masking is None or masking.mask_token != told.mask_token):
         own = "goes from left to right and has none" if masking is None else f"knows its own, {masking.mask_token}"
         raise UsageError(f"--mask-token-id says which token the mask is, and '{checkpoint.name}' {own}. Leave it out.")
-
-
-def what_is(name: str) -> tuple[Path, str]:
-    """The path that a name makes, and "folder", "file" or "nothing"."""
-    path = Path(name)
-    try:
-        path = path.expanduser()
-        kind = "folder" if name and path.is_dir() else "file" if path.is_file() else "nothing"
-    except (OSError, RuntimeError, ValueError):  # no such user, or no name that a file can have
-        kind = "nothing"
-    return path, kind
-
-
-def absent(name: str, path: Path) -> UsageError:
-    """No such folder: those beside it that are called alike, and the built-in models."""
-    found = near(path)
-    hint = f" Did you mean {' or '.join(found)}?" if found else ""
-    return UsageError(
-        f"there is no model folder '{name}', and nothing is downloaded.{hint} "
-        f"Give a Hugging Face folder, or one of: {', '.join(sorted(BUILT_IN))}."
-    )
-
-
-def near(path: Path) -> list[str]:
-    try:
-        beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
-    except (OSError, ValueError):
-        return []
-    names = [*beside, *BUILT_IN] if len(path.parts) == 1 else beside
-    alike = difflib.get_close_matches(path.name, names, n=NEAR, cutoff=0.6)
-    return [f"'{path.parent / one}'" for one in dict.fromkeys(alike)]

@@ -22,6 +22,7 @@ from gpuinfer.text.generator.protocol import Stepped, TextGenerator
 logger = logging.getLogger("gpuinfer")
 
 CLOSE_S = 10.0  # how long `close` waits for the step under way
+PROMPT = 1 / 8  # of a token's work, as models beside one another are compared: many go through at once, all the sooner
 Outcome = Generation | Exception
 Done = Callable[[Outcome], None]
 Deliver = Callable[[Sequence[tuple[int, Part]], Sequence[tuple[int, Outcome]]], None]
@@ -262,12 +263,13 @@ class Driver:
     def _step(self) -> None:
         if not self.generator.busy:
             return
-        turn, tokens = self._place.begin(self._width, self.generator.enter), 0
+        turn, tokens = self._place.begin(self._width, self.generator.enter), 0.0
         try:
             self._use(self._place.cores_of(turn, self._width))
             started = time.perf_counter()
             stepped = self.generator.step()
-            seconds, tokens = time.perf_counter() - started, stepped.tokens
+            seconds = time.perf_counter() - started
+            tokens = stepped.tokens - stepped.prompt_tokens + PROMPT * stepped.prompt_tokens
         finally:
             if self._place.end(turn, again=self.generator.busy, work=tokens):
                 self.generator.rest()

@@ -18,9 +18,10 @@ from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError
 from gpuinfer.host.following import followed
 from gpuinfer.openai.identity import arithmetic, fingerprint
-from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
+from gpuinfer.openai.options import TEXT_MODELS, check_model, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.rollouts.files import Writer
 from gpuinfer.rollouts.trainer import Consumer
+from gpuinfer.text import naming
 from gpuinfer.workloads.rollouts import attaching
 from gpuinfer.workloads.rollouts.accounting import slots_of
 from gpuinfer.workloads.rollouts.attaching import OtherEnd, other_end
@@ -81,6 +82,9 @@ class Rollouts(Workload):
         self.sampling = sampling_of(own, logprobs=raw, processed_logprobs=True)
         self.rendering = rendering_of(own)
         self.cast = Cast.of(own.opponent, own.role_temperature, own.adapter)
+        for model in (own.ref_model, *(one.model for one in self.cast.opponents.values())):
+            if model is not None:  # before the run's own is loaded
+                naming.refuse_absent(model, TEXT_MODELS)
         attaching.check(own)
         self.consumer: Consumer | None = None  # a trainer in this process
         self._groups: int | None = own.groups  # None: without end

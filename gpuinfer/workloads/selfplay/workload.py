@@ -14,6 +14,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
+from gpuinfer.config import modules
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
 from gpuinfer.openai.several import refuse_several
@@ -96,6 +97,8 @@ class SelfPlay(Workload):
         refuse_several(self.options.model, "selfplay", ", and the one that it is to play against with --opponent-model")
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
+        if ":" in self.options.model:
+            modules.refuse_absent(self.options.model)
         self._check_opponent()
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
@@ -118,6 +121,8 @@ class SelfPlay(Workload):
             return
         if model not in MODELS and ":" not in model:
             raise UnknownName("opponent", model, MODELS, label="Choices")
+        if ":" in model:
+            modules.refuse_absent(model, "opponent")
         if self.evaluator != "network":
             raise UsageError(
                 f"--opponent-model {model}: the run's own side must be a network, and --model is {self.options.model}. "

@@ -1,0 +1,44 @@
+"""`module:function` as people name code of their own: whether its module is there, before anything is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from gpuinfer.errors import UsageError
+
+
+def in_working_folder() -> None:
+    """Modules in the working folder count, as they do for `python -m`."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def refuse_absent(name: str, what: str = "model") -> None:
+    """Raises `UsageError` for `module:function` of a module that is not there. No more than the packages above it are
+    imported; what those raise is told where the module itself is wanted.
+    """
+    module = name.partition(":")[0]
+    in_working_folder()
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        found = not is_of(module, error)
+    except Exception:  # noqa: BLE001  a package may raise anything
+        return
+    if not found:
+        raise absent(name, module, what)
+
+
+def is_of(module: str, error: ModuleNotFoundError) -> bool:
+    """Whether it is this module that is not there, or a package above it."""
+    return error.name is not None and (module == error.name or module.startswith(error.name + "."))
+
+
+def absent(name: str, module: str | None, what: str) -> UsageError:
+    """`what` is made or computed by it, in the words of an error."""
+    return UsageError(
+        f"{what} '{name}': no module named '{module}' in {os.getcwd()} or among the installed packages. "
+        "Start gpuinfer where that module lies, or set PYTHONPATH."
+    )
