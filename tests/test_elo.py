@@ -79,6 +79,12 @@ def test_where_nobody_played_there_is_no_strength():
     assert all(name.startswith(FACT) for name in Tally({0: 1.0}).facts())
 
 
+def test_equals_are_neither_above_nor_below():
+    found = strength_of([1.0, 0.0])
+    assert str(found["elo"]) == "0.0"
+    assert in_elo(found).startswith("±0 Elo (−")
+
+
 def test_strength_in_words():
     found = strength_of([1.0, 0.5, 1.0, 0.0])
     assert in_elo(found).startswith("+89 Elo (−")

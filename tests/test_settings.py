@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given
@@ -173,6 +173,7 @@ class Some(BaseModel):
     seconds: float = Field(0.0, ge=0)
     name: str = "x"
     kind: Literal["none", "some"] = "some"
+    stages: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     fast: bool = False
     tags: list[str] = []
     maybe: str | None = None
@@ -226,6 +227,20 @@ def test_an_unknown_option_names_the_nearest_even_if_the_model_would_ignore_it()
 
 class Strict(BaseModel):
     needed: int
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0", "'0' is less than 2. Give 2 or more, or auto."),
+        ("some", "'some' is not a whole number. Give a whole number, or auto."),
+        ("atuo", "'atuo' is not a whole number. Did you mean 'auto'? Give a whole number, or auto."),
+    ],
+)
+def test_a_number_or_a_word_is_complained_about_once(text, said):
+    with pytest.raises(UsageError) as refused:
+        options.check(Some, {"stages": Given(text, "-B stages")}, "it")
+    assert str(refused.value) == f"-B stages: {said}"
 
 
 def test_a_missing_option_is_named():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +99,10 @@ def execute(values: Mapping[str, Any]) -> int:
     if options.out is None:
         raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
     spec = _network(options, common.seed)
+    if "," in str(options.out):
+        raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
     plan = _plan(options, options.out, merged)
+    _refuse_what_training_refuses(plan, spec, merged)
     folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
     folder.claim(_deciding(options, common.seed, common.dtype), options.resume)
     _write_first(plan, spec, common.seed)
@@ -134,13 +139,36 @@ def _network(options: Options, seed: int) -> ModelSpec:
     return spec
 
 
+def _refuse_what_training_refuses(plan: Plan, spec: ModelSpec, merged: Settings) -> None:
+    """Now, and not after the games of the first iteration. Raises `UsageError`."""
+    from gpuinfer.cli.building import merge, served, setup_of
+
+    if merged.common.dtype == "float16":
+        raise UsageError(
+            "--dtype float16: gradients vanish in it. Use bfloat16, which has the range of float32, or float32."
+        )
+    given = {"records": [str(plan.folder)], "out": plan.folder, "steps": plan.training_steps, "config": merged.file}
+    given |= {name: getattr(plan, name) for name in ("model", "batch_size", "learning_rate")}
+    settings = merge("train", {**given, "device": _one_of(merged.common.devices), "dtype": merged.common.dtype})
+    workload = registry.load("workloads", "train")
+    blame.make(workload, Setup(seed=plan.seed), settings.options("workloads", "train", workload))
+    served("train", replace(setup_of(settings.common), model=replace(spec, kind="gradients")), settings)
+
+
+def _one_of(devices: Sequence[str]) -> str:
+    """The device that trains: gradients are those of one."""
+    return next((one for one in devices if one != "all"), "auto")
+
+
 def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
     from gpuinfer.loop.plan import Plan
 
     common = merged.common
     play = [f"--game={options.game}"]
     play += [f"{flags.flag(name)}={value}" for name in PLAY if (value := getattr(options, name)) is not None]
-    everyone = ["--no-roofline", "--no-trial", "--no-live", f"--device={common.device}", f"--dtype={common.dtype}"]
+    play += [f"--device={common.device}"]
+    training = [f"--device={_one_of(common.devices)}"]
+    everyone = ["--no-roofline", "--no-trial", "--no-live", f"--dtype={common.dtype}"]
     everyone += [f"--config={merged.file}"] if merged.file is not None else []
     everyone += ["--quiet"] if not common.verbose else []
     names = (
@@ -158,6 +186,7 @@ def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
         **{name: getattr(options, name) for name in (*names, "evaluation_games", "evaluate_every")},
         seed=common.seed,
         play=play,
+        training=training,
         common=everyone,
     )
 
@@ -183,16 +212,20 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
     from gpuinfer.cli.progress import interruptible
     from gpuinfer.loop.course import follow
 
-    def say(step: Step, what: str) -> None:
+    line = _Line(replaced=not verbose and sys.stderr.isatty())
+
+    def say(step: Step, what: str, end: str = "\n") -> None:
         if not quiet:
-            print(f"iteration {step.iteration} of {plan.iterations} · {what}", file=sys.stderr, flush=True)
+            line.say(f"iteration {step.iteration} of {plan.iterations} · {what}", end)
 
     def began(step: Step) -> None:
         if verbose:
             say(step, f"{step.kind} …")
+        elif line.replaced:
+            say(step, f"{step.kind} … (tail -f {step.log})", end="")
 
     try:
-        with interruptible():
+        with interruptible(), line:
             follow(
                 list(plan.steps()),
                 verbose,
@@ -203,6 +236,22 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
         return "partial"
     return "done"
+
+
+class _Line(contextlib.AbstractContextManager["_Line"]):
+    """Lines on standard error; on a terminal, what is under way gives place to what has come of it."""
+
+    def __init__(self, replaced: bool) -> None:
+        self.replaced = replaced
+        self._open = False
+
+    def say(self, text: str, end: str) -> None:
+        print("\r\x1b[K" * self._open + text, end=end, file=sys.stderr, flush=True)
+        self._open = not end
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            print(file=sys.stderr)
 
 
 def _told(step: Step, report: Report, seconds: float) -> str:

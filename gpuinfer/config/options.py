@@ -104,9 +104,15 @@ def _is_empty(one: Given) -> bool:
 
 def explain(details: Iterable[ErrorDetails], given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
     """At most three lines: what was given and where, what is wrong with it, what is allowed."""
-    lines = [_explain_one(detail, given, model, owner) for detail in details]
+    lines = [_explain_one(detail, given, model, owner) for detail in _of_each_value(list(details))]
     more = len(lines) - SHOWN
     return "\n".join(lines[:SHOWN] if more < 1 else [*lines[: SHOWN - 1], f"And {more + 1} more of this kind."])
+
+
+def _of_each_value(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A number or one of some words is complained about twice, as no such number and as no such word: once will do."""
+    typed = {str(one["loc"][0]) for one in details if one["loc"] and one["type"] != "literal_error"}
+    return [one for one in details if one["type"] != "literal_error" or str(one["loc"][0]) not in typed]
 
 
 def natural(value: Any, annotation: Any) -> Any:
@@ -266,22 +272,23 @@ def _own_words(detail: ErrorDetails) -> str:
 
 
 def _cure(detail: ErrorDetails, value: Any, field: FieldInfo | None) -> str:
-    allowed = choices(field.annotation) if field else []
-    if allowed:
-        near = get_close_matches(str(value), list(map(str, allowed)), n=1, cutoff=0.5)
-        hint = f"Did you mean '{near[0]}'? " if near else ""
-        return f"{hint}Choose from {', '.join(map(str, allowed))}."
+    allowed = list(map(str, choices(field.annotation))) if field else []
+    near = get_close_matches(str(value), allowed, n=1, cutoff=0.5)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    if detail["type"] == "literal_error":
+        return f"{hint}Choose from {', '.join(allowed)}."
+    words = "".join(f", or {one}" for one in allowed)  # beside a number
     bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
-    for bound, words in bounds.items():
+    for bound, limit in bounds.items():
         if bound in _bounds(detail):
-            return f"Give {words.format(_bounds(detail)[bound])}."
+            return f"{hint}Give {limit.format(_bounds(detail)[bound])}{words}."
     if detail["type"].startswith("bool"):
         return "Give true or false."
     example = default_text(field) if field else None
     nouns = {"int": "a whole number", "float": "a number", "finite": "a finite number", "string_type": "text"}
     fitting = (noun for start, noun in nouns.items() if detail["type"].startswith(start))
     what = next(fitting, (field.description if field else None) or "another value")
-    return f"Give {what}" + (f" (default: {example})." if example else ".")
+    return f"{hint}Give {what}{words}" + (f" (default: {example})." if example and not words else ".")
 
 
 def _bounds(detail: ErrorDetails) -> dict[str, str]:

@@ -41,7 +41,8 @@ class RecordFolder:
         """Have it for these settings, until `release` or the end of this object; whether there are records already.
 
         `settings` are those that decide what the records are. Raises UsageError when there are some and `resume` is not
-        set, when they were made with other settings, or when another run is writing here.
+        set, when they were made with other settings, or when another run is writing here. A manifest without anything
+        beside it is replaced.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -111,9 +112,10 @@ class RecordFolder:
 
     def _go_on(self, settings: Mapping[str, Any], resume: bool) -> bool:
         found = self.manifest()
-        if found is None:
-            if any(self.shards()):
+        if found is None or self._is_bare():
+            if found is None and any(self.shards()):
                 raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
+            self.remove_torn()
             self._write_manifest({"schema": self._schema, "settings": settings})
             return False
         if not resume:
@@ -127,6 +129,12 @@ class RecordFolder:
             )
         self.remove_torn()
         return True
+
+    def _is_bare(self) -> bool:
+        """Whether there is a manifest and nothing else: its run ended before it had anything to keep, such as for a
+        misspelt model, and so decides nothing about the next one.
+        """
+        return all(one.name == MANIFEST or one.name.endswith(TORN) for one in self.path.iterdir())
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"

@@ -36,7 +36,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A loop in `folder`. `common` are words that every command gets, `play` those that say what is played and how."""
+    """A loop in `folder`. `common` are words that every command gets, `play` those of self-play alone (what is played
+    and how, and on which devices), `training` those of training."""
 
     folder: Path
     model: str
@@ -51,6 +52,7 @@ class Plan:
     evaluate_every: int  # iterations; 0: after the last one alone
     seed: int
     play: Sequence[str] = ()
+    training: Sequence[str] = ()
     common: Sequence[str] = ()
 
     @property
@@ -76,7 +78,7 @@ class Plan:
     def step(self, kind: Kind, iteration: int) -> Step:
         words = {"games": self._games, "training": self._training, "match": self._match}[kind](iteration)
         report = self.of(iteration) / f"{kind}.json"
-        command = ["train"] if kind == "training" else ["selfplay", *self.play]
+        command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
         everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
         said = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
         if kind == "training":

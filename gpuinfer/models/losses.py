@@ -81,7 +81,7 @@ def told(name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], set
         ) from error
     scalar, parts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
-        shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}" if isinstance(scalar, Tensor) else type(scalar)
+        shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}" if isinstance(scalar, Tensor) else _kind(found)
         raise BackendError(
             f"{called(name, 'loss')} returned {shape}, and not one number. Let it return a scalar tensor, such as the "
             "mean over the rows, or that and a dict of its parts."
@@ -91,7 +91,23 @@ def told(name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], set
             f"{called(name, 'loss')} returned a number that does not depend on the model's parameters. Compute it from "
             "the answers, without detach() or item()."
         )
-    return scalar.reshape(()), {key: float(value) for key, value in dict(parts).items()}
+    return scalar.reshape(()), _numbers(parts, called(name, "loss"))
+
+
+def _numbers(parts: Any, whose: str) -> dict[str, float]:
+    """The parts of a loss. Raises `BackendError` for what are none."""
+    try:
+        return {str(key): float(value.detach() if isinstance(value, Tensor) else value) for key, value in parts.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise BackendError(
+            f"{whose} returned, beside the scalar, what are no numbers by name ({error}). Let it return a dict of "
+            "numbers there, or the scalar alone."
+        ) from error
+
+
+def _kind(found: Any) -> str:
+    """Of what is no tensor."""
+    return f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
 
 
 def _shapes(answers: Any) -> str:

@@ -164,7 +164,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each kind of damage raises a kind of its own
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        if reason.startswith("Weights only load failed"):  # and at length how to run what is in it all the same
+            reason = "no plain tensors"
         raise UsageError(
             f"cannot read weights from {path}: {reason}. Save a plain state_dict, best as safetensors "
             "(safetensors.torch.save_file)."

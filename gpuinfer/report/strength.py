@@ -106,7 +106,7 @@ def elo(score: float) -> float | None:
     """The difference in Elo at which so much is to be expected; None for a score of 0 or 1."""
     if not 0.0 < score < 1.0:
         return None
-    return -ELO_SCALE * math.log10(1.0 / score - 1.0)
+    return ELO_SCALE * math.log10(score / (1.0 - score))
 
 
 def in_elo(found: Mapping[str, Any]) -> str:
@@ -134,5 +134,5 @@ def _ends(interval: Sequence[float | None], unit: str = "") -> str:
 
 
 def signed(elo: float) -> str:
-    """Such as `+85` and `−40`."""
-    return f"{elo:+.0f}".replace("-", "−")
+    """Such as `+85`, `−40` and `±0`."""
+    return f"{elo:+.0f}".replace("-", "−") if round(elo) else "±0"

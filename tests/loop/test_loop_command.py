@@ -27,6 +27,11 @@ WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every
         ),
         pytest.param(["--out", "l", "--weights", "nowhere"], "no file 'nowhere'", id="weights that are not there"),
         pytest.param(["--out", "l", "--iterations", "0"], "--iterations: '0' is less than 1", id="no iterations"),
+        pytest.param(["--out", "a,b"], "parted by commas", id="a folder that training would take for two"),
+        pytest.param(
+            ["--out", "l", "--batch-size", "99999"], "--batch-size: 99999 is more than 65536", id="training's options"
+        ),
+        pytest.param(["--out", "l", "--dtype", "float16"], "gradients vanish", id="training's numbers"),
         pytest.param(["--out", "l", "--itrations", "3"], "Did you mean '--iterations'?", id="flag"),
     ],
 )
@@ -35,6 +40,14 @@ def test_a_loop_that_cannot_be_is_refused(gpuinfer, tmp_path, monkeypatch, words
     code, out, err = gpuinfer("loop", *words)
     assert (code, out) == (2, "")
     assert message in err
+    assert not (tmp_path / "l").exists()
+
+
+def test_a_backend_that_cannot_train_is_refused_before_any_game(gpuinfer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPUINFER_BACKEND", "central")
+    code, _, err = gpuinfer("loop", "--out", "l")
+    assert (code, "train has a model of gradients, and the backend 'central' serves" in err) == (2, True)
     assert not (tmp_path / "l").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuinfer.cli import loop
+from gpuinfer.cli.building import merge
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.loop import drawing, pages, story
 from gpuinfer.loop.course import follow
@@ -71,6 +74,26 @@ def test_each_step_is_asked_for_what_the_ones_before_it_left(plan, go):
     match = asked[-1]
     assert match["weights"] == f"{at}/iteration-003/training/weights.safetensors"
     assert (match["opponent-weights"], match["games"], match["seed"]) == (f"{at}/first.safetensors", "400", "7")
+
+
+@pytest.mark.parametrize(
+    ("given", "one"),
+    [("cpu,cpu", "cpu"), ("cuda:1,cuda:0", "cuda:1"), ("all", "auto"), ("cpu", "cpu")],
+)
+def test_games_have_all_devices_and_training_the_first(tmp_path, given, one):
+    options, merged = loop.Options(out=tmp_path), merge("loop", {"device": given})
+    for step in loop._plan(options, tmp_path, merged).steps():
+        said = [word for word in step.words if word.startswith("--device=")]
+        assert said == [f"--device={one if step.kind == 'training' else given}"]
+
+
+def test_on_a_terminal_what_is_under_way_gives_place_to_what_came_of_it(capsys):
+    with contextlib.suppress(KeyboardInterrupt), loop._Line(replaced=True) as line:
+        line.say("games …", end="")
+        line.say("games in 3 s: 12", end="\n")
+        line.say("training …", end="")
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "games …\r\x1b[Kgames in 3 s: 12\ntraining …\n"
 
 
 def test_training_looks_back_as_far_as_the_window(plan):

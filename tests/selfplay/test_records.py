@@ -87,6 +87,20 @@ def test_records_are_not_added_to_by_accident(folder):
         Folder(folder.path).open(SETTINGS, resume=False)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_kept_nothing_decides_nothing(tmp_path, resume):
+    """Such as one that was refused for its model: the next one has another, and no records to go on with."""
+    path = tmp_path / "games"
+    failed = Folder(path)
+    failed.open({**SETTINGS, "model": "nets:misspelt"}, resume=False)
+    (path / "shard-1.npz.tmp").write_bytes(b"half")
+    failed.release()
+    folder = Folder(path)
+    assert folder.open(SETTINGS, resume) == set()
+    assert [one.name for one in path.iterdir()] == ["manifest.json"]
+    assert (folder.manifest() or {})["settings"] == SETTINGS
+
+
 def test_other_settings_are_refused_and_shown(folder):
     with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: null there, 3 here\)") as refused:
         Folder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)

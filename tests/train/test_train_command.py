@@ -158,6 +158,12 @@ def test_what_is_done_is_not_done_again(train):
     assert "holds a training run already. Add --resume" in errors
 
 
+def test_a_run_that_was_refused_leaves_its_folder_free(train):
+    code, _, errors = train("-B", "loss=train_models:per_rwo")
+    assert (code, "no loss in module 'train_models' named 'per_rwo'" in errors) == (2, True)
+    assert train("--learning-rate", "0.001")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

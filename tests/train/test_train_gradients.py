@@ -143,6 +143,10 @@ async def test_running_means_come_back_with_the_gradients():
     ("loss", "said"),
     [
         ("per_row", r"returned a tensor \[4\] of torch.float32, and not one number"),
+        ("number", "returned a float, and not one number"),
+        ("three", "returned a tuple of 3, and not one number"),
+        ("unnamed", "returned, beside the scalar, what are no numbers by name"),
+        ("many", "returned, beside the scalar, what are no numbers by name"),
         ("broken", r"raised KeyError: 'visits'.*given answers \[4, 7\] and \[4, 2\] and the targets policy"),
         ("nothing", "is nan. Lower the learning rate"),
         ("apart", "does not depend on the model's parameters"),
@@ -153,6 +157,11 @@ async def test_what_is_no_loss_is_refused(loss, said):
     assert isinstance(found, BackendError)
     with pytest.raises(BackendError, match=said):
         raise found
+
+
+async def test_parts_of_a_loss_may_be_tensors():
+    [found] = await gradients(batch_of(4), loss="train_models:in_parts")
+    assert dict(found.parts) == {"value": pytest.approx(found.loss, rel=1e-6), "two": 2.0}
 
 
 async def test_a_loss_takes_the_settings_that_it_names():

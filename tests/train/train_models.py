@@ -67,6 +67,27 @@ class Normed(nn.Module):
         return answer[:, : self.actions], answer[:, self.actions :]
 
 
+def number(answers, targets):
+    return 1.0
+
+
+def three(answers, targets):
+    return answers[0].mean(), answers[1].mean(), {}
+
+
+def unnamed(answers, targets):
+    return answers[0].mean(), answers[1]
+
+
+def many(answers, targets):
+    return answers[0].mean(), {"policy": answers[0]}
+
+
+def in_parts(answers, targets):
+    value = answers[1].mean()
+    return value, {"value": value, "two": 2}
+
+
 def per_row(answers, targets):
     return ((answers[1] - targets["value"]) ** 2).mean(1)
 
