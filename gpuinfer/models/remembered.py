@@ -24,7 +24,7 @@ from gpuinfer.models import processor
 KEPT_S = 7 * 24 * 3600.0  # then it is looked for again: kernels and microcode change unseen
 AHEAD_S = 60.0  # by which the clock of a file system may be ahead of ours
 MOST_BYTES = 4096
-FAR = 1.25  # a rate that is higher or lower by this factor is not the same machine's, or not the same model's
+FAR = 1.5  # a rate that is higher or lower by this factor is not of the same machine, or not of the same model
 
 
 @dataclass(frozen=True, slots=True)
