@@ -9,12 +9,14 @@ from dataclasses import replace
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from text.random_models import LLAMA, VARIANTS, random_weights
 from text.toy import run
 from text.unmasking import prompt_of
 from text.unmasking import run as run_masks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpuinfer import api
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
@@ -24,6 +26,7 @@ from gpuinfer.errors import BackendError, Closed, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.report.report import Run, build, schema
 from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.segments import positions_of
 from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.text.stages.decoder import PortionSegment
@@ -70,9 +73,34 @@ def test_in_bfloat16_too(way):
 
 
 @pytest.mark.thorough
-def test_in_float16_too():
-    """One batch at a time: in a pipeline the last bits were seen to differ now and then (docs/devices.md)."""
-    assert answers(dtype="float16", parallel="layers") == answers(dtype="float16")
+@pytest.mark.parametrize("way", WAYS)
+def test_in_float16_too(way):
+    assert answers(dtype="float16", **way) == answers(dtype="float16")
+
+
+def test_no_stage_chooses_kernels_for_the_others(monkeypatch):
+    """Torch's choice among kernels of attention is the process's: a stage that leaves its own would end another's."""
+
+    def noting(*given):
+        allowed.add(torch.backends.cuda.flash_sdp_enabled())
+        return attended(*given)
+
+    allowed, attended = set(), torch_layers.of_group
+    monkeypatch.setattr(torch_layers, "of_group", noting)
+    answers(PROMPTS[:1], dtype="float16", parallel="layers")
+    assert allowed == {True}
+
+
+def test_attention_in_float16_does_not_depend_on_which_kernels_are_allowed(monkeypatch):
+    """As it did where another stage had just allowed the faster one, between a stage's choice and its use."""
+    expected, attended = answers(PROMPTS[1:2], dtype="float16"), torch_layers.of_group
+
+    def beside_another(*given):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attended(*given)
+
+    monkeypatch.setattr(torch_layers, "of_group", beside_another)
+    assert answers(PROMPTS[1:2], dtype="float16") == expected
 
 
 @pytest.mark.thorough

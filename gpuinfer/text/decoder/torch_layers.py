@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpuinfer.text.decoder.torch_cache import SlotCache
 from gpuinfer.text.decoder.torch_experts import Mix
@@ -216,6 +215,8 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 Window = int | None
+Attention = Callable[..., Tensor]
+"""As `torch.nn.functional.scaled_dot_product_attention`, of which it takes `attn_mask` and `is_causal`."""
 Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
@@ -278,9 +279,16 @@ def _cut(given: Tensor | None, tile: int) -> Iterable[Tensor | None]:
     return itertools.repeat(None) if given is None else torch.split(given, tile)
 
 
-def attend(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+def attend(
+    batch: StepBatch,
+    queries: Tensor,
+    cache: SlotCache,
+    layer: int,
+    window: Window,
+    attention: Attention = F.scaled_dot_product_attention,
+) -> Tensor:
     """Mixed values [rows, heads × head_dim] for `queries` [rows, heads, head_dim]."""
-    found = [of_group(group, queries, cache, layer, window) for group in batch.groups]
+    found = [of_group(group, queries, cache, layer, window, attention) for group in batch.groups]
     mixed = found[0] if len(found) == 1 else torch.cat(found)
     return mixed if batch.back is None else mixed.index_select(0, batch.back)
 
@@ -289,20 +297,31 @@ def attend_plainly(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: i
     """The same in products and a softmax of whole tensors: where a head has keys of its own, the CPU's faster kernel
     rounds a lone query by where it stands among the others, if there are two threads.
     """
-    with sdpa_kernel(SDPBackend.MATH):
-        return attend(batch, queries, cache, layer, window)
+    return attend(batch, queries, cache, layer, window, plain_attention)
 
 
-def of_group(group: Group, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """What `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` chooses: but that chooses for the whole process, and one
+    stage that leaves it would give another one the faster kernel in the middle of a step.
+    """
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal)[0]
+    return mixed
+
+
+def of_group(
+    group: Group, queries: Tensor, cache: SlotCache, layer: int, window: Window, attention: Attention
+) -> Tensor:
     """The same for one group: [segments × width, heads × head_dim]."""
     keys = read(cache.keys[layer], group)
     values = read(cache.values[layer], group)
     asking = queries if group.rows is None else queries.index_select(0, group.rows)
     asking = asking.view(-1, group.width, *asking.shape[1:])
     if group.width == 1:
-        mixed = one_each(asking, keys, values, group.masks[window])
+        mixed = one_each(asking, keys, values, group.masks[window], attention)
     else:
-        mixed = many_each(asking, keys, values, group.masks[window], group.causal)
+        mixed = many_each(asking, keys, values, group.masks[window], group.causal, attention)
     return mixed.reshape(-1, mixed.shape[-2] * mixed.shape[-1])
 
 
@@ -312,16 +331,18 @@ def read(held: Tensor, group: Group) -> Tensor:
     return near[group.slots] if isinstance(group.slots, slice) else near.index_select(0, group.slots)
 
 
-def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None) -> Tensor:
+def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, attention: Attention) -> Tensor:
     """Attention of one query a row, [segments, 1, heads, head_dim]. The heads that share keys stand in for the queries
     of a longer run, so that the keys are read once for all of them.
     """
     shared = asking.reshape(len(asking), keys.shape[2], -1, asking.shape[-1])
-    mixed = F.scaled_dot_product_attention(shared, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added)
+    mixed = attention(shared, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added)
     return mixed.flatten(1, 2)[:, None]
 
 
-def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, causal: bool) -> Tensor:
+def many_each(
+    asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, causal: bool, attention: Attention
+) -> Tensor:
     """Attention of runs, [segments, width, heads, head_dim]. The queries of heads that share keys are one long run,
     unless their order is plainly causal.
     """
@@ -332,7 +353,7 @@ def many_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None
     else:
         asking = asking.reshape(segments, keys.shape[2], -1, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    mixed = F.scaled_dot_product_attention(asking, keys, values, attn_mask=added, is_causal=causal and added is None)
+    mixed = attention(asking, keys, values, attn_mask=added, is_causal=causal and added is None)
     return mixed.view(segments, heads, width, dim).transpose(1, 2)
 
 
