@@ -119,11 +119,11 @@ class Measurer:
             ) from None
 
     def close(self) -> None:
-        """End the process. It may be started again."""
-        if self._child is not None:
+        """End the process, and with it what is being measured, which raises `BackendError`. It may be started again."""
+        child, self._child = self._child, None
+        if child is not None:
+            children.end(child, GONE_S)  # first, so that whoever listens meanwhile hears its end
             self._line.close()
-            children.end(self._child, GONE_S)
-            self._child = None
 
 
 def message_from(line: Connection, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
