@@ -13,7 +13,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from train_models import ACTIONS, FEATURES, SEATS, positions
 
 from gpuinfer.errors import UsageError
@@ -203,6 +204,28 @@ def test_a_checkpoint_that_is_damaged_is_named(train, tmp_path):
     code, _, errors = train("--resume")
     assert code == 2
     assert "checkpoint.safetensors cannot be read" in " ".join(errors.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(lambda state, name: state.pop(name), "no 'weights/", id="a tensor that is missing"),
+        pytest.param(lambda state, name: state.update({name: np.zeros((3, 5), "f4")}), "size of tensor", id="a shape"),
+    ],
+)
+def test_a_checkpoint_of_a_model_that_has_changed_since_is_refused(train, tmp_path, change, said):
+    assert train()[0] == 0
+    path = tmp_path / "out" / "checkpoint.safetensors"
+    with safe_open(path, "np") as file:
+        told = file.metadata()
+    state = load_file(path)
+    change(state, next(name for name in state if name.startswith("weights/")))
+    save_file(state, path, told)
+    for _ in range(2):  # and the folder is free again
+        code, _, errors = train("--resume")
+        assert code == 2
+        assert said in errors
+        assert "not of model 'blobnet-small' as it is now" in " ".join(errors.split())
 
 
 def test_training_begins_with_weights_from_a_file(train, tmp_path):

@@ -168,7 +168,15 @@ class _Training:
             if self._step > own.steps:
                 self.folder.release()
                 raise UsageError(f"{own.out} is at step {self._step} already. Ask for more with --steps.")
-            self._stepper.restore(state)
+            try:
+                self._stepper.restore(state)
+            except (KeyError, RuntimeError) as error:
+                self.folder.release()
+                said = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+                raise UsageError(
+                    f"the checkpoint in {own.out} is not of model '{own.model}' as it is now: {said}. Put the model "
+                    "back as it was, or give another folder with --out."
+                ) from error
 
     async def trained(self) -> AsyncIterator[Progress]:
         own = self._own
