@@ -140,11 +140,15 @@ static char *cache_root(void) {
     fail(UNUSABLE, "neither HOME nor XDG_CACHE_HOME names a folder, and it must unpack itself somewhere. " CURE ".");
 }
 
+static int above_failed; /* why the first of the folders above could not be made */
+
 /* Make a folder if need be. Its content is run as it is found: it must be ours, and nobody else may write there. */
 static void make_ours(const char *folder) {
     struct stat target, link;
-    if (mkdir(folder, 0700) && errno != EEXIST)
-        fail(errno == ENOSPC || errno == EDQUOT ? FAILED : UNUSABLE, "%s cannot be made: %s. " CURE ".", folder, strerror(errno));
+    if (mkdir(folder, 0700) && errno != EEXIST) {
+        int why = errno == ENOENT && above_failed ? above_failed : errno;
+        fail(why == ENOSPC || why == EDQUOT ? FAILED : UNUSABLE, "%s cannot be made: %s. " CURE ".", folder, strerror(why));
+    }
     if (stat(folder, &target) || lstat(folder, &link))
         fail(UNUSABLE, "%s cannot be looked at: %s. " CURE ".", folder, strerror(errno));
     if (!S_ISDIR(target.st_mode))
@@ -158,13 +162,18 @@ static void make_ours(const char *folder) {
 }
 
 /* The folders above the cache are only made, not judged: HOME may lie anywhere. */
+static void make_one_above(const char *folder) {
+    if (mkdir(folder, 0700) && errno != EEXIST && !above_failed)
+        above_failed = errno; /* it shows at the last one, which cannot be made then */
+}
+
 static void make_above(char *folder) {
     for (char *slash = strchr(folder + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
         *slash = 0;
-        mkdir(folder, 0700); /* whatever is wrong shows at the last one */
+        make_one_above(folder);
         *slash = '/';
     }
-    mkdir(folder, 0700);
+    make_one_above(folder);
 }
 
 static int remove_one(const char *at, const struct stat *status, int kind, struct FTW *where) {

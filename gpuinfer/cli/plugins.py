@@ -127,7 +127,7 @@ def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str,
 
 @app.command("check")
 def check(
-    package: str = typer.Argument(help="an installed package", autocompletion=_packages),
+    package: str = typer.Argument(help="an installed package; `echo` is gpuinfer-echo", autocompletion=_packages),
     given: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET)] = None,
     model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint for backends of text; else a tiny one.")] = "",
     each: Annotated[str, typer.Option(metavar="TIME", help="For one check; a run gets three times it.")] = "10s",
@@ -135,10 +135,12 @@ def check(
 ) -> None:
     """Run the conformance kit on every plugin of a package, in a process of its own. Exits 4 when one does not hold."""
     from gpuinfer.cli.targets import seconds
+    from gpuinfer.packages import sources
     from gpuinfer.testing import check_package
 
     _apply_settings()
     known = {record.distribution for record in registry.listing()}
+    package = next((name for name in sources.names_of(package, package) if name in known), package)
     if package not in known:
         raise UnknownName("package with plugins", package, known)
     shown = Shown()

@@ -21,6 +21,7 @@ FIRST_CELL = re.compile(r"^\|([^|]*)\|", re.M)  # of a row: what the row is abou
 NAME, HEADING, ABOUT, IN_CODE, IN_TEXT = 8.0, 8.0, 3.0, 1.0, 1.0  # what a word counts where it stands
 SATURATION, LENGTH = 6.0, 0.4  # k1 and b of BM25
 WORDS = {
+    "architecture": 0.5,
     "decisions/": 0.5,
     "benchmarks": 0.5,
     "reference/": 0.5,
@@ -30,6 +31,8 @@ FLAGS = {"reference/": 2.0}  # where each is told
 NEAR, NEARER = 0.55, 0.75  # likeness of words: to be offered, to be taken
 OFFERED = 5
 LETTERS = 3  # of a word that is taken for the beginning of another
+MEANT = {"accelerator": "device", "gpu": "device", "slow": "diagnosis"}
+"""What people ask by → what the pages call it: a section that has either word has it."""
 SMALL = {"a", "an", "and", "are", "can", "do", "does", "for", "how", "i", "in", "is", "it", "my", "of", "on", "or"}
 SMALL |= {"the", "to", "what", "when", "where", "which", "with"}
 ENDINGS = ("ing", "ed", "es", "s", "e")
@@ -55,6 +58,9 @@ def search(pages: Iterable[Page], query: str) -> Found:
     having: dict[str, dict[int, float]] = {}
     for word in _asked(query):
         found = _where(stem_of(word), sections, told)
+        if also := MEANT.get(stem_of(word)):
+            for index, much in _where(stem_of(also), sections, told).items():
+                found[index] = found.get(index, 0.0) + much
         if not found:
             spelled = spelled or _spelled(told)
             if near := _taken_for(word, spelled):

@@ -12,6 +12,7 @@ import pytest
 from made_wheels import make_wheel, plugin_wheel
 from packages import install
 
+from gpuinfer import testing
 from gpuinfer.config import registry
 from gpuinfer.errors import PluginError, UnknownName, UsageError, WorkError
 from gpuinfer.host import plugin_folder
@@ -322,3 +323,10 @@ def test_what_is_there_already_is_said_and_nothing_done(planted, gpuinfer):
 def test_to_upgrade_says_what_or_all(gpuinfer):
     assert "gpuinfer plugins upgrade NAME, or --all" in gpuinfer("plugins", "upgrade", "--yes")[2]
     assert "gpuinfer plugins upgrade NAME, or --all" in gpuinfer("plugins", "upgrade", "echo", "--all", "--yes")[2]
+
+
+def test_a_short_name_is_checked_too(gpuinfer, monkeypatch):
+    checked = []
+    monkeypatch.setattr(testing, "check_package", lambda package, **named: checked.append(package) or [])
+    assert gpuinfer("plugins", "check", "echo")[0] == 0
+    assert checked == ["gpuinfer-echo"]

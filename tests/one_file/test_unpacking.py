@@ -148,6 +148,11 @@ def test_a_cache_that_cannot_be_written(light, home, tmp_path):
     failed(said, 2, "cannot be made: Read-only file system", "Set XDG_CACHE_HOME")
 
 
+def test_a_home_that_cannot_be_written_is_given_as_the_reason(light, home):
+    said = unshared(f"mount -t tmpfs -o ro none {home} && exec {light[0]}", home)
+    failed(said, 2, ".cache/gpuinfer cannot be made: Read-only file system", "Set XDG_CACHE_HOME")
+
+
 def test_no_space_is_said_before_anything_is_written(heavy, home):
     (home / ".cache").mkdir()
     said = unshared(
