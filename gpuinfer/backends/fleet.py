@@ -82,7 +82,7 @@ class Remote(Backend):
         if model.kind != served.kind:
             raise UsageError(
                 f"{url} serves a model of {served.kind}, '{served.id}', and this run has one of {model.kind}. "
-                "Name another -B endpoint."
+                f"Name another -B endpoint{', or another -B model of several' if self._name else ''}."
             )
         if model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
             more = "".join(f" --{name} {value}" for name, value in model.arguments.items())

@@ -168,9 +168,11 @@ def _plan(own: Options, values: Mapping[str, Any], theirs: Sequence[str]) -> Pla
     if (file := server.value("api_key_file")) is not None:
         key = _key(Path(file))
     features = server.value("features")
+    named = server.value("model") if elsewhere else None
     return Plan(
         ways=ways,
-        calls=calls_for(own, server.value("model") if elsewhere else None, int(features) if features else None),
+        calls=calls_for(own, named, int(features) if features else None),
+        model=named,
         promised=promises(own.goodput) if own.goodput else {},
         key=key,
         calibrate=own.prompts is None,

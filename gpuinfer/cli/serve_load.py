@@ -124,7 +124,8 @@ def calls_for(own: Options, model: str | None, features: int | None) -> Any:
             raise UsageError(f"--endpoint {endpoint}: this server's model is one of {target.kind}. Give {other}.")
         if endpoint == "evaluate":
             width = features or target.features or FEATURES
-            return RowCalls(rows=own.rows, features=width, binary=own.binary, seed=seed)
+            named = target.model if target.several else None
+            return RowCalls(rows=own.rows, features=width, binary=own.binary, seed=seed, model=named)
         ignore = target.ours if own.ignore_eos is None else own.ignore_eos
         return TextCalls(
             endpoint=endpoint,

@@ -34,6 +34,7 @@ class Script:
     together: bool = False  # all events of a stream at once, in two halves of bytes
     batch: int = 0  # requests served together, `first_s` for all; 0: each by itself
     route: str = ""
+    listed: list[dict] = field(default_factory=lambda: [{"id": "scripted"}])
     notice: str = ""  # a file that is made when 100 requests have come
     seen: list[dict] = field(default_factory=list)
     number: int = 0
@@ -49,7 +50,7 @@ class Scripted:
 
     async def __call__(self, exchange: Exchange) -> None:
         if exchange.method == "GET":
-            known = {"/v1/models": {"data": [{"id": "scripted"}]}}.get(exchange.path)
+            known = {"/v1/models": {"data": self.script.listed}}.get(exchange.path)
             exchange.respond(200 if known else 404, json.dumps(known or {}).encode())
             return
         script, headers = self.script, []

@@ -211,6 +211,19 @@ def test_a_server_of_others_is_known_by_its_models():
     assert asked(Script(), target.look) == target.Target("scripted")
 
 
+def test_of_several_models_the_one_that_is_named_is_asked():
+    listed = [
+        {"id": "chat", "kind": "text", "owned_by": "gpuinfer"},
+        {"id": "net", "kind": "rows", "owned_by": "gpuinfer", "features": 8},
+    ]
+    net = asked(Script(listed=listed), lambda client: target.look(client, "net"))
+    assert net == target.Target("net", "rows", True, 8, True)
+    assert asked(Script(listed=listed), target.look).model == "chat"
+    with pytest.raises(UsageError, match="serves chat, net, and no 'nut'"):
+        asked(Script(listed=listed), lambda client: target.look(client, "nut"))
+    assert RowCalls(rows=1, features=8, binary=False, seed="1", model="net").path == "/v1/evaluate?model=net"
+
+
 # What is asked
 
 

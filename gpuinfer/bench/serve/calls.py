@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -117,8 +118,13 @@ class RowCalls(Calls):
     features: int
     binary: bool
     seed: str
+    model: str | None = None  # of several
     kept: int = 64  # different bodies
     endpoint: Endpoint = "evaluate"
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.endpoint] + ("" if self.model is None else f"?model={quote(self.model)}")
 
     def __post_init__(self) -> None:
         self.content_type = SAFETENSORS if self.binary else JSON

@@ -10,7 +10,7 @@ from typing import Any
 from gpuinfer.bench.serve.answers import decoded
 from gpuinfer.bench.serve.calls import Calls, Length, TextCalls, WordsOfTokens
 from gpuinfer.bench.serve.record import clock
-from gpuinfer.errors import WorkError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.http.client import Client, Response
 
 FEW, MANY = 8, 72  # words of the two prompts that tell how many tokens a word has
@@ -34,18 +34,28 @@ class Target:
     kind: str = "text"
     ours: bool = False
     features: int | None = None  # of a row
+    several: bool = False  # models there: a request says which
 
 
-async def look(client: Client) -> Target:
-    """Ask who is there, once it has started. Raises `WorkError` when nobody is."""
-    models = decoded((await _once_started(client, "GET", "/v1/models")).body).get("data")
-    first: Any = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+async def look(client: Client, name: str | None = None) -> Target:
+    """Ask who is there, once it has started: the model of this name, or the first. Raises `WorkError` when nobody is,
+    and `UsageError` where a server of ours has none of that name.
+    """
+    told = decoded((await _once_started(client, "GET", "/v1/models")).body).get("data")
+    models: list[dict[str, Any]] = [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+    ours = bool(models) and models[0].get("owned_by") == "gpuinfer"
+    found = next((one for one in models if one.get("id") == name), None)
+    if name is not None and found is None and ours:
+        names = ", ".join(str(one.get("id")) for one in models)
+        raise UsageError(f"{client.url} serves {names}, and no '{name}'. Give one of them as --model, or leave it out.")
+    first = found or (models[0] if models else {})
     model, features = first.get("id"), first.get("features")
     return Target(
         model if isinstance(model, str) else None,
         "rows" if first.get("kind") == "rows" else "text",
-        first.get("owned_by") == "gpuinfer",
+        ours,
         features if isinstance(features, int) else None,
+        len(models) > 1,
     )
 
 

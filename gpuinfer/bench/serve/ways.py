@@ -57,6 +57,7 @@ class Plan:
 
     ways: Sequence[Way]
     calls: MakeCalls
+    model: str | None = None  # what a server that runs calls the one that is asked; None: its first
     promised: Mapping[str, float] = field(default_factory=dict)
     key: str | None = None  # of the API
     calibrate: bool = True  # prompts are drawn, so that their words must be tokens
@@ -108,7 +109,7 @@ class Turns:
         async with self._url(way) as url:
             client = Client(url, connections=at_once, timeout_s=load.timeout_s, headers=key)
             try:
-                calls = self._plan.calls(await target.look(client), str(seed))
+                calls = self._plan.calls(await target.look(client, self._plan.model if way.url else None), str(seed))
                 if isinstance(calls, TextCalls) and self._plan.calibrate:
                     calls = replace(calls, scale=await target.scale(client, calls))
                 await target.ask(client, calls, -1)
