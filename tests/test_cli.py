@@ -21,6 +21,7 @@ from gpuinfer.cli.flags import anew, spelled
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
 from gpuinfer.config import registry
+from gpuinfer.host import standard_files
 
 RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
 
@@ -210,6 +211,28 @@ def test_quiet_leaves_the_result_alone(gpuinfer):
     code, out, err = gpuinfer(*RUN, "--quiet")
     assert (code, err) == (0, "")
     assert "3 of 3 games" in out
+
+
+def test_a_standard_file_that_is_closed_becomes_no_pipe():
+    """Whatever is opened later would be taken for it."""
+    code = (
+        "import os, sys\n"
+        "from gpuinfer.host.standard_files import keep_open\n"
+        "keep_open()\n"
+        "print('lost', flush=True)\n"
+        "print(*os.pipe(), *map(os.get_inheritable, (0, 1)), file=sys.stderr)"
+    )
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&- <&-', "sh", sys.executable, "-c", code], stderr=subprocess.PIPE, text=True
+    )
+    *pipe, first, second = run.stderr.split()
+    assert (min(map(int, pipe)) > 2, first, second) == (True, "True", "True")
+
+
+def test_a_report_for_a_closed_standard_output_is_refused_before_any_work(gpuinfer, monkeypatch):
+    monkeypatch.setattr(standard_files, "closed", {"stdout"})
+    code, _, err = gpuinfer(*RUN, "--json", "-")
+    assert (code, "standard output is closed. Give a file" in err) == (2, True)
 
 
 def test_a_terminal_gets_a_live_view():

@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, enter_station
-from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.config import blame
+from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.host import machine
 from gpuinfer.models import device_names, processor
 from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
@@ -247,9 +248,21 @@ class InProcess(Backend):
         loop = asyncio.get_running_loop()
         compute, rows = partial(answers_to, self._opened.forward, blocks), sum(map(len, blocks))
         answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute, rows)
+        answers = [self._of_the_model(one) if isinstance(one, Exception) else one for one in answers]
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
+
+    def _of_the_model(self, error: Exception) -> Exception:
+        """What the user's own model raised is said to be that: the backend is not at fault."""
+        spec = self.setup.model
+        if spec is None or ":" not in spec.name or isinstance(error, GpuinferError):
+            return error
+        from gpuinfer.models.load import called
+
+        made = BackendError(f"{called(spec.name)} raised {blame.in_short(error)}. Run it again with -vv to see where.")
+        made.__cause__ = error
+        return made
 
     async def _gradients_of(
         self, opened: OpenedGradients, threads: ThreadPoolExecutor, batch: Sequence[Request]

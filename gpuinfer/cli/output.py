@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import standard_files
 
 
 class Destination:
@@ -17,6 +18,8 @@ class Destination:
 
     def __init__(self, target: str | None) -> None:
         self.stdout = target == "-"
+        if self.stdout and "stdout" in standard_files.closed:
+            raise UsageError("--json -: standard output is closed. Give a file, such as --json report.json.")
         self.path = Path(target) if target and target != "-" else None
         if self.path is not None:
             _check(self.path)

@@ -107,7 +107,9 @@ async def test_a_request_at_which_a_stage_raises_fails_alone():
     first, bad, last = await answers(
         [Request(block, 3) for block in blocks], setup(model=a_model("raising")), parallel="pipeline", stages=3
     )
-    assert isinstance(bad, ValueError)
+    assert isinstance(bad, BackendError)
+    assert isinstance(bad.__cause__, ValueError)
+    assert re.match(r"model 'staged_models:\w+' \(.*staged_models\.py\) raised ValueError", str(bad))
     np.testing.assert_array_equal(first, blocks[0] + 3)
     np.testing.assert_array_equal(last, blocks[2] + 3)
 
