@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,12 @@ def with_ours(records: Path, model: str, count: int, own: argparse.Namespace) ->
 
 
 def with_torch(records: Path, model: str, count: int, own: argparse.Namespace) -> tuple[float, float]:
-    """The same by hand."""
+    """The same by hand, in a thread that ends: its pool of OpenMP would send the threads of ours to sleep otherwise."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(plainly, records, model, count, own).result()
+
+
+def plainly(records: Path, model: str, count: int, own: argparse.Namespace) -> tuple[float, float]:
     device, batches = resolve_device(own.device), Batches(positions_of([records]), own.batch_size, 0, 0.0)
     module = trainable(spec(model), 0).train().to(device)
     matrices = [one for one in module.parameters() if one.ndim > 1]
