@@ -2,13 +2,14 @@
 
 `benchmarks/gpu.sh` makes an environment and starts this; its header has the settings. Each part is given its share of
 the time that is left. A command that has not ended by then is asked to stop, and what it had measured is taken; a part
-that has no time left is skipped. Both are said in the table. The files are written anew after each part.
+that has no time left is skipped. Both are said in the table. The files are written anew with each figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -52,7 +53,7 @@ class Size:
 
 ON_CUDA = Size(
     model="blobnet",
-    workers=(1, 2, 4, 8, 16),
+    workers=(16, 8, 4, 2, 1),  # the most first: whatever is cut short, they are there
     seconds=4.0,
     whole_games=30_000,
     rows=(1, 16, 64, 256),
@@ -122,6 +123,7 @@ class Bench:
     found: list[Figure] = field(default_factory=list)
     part: str = ""
     until: float = 0.0  # what the clock has left when the part has to be over
+    commands: int = 1  # of the part that are still to come: they share its time, and what one leaves goes to the others
 
     @property
     def cuda(self) -> bool:
@@ -129,12 +131,13 @@ class Bench:
 
     def begin(self, part: str, share: float) -> float:
         """Give a part its share of what is left; how many seconds that is."""
-        self.part, allowed = part, max(0.0, self.clock.left) * share
+        self.part, self.commands, allowed = part, 1, max(0.0, self.clock.left) * share
         self.until = self.clock.left - allowed
         return allowed
 
     def add(self, case: str, figures: Mapping[str, float | None], status: str = "done", why: str = "") -> None:
         self.found.append(Figure(self.part, case, dict(figures), status, why))
+        write(self)
 
     def skip(self, case: str, why: str) -> None:
         self.add(case, {}, "skipped", why)
@@ -161,6 +164,8 @@ class Bench:
         for kind in ("skipped", "failed"):
             for one in document[kind]:
                 self.add(f"{case}: {one['name']}", {}, kind, one["reason"])
+        if not any(document[kind] for kind in ("comparison", "skipped", "failed")):
+            self.add(case, {}, status, "it had measured nothing yet")
 
     def text(self, case: str, rows: Sequence[int], model: str, *more: object) -> None:
         """Answers to prompts, so many rows at once."""
@@ -186,7 +191,8 @@ class Bench:
 
     def run(self, case: str, words: Sequence[object]) -> str | None:
         """`done`, `shortened` or `failed`; None where there was no time for it, which the table then says."""
-        allowed = self.clock.left - self.until
+        allowed = (self.clock.left - self.until) / max(1, self.commands)
+        self.commands -= 1
         if allowed < LEAST_S:
             self.skip(case, "no time left")
             return None
@@ -267,6 +273,17 @@ def prompts(folder: Path, count: int) -> Path:
 # The parts
 
 
+def kernels(it: Bench) -> None:
+    """Compile what searches and samples: on a new machine that would be the time of whichever part needs it first."""
+    play = ["selfplay", *SELFPLAY, "--model", "uniform", "--games", 4, "--workers", 1, "--no-roofline", "--quiet"]
+    write = ["generate", "--model", it.text_model, "--prompt", "a", "--max-new-tokens", 4, "--quiet"]
+    it.commands = 2
+    for case, words in {"search": play, "text": [*write, "--device", it.device, "--dtype", it.dtype]}.items():
+        before = it.clock.spent
+        if (status := it.run(case, [sys.executable, "-m", "gpuinfer", *words])) is not None:
+            it.add(case, {"seconds": it.clock.spent - before}, status, it.last(case) if status == "failed" else "")
+
+
 def tests(it: Bench) -> None:
     if not it.cuda:
         it.skip("GPU tests", "they need a CUDA device")
@@ -288,7 +305,8 @@ def selfplay(it: Bench) -> None:
     """
     cores = len(os.sched_getaffinity(0))
     workers = [count for count in it.size.workers if count <= cores]
-    for backend in ("inprocess", "central"):
+    it.commands = 3
+    for backend in ("central", "inprocess"):
         it.compared(backend, "selfplay", *it.of_rows, "--backend", backend, "--workers", ",".join(map(str, workers)))
     whole = ["--backend", "central", "--workers", max(workers), "--games", it.size.whole_games, "--no-roofline"]
     if (found := it.gpuinfer("whole games", "selfplay", *it.of_rows, *whole)) is not None:
@@ -302,6 +320,7 @@ def selfplay(it: Bench) -> None:
 
 def generation(it: Bench) -> None:
     """Text at several numbers of rows at once, and the most of them in other ways."""
+    it.commands = 4 if it.cuda else 1
     it.text("rows at once", it.size.rows, it.text_model)
     rates = [rate for figures in it.figures() if (rate := figures.get("tokens/s"))]
     if len(rates) > 1:
@@ -318,7 +337,9 @@ def generation(it: Bench) -> None:
 
 def diffusion(it: Bench) -> None:
     ways = (("threshold", "dual"), ("threshold", "none"), ("low-confidence", "none"))
-    for decoder, cache in ways if it.cuda else ways[:1]:
+    ways = ways if it.cuda else ways[:1]
+    it.commands = len(ways)
+    for decoder, cache in ways:
         how = ("--decoder", decoder, "--cache", cache, "--block-length", it.size.block)
         it.text(f"{decoder}, cache {cache}", [it.size.diffusion_rows], it.diffusion_model, *how)
 
@@ -339,7 +360,9 @@ def stages(it: Bench) -> None:
 
 def models(it: Bench) -> None:
     """Two models in one server: in turns, at once on streams of their own, and whichever of them it finds faster."""
-    for pair in ("rows", "text") if it.cuda else ("rows",):
+    pairs = ("rows", "text") if it.cuda else ("rows",)
+    it.commands = len(pairs)
+    for pair in pairs:
         words = [
             "--pair",
             pair,
@@ -367,6 +390,7 @@ WAYS = {"turns": "in turns", "at-once": "at once", "one": "as it chooses"}
 
 def memory(it: Bench) -> None:
     """What is estimated beside what was measured."""
+    it.commands = 3
     for name, family in {"blobnet": None, "Llama": "llama", "GPT-2": "gpt2"}.items():
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -402,6 +426,7 @@ def checkpoint(folder: Path, family: str, sizes: Mapping[str, int]) -> Path:
 
 def training(it: Bench) -> None:
     """`gpuinfer train` with all activations kept, and with those of segments: time and memory."""
+    it.commands = 3
     with tempfile.TemporaryDirectory() as place:
         games = ["--games", it.size.games, "--model", "uniform", "--no-roofline", "--out", f"{place}/games", *SELFPLAY]
         if it.gpuinfer("positions", "selfplay", *games) is None:
@@ -429,6 +454,7 @@ def fragmentation(it: Bench) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
+    "kernels": (kernels, 60),
     "tests": (tests, 90),
     "selfplay": (selfplay, 140),
     "generation": (generation, 90),
@@ -494,6 +520,7 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+@functools.cache
 def device_name(device: str) -> str:
     from gpuinfer.models.device import device_name, resolve_device
 
@@ -516,6 +543,8 @@ def main() -> int:
     parser.add_argument("--text-model", default="tiny")
     parser.add_argument("--diffusion-model", default="tiny-llada")
     own = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended, and what is written stays
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have us and ours ignore
     parts = own.parts.split(",")
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}. There are {', '.join(PARTS)}.")

@@ -8,8 +8,8 @@
 #   benchmarks/gpu.sh [RESULTS]        default: benchmarks/results/gpu
 #
 #   PYTHON=python3.12   the interpreter, with a CUDA torch
-#   SECONDS_IN_ALL=600  what it may take: what has no time left is shortened or skipped, and the table says so
-#   PARTS=tests,memory  some of tests, selfplay, generation, diffusion, devices, stages, models, memory, training, fragmentation
+#   SECONDS_IN_ALL=570  what it may take, from its start: what has no time left is shortened or skipped, and the table says so
+#   PARTS=tests,memory  some of kernels, tests, selfplay, generation, diffusion, devices, stages, models, memory, training, fragmentation
 #   DTYPE=float32       the number format; by default bfloat16
 #   TEXT_MODEL=DIR      what generates: a Hugging Face folder; by default the built-in tiny one, which a GPU hardly feels
 #   DIFFUSION_MODEL=DIR a masked diffusion model; by default the built-in tiny one
@@ -22,10 +22,11 @@
 # generation 30 times as many tokens a second in batches as one row after another.
 #
 # A machine without a network: packages that it lacks travel as wheels. Where there is a network, for Python 3.12:
-#   pip download --dest wheels --only-binary=:all: --no-deps --python-version 3.12 --implementation cp \
+#   pip download --dest wheels --only-binary=:all: --python-version 3.12 --implementation cp \
 #     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
-#     --platform manylinux2014_x86_64 -r benchmarks/gpu-packages.txt
-# (--no-deps: with torch's own dependencies it would be gigabytes.) Copy the folder over, and there: WHEELS=wheels.
+#     --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64 -r benchmarks/gpu-packages.txt
+# (With what they depend on, so that versions fit one another; torch is not among them.) Copy the folder over, and there:
+# WHEELS=wheels.
 set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit 1
@@ -34,6 +35,8 @@ python=${PYTHON:-python3}
 
 site=$(mktemp -d) || exit 1
 trap 'rm -rf "$site"' EXIT
+child=
+trap 'kill "$child" 2>/dev/null; wait "$child"; exit 143' TERM INT # which ends what it had started, too
 if [ -n "${WHEELS:-}" ]; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
 fi
@@ -55,5 +58,7 @@ groups = {"console_scripts": project["scripts"], **project["entry-points"]}
 PYTHON
 
 "$python" benchmarks/gpu.py "$results" --device "${DEVICE:-cuda}" --dtype "${DTYPE:-bfloat16}" \
-    --seconds "${SECONDS_IN_ALL:-600}" ${PARTS:+--parts "$PARTS"} ${TEXT_MODEL:+--text-model "$TEXT_MODEL"} \
-    ${DIFFUSION_MODEL:+--diffusion-model "$DIFFUSION_MODEL"}
+    --seconds "$((${SECONDS_IN_ALL:-570} - SECONDS))" ${PARTS:+--parts "$PARTS"} ${TEXT_MODEL:+--text-model "$TEXT_MODEL"} \
+    ${DIFFUSION_MODEL:+--diffusion-model "$DIFFUSION_MODEL"} &
+child=$!
+wait "$child"

@@ -86,7 +86,21 @@ def test_a_model_in_stages_is_refused_with_what_tells_of_them(words):
         run(["memory", "--model", "blobnet", *words])
 
 
-@pytest.mark.parametrize("given", [["--free", "much"], ["--batch-size", "0"], ["--dtype", "int4"]])
+def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
+    asked = {"spec": {"name": "tiny", "kind": "text"}, "devices": ["cpu"], "dtype": "float32", "seed": 0}
+    asked |= {"options": {}, "batch_size": [2, 8, 64], "context": 64, "free": 4 << 30, "probe": False}
+    found = next(examine(asked))
+    (device,) = found["devices"]
+    assert found["asked"] == device["batch"]["batch"] == 64
+    assert [one["batch"] for one in device["also"]] == [2, 8]
+    assert document.columns({**found, "schema": ""}, device)[1:4] == ["2", "8", "64"]
+    few, more = (one["estimated_bytes"] for one in device["also"])
+    assert few < more < device["batch"]["estimated_bytes"]
+
+
+@pytest.mark.parametrize(
+    "given", [["--free", "much"], ["--batch-size", "0"], ["--batch-size", "64,x"], ["--dtype", "int4"]]
+)
 def test_what_is_no_value_is_refused_before_anything_is_started(given):
     with pytest.raises(UsageError):
         run(["memory", "--model", "blobnet", *given])
@@ -99,6 +113,7 @@ DEVICE = {
     "free_bytes": 10 << 30,
     "room_bytes": 9 << 30,
     "batch": PARTS,
+    "also": [],
     "largest": {"batch": 400, "by_estimate": 400, "by_measurement": None, "bound": "memory"},
     "estimated": {**PARTS, "batch": 400},
     "tried": [],

@@ -247,6 +247,18 @@ def test_threads_that_a_plugin_leaves_running_do_not_keep_the_process(tmp_path):
     assert subprocess.run([sys.executable, script], timeout=60).returncode == 5
 
 
+def test_it_ends_with_all_that_it_said_where_no_thread_begins_any_more(tmp_path):
+    """Since Python 3.12 none does once the interpreter is ending."""
+    script = tmp_path / "ending.py"
+    script.write_text(
+        "import threading, time\nfrom gpuinfer.host import signals\n"
+        "threading.Thread(target=time.sleep, args=(1e6,)).start()\nsignals.own()\nprint('said')\nsignals.soon(5)\n"
+        "def refused(self):\n    raise RuntimeError('at interpreter shutdown')\nthreading.Thread.start = refused\n"
+    )
+    done = subprocess.run([sys.executable, script], timeout=60, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (5, "said\n")
+
+
 def test_a_process_that_is_not_the_command_s_own_is_never_ended():
     assert not signals.owned()
     signals.soon(5)

@@ -118,8 +118,9 @@ def owned() -> bool:
 def now(code: int) -> NoReturn:
     """End this process and all that it started. What is buffered is written, if that can be done quickly."""
     last_words = threading.Thread(target=_last_words, daemon=True)  # a thread that is stuck may hold the locks
-    last_words.start()
-    last_words.join(0.5)
+    with contextlib.suppress(RuntimeError):  # of Python 3.12 and later: none begins once the interpreter is ending
+        last_words.start()
+        last_words.join(0.5)
     from gpuinfer.host import children  # as asyncio above
 
     children.kill_descendants()
@@ -138,6 +139,7 @@ def soon(code: int) -> None:
     """End this process in a moment, if threads that nobody waits for keep it from ending by itself."""
     others = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
     if _owned and others:
+        _last_words()  # later there may be no thread for them
         threading.Thread(target=_later, args=(code,), name="gpuinfer leaving", daemon=True).start()
 
 

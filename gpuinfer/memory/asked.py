@@ -50,8 +50,10 @@ class Options(api.Options):
     mask_token_id: int | None = Field(
         None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
     )
-    batch_size: int | None = Field(
-        None, ge=1, le=1 << 30, description="rows that go through the model at once; of text, slots [a run's own]"
+    batch_size: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="rows that go through the model at once, several as 64,256; of text, slots [a run's own]",
     )
     context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="of text: tokens of prompt and answer")
     free: Annotated[int | None, BeforeValidator(_size_of)] = Field(

@@ -51,8 +51,8 @@ def _any(batches: Sequence[Mapping[str, Any]], part: str) -> bool:
 
 
 def _batches(device: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The one that was asked for or is usual, those that were tried, and the largest: each once, ascending."""
-    known = [device["batch"], device["estimated"], *device["tried"]]
+    """Those that were asked for, or the usual one; those that were tried; the largest. Each once, ascending."""
+    known = [device["batch"], *device["also"], device["estimated"], *device["tried"]]
     found = {one["batch"]: one for one in known if one is not None}
     return [found[batch] for batch in sorted(found)]
 

@@ -29,11 +29,12 @@ class Examination:
     """Of a model that is ready to be tried (`Subject`). Batches are those of one copy."""
 
     def __init__(
-        self, subject: Subject, meter: Meter, device: torch.device, copies: int, free: int, batch: int | None
+        self, subject: Subject, meter: Meter, device: torch.device, copies: int, free: int, batches: Sequence[int]
     ) -> None:
-        """`free`: bytes to count with; `batch`: the one that was asked for, if any."""
+        """`free`: bytes to count with; `batches`: those that were asked for, if any, ascending. The last is tried."""
         self._subject, self._meter, self._device = subject, meter, device
-        self._copies, self._free, self._batch = copies, free, batch
+        self._copies, self._free = copies, free
+        self._batch, self._also = batches[-1] if batches else None, batches[:-1]
         self._room = int(free * SHARE)
         self._on_cpu = device.type != "cuda"
         meter.bound(self._room)
@@ -60,6 +61,7 @@ class Examination:
             "free_bytes": self._free,
             "room_bytes": self._room,
             "batch": self._said(shown),
+            "also": [self._said(batch) for batch in self._also],
             "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
             "estimated": self._said(fitting) if fitting else None,
             "tried": list(self._tried),

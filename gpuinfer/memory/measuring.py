@@ -36,20 +36,21 @@ def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     devices = resolve_devices(setup.devices)
     each = of_each(setup, devices)
     together = devices[0].type == "cpu"  # all copies in one memory
+    batches = asked["batch_size"] or []  # ascending
     examinations, facts = [], {}
     for device, own in zip(devices[:1] if together else devices, each, strict=False):
         copies, meter = len(devices) if together else 1, meter_of(device)
         subject = _subject(spec, own, asked, device, copies)
         subject.warm_up()
         free = asked["free"] or (available if together else meter.free())
-        examinations.append(Examination(subject, meter, device, copies, free, asked["batch_size"]))
+        examinations.append(Examination(subject, meter, device, copies, free, batches))
         subject.describe()
         facts = dict(subject.facts())
     told: dict[str, Any] = {
         "model": spec.name,
         "kind": spec.kind,
         "dtype": setup.dtype,
-        "asked": asked["batch_size"],
+        "asked": batches[-1] if batches else None,
         "facts": facts,
         "devices": [one.estimated() for one in examinations],
     }

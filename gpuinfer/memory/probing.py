@@ -33,7 +33,7 @@ def examined(spec: ModelSpec, setup: Setup, options: Options, backend_options: M
         "dtype": setup.dtype,
         "seed": setup.seed,
         "options": dict(backend_options),
-        "batch_size": options.batch_size,
+        "batch_size": sorted(set(options.batch_size or ())),
         "context": options.context,
         "free": options.free,
         "probe": options.probe,
