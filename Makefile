@@ -7,6 +7,7 @@
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
+# make constraints  constraints.txt anew: the versions and hashes that CI installs
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
@@ -18,11 +19,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PLAYABLE := $(VENV)/.ready-to-play
+# uv where it can be had, else pip; both take packages from where pip is told to. Empty CONSTRAINTS: what is newest.
+UV := $(BIN)/python tools/uv.py
+CONSTRAINTS ?= -c constraints.txt
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
-.PHONY: demo loop test thorough processors system docs reference share vllm binary soak lint clean
+.PHONY: demo loop test thorough processors system docs reference share constraints vllm binary soak lint clean
 
 demo: $(PLAYABLE)
+	$(BIN)/python -m tools.warm
 	$(BIN)/gpuinfer selfplay --games 300 --model blobnet
 
 loop: $(READY)
@@ -60,8 +65,11 @@ reference: $(READY)
 share: $(READY)
 	$(BIN)/python -m tools.share
 
+constraints: $(READY)
+	$(BIN)/python -m tools.constraints
+
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(UV) pip install --quiet $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 VLLM := .venv-vllm
@@ -89,16 +97,16 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # What the program itself needs, and nothing that tests need: enough for the demo.
-$(PLAYABLE): pyproject.toml
+$(PLAYABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpuinfer needs Python 3.11 or newer. Name one: make PYTHON=python3.12 demo"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "Install the venv module first (Debian: python3-venv)."; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e .
+	$(UV) pip install --quiet --upgrade pip
+	$(UV) pip install --quiet $(CONSTRAINTS) -e .
 	@touch $@
 
 $(READY): $(PLAYABLE) $(PLUGINS:%=%/pyproject.toml)
-	$(BIN)/python -m pip install --quiet -e '.[dev]' $(PLUGINS:%=-e %)
+	$(UV) pip install --quiet $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e %)
 	@touch $@
 
 $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
