@@ -190,7 +190,7 @@ def test_finding_out_takes_a_moment_and_ever_less_later():
     slow = Model(step_s=0.1, gain=1.3)
     _, part = run([slow, slow], looks, seconds=1000.0)
     pairs = looks.judged.popitem()[1].pairs
-    assert LEAST_PAIRS < pairs <= LEAST_PAIRS + math.log2(LONGEST)
+    assert LEAST_PAIRS < pairs <= LEAST_PAIRS + math.log2(LONGEST) + 1000.0 / (REST * LONGEST * 2 * LOOK_S)
     assert part > 0.99
 
 
