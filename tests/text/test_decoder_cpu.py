@@ -16,8 +16,9 @@ from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import step_of
 
-from gpuinfer.text.decoder import cpu_math, cpu_sizes
+from gpuinfer.text.decoder import cpu, cpu_adapters, cpu_math, cpu_sizes
 from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder.cpu_product import aligned
 from gpuinfer.text.decoder.cpu_weights import lanes_for
 from gpuinfer.text.shape import Rope
 
@@ -151,6 +152,25 @@ def test_fewer_threads_than_lanes_give_the_same_bits_and_may_change_from_step_to
             several.rest()
     several.close()
     assert torch.equal(torch.cat(found), alone(shape, dtype, TOKENS[:8], deterministic=True))
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", CASES)
+def test_what_memory_held_before_does_not_show(shape, dtype, monkeypatch):
+    expected = alone(shape, dtype, TOKENS[:40], deterministic=True)
+
+    def dirty(form, kind):
+        found = aligned(form, kind)
+        found.view(np.uint8)[...] = 0xFF  # NaN as any float
+        return found
+
+    for module in (cpu, cpu_adapters):
+        monkeypatch.setattr(module, "aligned", dirty)
+    several = decoder(shape, dtype, deterministic=True)
+    prompt = several.forward(step_of((1, 0, TOKENS[:39]))).clone()
+    found = torch.cat([prompt, several.forward(step_of((1, 39, TOKENS[39:40])))])
+    several.close()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (9, 4)])

@@ -390,7 +390,9 @@ def _scratch(lanes: int, tiles: int, padded: int) -> tuple[NDArray[Any], ...]:
     """
     counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, TILE)
     asks = aligned((lanes, 2 * QUERIES * ASKED), np.float32).view(np.int64).reshape(lanes, QUERIES, ASKED)
-    return (*(aligned((lanes, count), np.float32) for count in counts), asks)
+    scores, query, mix, totals = (aligned((lanes, count), np.float32) for count in counts)
+    query[...] = 0  # nobody writes behind a narrow head's values, and they are multiplied with the cache's zeros there
+    return scores, query, mix, totals, asks
 
 
 def _sched_yield() -> int:
