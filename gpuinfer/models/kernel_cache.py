@@ -87,7 +87,7 @@ class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]
 def caching_in(folder: Path) -> Iterator[None]:
     """What is decorated meanwhile with `cache=True` is kept there."""
     told = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": f"{__name__}.{ByContent.__name__}"}
-    before = {name: getattr(numba.config, name, "") for name in told}  # before Numba 0.62 places count after all
+    before = {name: getattr(numba.config, name) for name in told}
     try:
         vars(numba.config).update(told)
         yield
