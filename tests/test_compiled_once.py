@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpuinfer.host import compiling
 from gpuinfer.models import compiled_once, kernel_cache
 
 PROGRAM = '''
@@ -149,6 +150,17 @@ def test_the_lock_is_free_afterwards(tmp_path, monkeypatch, way):
     (lock,) = tmp_path.rglob("*.lock")
     with lock.open("w") as free:
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not compiling.under_way()
+
+
+def test_what_is_compiled_is_known_meanwhile_and_what_is_loaded_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(compiled_once.Turn, "take", lambda self: seen.append(compiling.under_way()))
+    for _ in range(2):
+        kernel_cache.compiler([Path(__file__)])(twice)(np.float64(4.0))
+    assert seen == [True]
+    assert not compiling.under_way()
 
 
 def twice(value):

@@ -21,7 +21,7 @@ from gpuinfer.config import blame
 from gpuinfer.engine import watchdog
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import BackendDied, StrategyError
-from gpuinfer.host import loop, signals
+from gpuinfer.host import compiling, loop, signals
 from gpuinfer.runtime.run import run
 
 HERE = str(Path(__file__).parent)
@@ -129,6 +129,18 @@ def test_words_come_at_doubling_times_and_the_end_once(caplog):
         dog.look(1.0)
     assert [message.split("for ")[1].split(".")[0] for message in caplog.messages] == ["10 s", "20 s", "40 s", "80 s"]
     assert [type(error) for error in dog.errors] == [BackendDied]
+
+
+def test_a_backend_that_compiles_is_said_to(caplog):
+    dog = Noting([Held("starting", Evil(), "has been starting for {age}", 100.0)], say_s=10.0)
+    compiling.begin("step")
+    try:
+        for _ in range(12):
+            dog.look(1.0)
+    finally:
+        compiling.end("step")
+    (said,) = caplog.messages
+    assert f"has been starting for 10 s ({compiling.NOTE}). It is given up after" in said
 
 
 def test_a_process_that_was_suspended_accuses_nobody(monkeypatch, caplog):

@@ -19,6 +19,7 @@ from typing import Any
 from gpuinfer.api import Backend, Setup, Strategy
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendDied, BackendError, WorkError
+from gpuinfer.host import compiling
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,9 @@ class Watchdog:
         if age_s >= say_at and self._error is None:
             self._say_at[held.key] = 2 * say_at
             until = f" It is given up after {seconds(held.limit_s)}." if held.limit_s < math.inf else ""
-            log.warning("%s%s %s.%s", self._name, blame.who(held.plugin), held.doing.format(age=seconds(age_s)), until)
+            doing = held.doing.format(age=seconds(age_s))
+            doing += f" ({compiling.NOTE})" if compiling.under_way() else ""
+            log.warning("%s%s %s.%s", self._name, blame.who(held.plugin), doing, until)
 
     def _end(self) -> None:
         self._taken_in = True

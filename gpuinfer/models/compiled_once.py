@@ -15,6 +15,8 @@ from typing import Any
 
 from numba.core.compiler_lock import global_compiler_lock
 
+from gpuinfer.host import compiling
+
 LOOK_S = 0.05
 LOOKS = 6000
 """Five minutes, and longer than a kernel takes on a busy machine: counted in looks, so that whoever was suspended does
@@ -80,6 +82,7 @@ def compiled_once(function: Any, folder: Path) -> Any:
     def load_or_take(signature: Any, context: Any) -> Any:
         found = load(signature, context)
         if found is None:
+            compiling.begin(turn)
             turn.take()
             found = load(signature, context)  # what was compiled while we waited
         return found
@@ -90,6 +93,7 @@ def compiled_once(function: Any, folder: Path) -> Any:
                 return compile_it(*signature)
             finally:
                 turn.give()
+                compiling.end(turn)
 
     function._cache.load_overload = load_or_take
     function.compile = compile_and_give

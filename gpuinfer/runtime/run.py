@@ -20,7 +20,7 @@ from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
 from gpuinfer.config import blame
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
-from gpuinfer.host import loop, neighbours, signals
+from gpuinfer.host import compiling, loop, neighbours, signals
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.report import report, sharing
 from gpuinfer.runtime import measuring
@@ -409,6 +409,7 @@ class _Execution:
 
     def update(self) -> Update:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
+        phase = compiling.NOTE if phase == "starting" and compiling.under_way() else phase
         snapshot = self.snapshot()
         self._active = snapshot.requests, sum(snapshot.errors.values()), _busy_s(snapshot)
         for notice in (*self.backend.notices, *snapshot.notices):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.host import compiling
 from gpuinfer.report.report import doublings
 from gpuinfer.screen import rollouts, strength, training
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
@@ -135,7 +136,7 @@ def on_cores(cores: Mapping[str, Any]) -> dict[str, float]:
 
 
 def preparing(update: Update) -> bool:
-    return update.progress.setup or update.elapsed_s <= 0 or update.phase == "starting"
+    return update.progress.setup or update.elapsed_s <= 0 or update.phase in ("starting", compiling.NOTE)
 
 
 def note_of(update: Update) -> str:

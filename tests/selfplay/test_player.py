@@ -10,6 +10,7 @@ import pytest
 
 from gpuinfer import stats
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import compiling
 from gpuinfer.positions import records
 from gpuinfer.workloads.selfplay import keeping, player
 
@@ -93,3 +94,23 @@ def test_games_are_divided_into_blocks(slots, halves, determinizations, max_rows
 def test_a_game_that_fits_into_no_batch_is_refused():
     with pytest.raises(UsageError, match="--determinizations 8"):
         player.blocks(4, 2, 9, 8)
+
+
+class Told(list):
+    """A channel that keeps what was sent."""
+
+    async def send(self, message):
+        self.append(message)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
+    told, over = Told(), threading.Event()
+    if compiled:
+        compiling.begin("search")
+    task = asyncio.create_task(player._telling(told, asyncio.to_thread(over.wait, 30)))
+    await asyncio.sleep(5 * player.LOOK_S)
+    compiling.end("search")
+    over.set()
+    assert await task
+    assert told == ([{"note": player.COMPILING}] if compiled else [])

@@ -23,13 +23,7 @@ FILES = [
     Path(__file__).with_name(name)
     for name in ("growing.py", "forest.py", "puct.py", "bits.py", "arrays.py", "python_game.py")
 ]
-FOLDER = kernel_cache.folder_for(FILES)
 step = kernel_cache.compiler(FILES, nogil=True, error_model="numpy", _nrt=False)
-
-
-def is_cached() -> bool:
-    """Whether a call would find compiled code, so that a first run can say what it is doing."""
-    return any(FOLDER.rglob("*.nbc"))
 
 
 @step

@@ -48,7 +48,7 @@ def load(rules_name: str) -> ModuleType:
 
 
 def is_cached(rules_name: str) -> bool:
-    """Whether a call would find compiled code, so that a first run can say what it is doing."""
+    """Whether some code for these rules lies on the disk: another evaluator may need other code all the same."""
     return any(cache_folder(rules_of(rules_name)).rglob("*.nbc"))
 
 

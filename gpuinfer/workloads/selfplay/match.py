@@ -39,6 +39,7 @@ class Hand:
     kept: int = 0  # of its games count
     counts: Mapping[str, int] = field(default_factory=dict)
     begun: float = 0.0
+    note: str = ""  # what it does until it is ready, where that takes long
     blocks: list[int] | None = None  # the slots of each, once it is ready
     plays: bool = True  # neither ended nor dead
     ended: bool = False  # by itself
@@ -88,16 +89,23 @@ class Match:
             if self._playing:
                 yield self.progress()
             elif not all(hand.blocks for hand in self._hands if hand.plays):
-                yield self.progress((message or {}).get("note", "starting the workers"), setup=True)
+                yield self.progress(self._waits_for(), setup=True)
             else:
                 self._playing = True
                 yield self.progress()  # the run's clock starts
                 await self._deal(workers)
             await self._end_when_over(workers)
 
+    def _waits_for(self) -> str:
+        """What a worker that is not ready yet has said of it."""
+        unready = (hand for hand in self._hands if hand.plays and not hand.blocks)
+        return next((hand.note for hand in unready if hand.note), "starting the workers")
+
     async def _hear(self, worker: int, message: Mapping[str, Any], workers: Workers) -> None:
         hand = self._hands[worker]
-        if "ready" in message:
+        if "note" in message:
+            hand.note = message["note"]
+        elif "ready" in message:
             hand.blocks = message["ready"]
         elif "need" in message:
             await self._give(worker, min(message["need"], math.ceil(self.left / self._count())), workers)

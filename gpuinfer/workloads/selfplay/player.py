@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ import numpy as np
 
 from gpuinfer.api import Channel, Infer
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.selfplay import arrays, games, growing, kernels
+from gpuinfer.host import compiling
+from gpuinfer.workloads.selfplay import arrays, games, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.asking import (
     WITHOUT_NETWORK,
@@ -42,6 +43,8 @@ from gpuinfer.workloads.selfplay.slots import Slots
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
 AHEAD_S = 0.25  # games on hand, beyond those in flight
+LOOK_S = 0.1  # between two looks whether something is compiled
+COMPILING = "compiling the search: once for this game, a minute or two"
 
 Made = TypeVar("Made")
 
@@ -49,8 +52,6 @@ Made = TypeVar("Made")
 async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker's whole life. Messages: see `match.py`; `workload.py` sends the arguments."""
     game = games.build(arguments["game"], arguments["game_options"])
-    if not (kernels.is_cached(game.rules) if game.compiled else growing.is_cached()):
-        await channel.send({"note": "compiling the search kernels (first run)"})
     against = await opponent_of(arguments, infer, game)
     ways = [infer, *([against.infer] if against is not None and against.infer is not None else [])]
     max_rows = min(way.limits.max_rows for way in ways) if arguments["network"] else None
@@ -58,7 +59,7 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     determinizations = arguments["search"]["determinizations"]
     in_place = arguments["network"] and against is None  # rows of two networks lie there only once they are divided
     rooms = [room(infer, game, count * determinizations) if in_place else None for count in slots]
-    arenas = await asyncio.to_thread(_prepare, game, slots, rooms, arguments)
+    arenas = await _telling(channel, asyncio.to_thread(_prepare, game, slots, rooms, arguments))
     await channel.send({"ready": slots})
     await Round(arenas, infer, channel, arguments, against).play()
 
@@ -97,6 +98,16 @@ def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None)
     fitting = 1 if max_rows is None else math.ceil(slots / (max_rows // determinizations))
     count = min(slots, max(halves, fitting))
     return [slots // count + (index < slots % count) for index in range(count)]
+
+
+async def _telling(channel: Channel, preparing: Coroutine[Any, Any, Made]) -> Made:
+    """What was prepared. The first time that something is compiled meanwhile, the parent is told."""
+    task = asyncio.create_task(preparing)
+    while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+        if compiling.under_way():
+            await channel.send({"note": COMPILING})
+            break
+    return await task
 
 
 def _prepare(
