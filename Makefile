@@ -7,6 +7,7 @@
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
+# make dist    source distributions and wheels, checked, and tried in empty environments for each Python that is here
 # make constraints  constraints.txt anew: the versions and hashes that CI installs
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
 # make processors  what depends on the processor, again as on older ones
@@ -24,7 +25,7 @@ UV := $(BIN)/python tools/uv.py
 CONSTRAINTS ?= -c constraints.txt
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
-.PHONY: demo loop test thorough processors system docs reference share constraints vllm binary soak lint clean
+.PHONY: demo loop test thorough processors system docs reference share dist constraints vllm binary soak lint clean
 
 demo: $(PLAYABLE)
 	$(BIN)/python -m tools.warm
@@ -36,11 +37,11 @@ loop: $(READY)
 		--fail-under 0.75 --out build/loop --resume
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist" tests plugins
 
 thorough: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary" tests plugins
+		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
@@ -52,7 +53,7 @@ debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
 DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
 	$(call debian,$(DEBIAN))
-	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary" tests plugins
+	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary and not dist" tests plugins
 
 docs: reference share $(VENV)/.docs
 	$(call debian,chromium man-db zsh fish)
@@ -64,6 +65,10 @@ reference: $(READY)
 
 share: $(READY)
 	$(BIN)/python -m tools.share
+
+dist: share
+	$(BIN)/python -m tools.wheels
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m dist tests/dist
 
 constraints: $(READY)
 	$(BIN)/python -m tools.constraints
@@ -88,7 +93,7 @@ binary: share $(TOOLS)/.ready
 	$(BIN)/python -m pytest -m binary tests/one_file
 
 soak: $(READY)
-	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary and not dist" --timeout 21600 tests plugins
 	$(BIN)/python tests/processors.py --whole
 
 lint: $(READY)
