@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import platformdirs
+
 ROOT = Path(__file__).parent.parent.parent
 DIST = ROOT / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -60,7 +62,9 @@ def _candidates(wanted: str) -> Iterator[str | Path]:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment. `torch`: whether it has one. `home` is empty before, and takes what is compiled."""
+    """An environment. `torch`: whether it has one. `home` is empty before. Compiled kernels are this user's: they are
+    known by their content and by the versions that made them, and those of the lowest versions are compiled here.
+    """
 
     place: Path
     home: Path
@@ -74,6 +78,7 @@ class Installed:
         """A program of the environment, away from the checkout and from this process's settings."""
         environment = {
             "HOME": str(self.home),
+            "XDG_CACHE_HOME": str(Path(platformdirs.user_cache_dir())),
             "PATH": f"{self.bin}:/usr/bin:/bin",
             "GPUINFER_ROOFLINE": "false",
             "COLUMNS": "120",
