@@ -224,7 +224,8 @@ def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monke
     found = made["roofline"]
     assert len(found["measured"]) == 2
     assert found["rows_per_s"] == max(found["measured"])
-    assert list(dict.fromkeys(phases))[::2] == ["measuring the roofline", "measuring the roofline again"]
+    measured = [phase for phase in dict.fromkeys(phases) if "roofline" in phase]
+    assert measured == ["measuring the roofline", "measuring the roofline again"]
     assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
 
 

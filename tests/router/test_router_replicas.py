@@ -58,7 +58,7 @@ def ask(samples: int) -> bytes:
 
 
 def told(body: bytes) -> tuple[dict[int, str], dict[int, str], dict]:
-    """The text of each sample, why each ended, and the usage."""
+    """The text of each sample, why each ended, and the usage, but for what a replica happened to have in its cache."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     usage: dict = {}
@@ -71,7 +71,7 @@ def told(body: bytes) -> tuple[dict[int, str], dict[int, str], dict]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
             if choice["finish_reason"]:
                 reasons[choice["index"]] = choice["finish_reason"]
-    return texts, reasons, usage
+    return texts, reasons, {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
 
 
 async def undisturbed(router: Router, samples: int) -> bytes:
