@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema
 import pytest
+import torch
 
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.commands import Ended
-from gpuinfer.memory import document, probing
+from gpuinfer.memory import document, measuring, probing
+from gpuinfer.memory.asked import Options
 from gpuinfer.memory.measuring import examine
+from gpuinfer.memory.rows import RowsSubject
 from gpuinfer.units import size
 
 FREE = "2GiB"
@@ -78,6 +84,38 @@ def test_what_cannot_be_had_is_refused_before_anything_is_tried(changes, complai
     asked |= {"options": {}, "batch_size": None, "context": None, "free": None, "probe": False}
     with pytest.raises(UsageError, match=complaint):
         next(examine({**asked, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "cure"),
+    [("actions, seats", "Give --actions N and --seats N"), ("depth", "Give the others defaults")],
+)
+def test_what_a_factory_wants_is_named_by_its_flags(parameters, cure, tmp_path, monkeypatch):
+    module = f"wants_{parameters[:5]}"
+    (tmp_path / f"{module}.py").write_text(f"def factory(features, {parameters}):\n    raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    setup = Setup(model=ModelSpec(f"{module}:factory", inputs=4), devices=("cpu",))
+    options = InProcess.Options(threads=1).model_dump(mode="json")
+    with pytest.raises(UsageError, match=cure):
+        RowsSubject(setup.model, setup, options, torch.device("cpu"), 1).describe()
+
+
+@pytest.mark.parametrize(
+    ("free", "cure"), [(1 << 20, r"more than the 1\.0 MiB of --free. Give a larger"), (None, "Free some memory")]
+)
+def test_memory_that_runs_out_at_the_first_look_is_told_without_the_allocators_words(free, cure):
+    error = measuring.no_room(RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"free": free})
+    assert re.search(cure, str(error))
+    assert "Allocator" not in str(error)
+    assert measuring.no_room(RuntimeError("shapes do not fit"), {"free": free}) is None
+
+
+@pytest.mark.parametrize(("probe", "said"), [(True, "Try --no-probe"), (False, "`gpuinfer doctor`")])
+def test_a_child_without_a_word_is_told_with_a_cure_that_is_left(probe, said, monkeypatch):
+    monkeypatch.setattr(probing.commands, "run", lambda *_: Ended(1, b"", b"it broke"))
+    with pytest.raises(WorkError, match=said) as caught:
+        probing.examined(ModelSpec("tiny", kind="text"), Setup(), Options(model="tiny", probe=probe), {})
+    assert ("--no-probe" in str(caught.value)) == probe
 
 
 @pytest.mark.parametrize("words", [["-B", "parallel=layers"], ["-B", "parallel=pipeline", "-B", "stages=2"]])

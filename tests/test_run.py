@@ -21,7 +21,6 @@ from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.remembered import Found
 from gpuinfer.report import report
 from gpuinfer.runtime import measuring
-from gpuinfer.runtime import run as running
 from gpuinfer.runtime.run import execute, run
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -77,8 +76,21 @@ def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started
 
 
 def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
-    monkeypatch.setattr(running, "CHECK_S", 0.05)
+    monkeypatch.setattr(measuring, "CHECK_S", 0.05)
     assert go(Counting(total=3), Pondering)["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("kind", "measured"), [pytest.param(Refusing, False, id="refuses"), pytest.param(Pondering, True, id="never says")]
+)
+def test_a_bare_model_is_measured_only_where_its_backend_does_not_refuse_it(kind, measured, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(measuring, "CHECK_S", 0.05)
+    monkeypatch.setattr(measuring, "bare_model", lambda backend: asked.append(backend) or pytest.fail("measured"))
+    backend = kind(Setup(model=Modelled().model()), ready_file=str(tmp_path / "ready"))
+    with pytest.raises(pytest.fail.Exception if measured else UsageError):
+        measuring.roofline_of(backend)
+    assert bool(asked) == measured
 
 
 def test_worker_processes_count_in_the_report():

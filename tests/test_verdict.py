@@ -307,6 +307,13 @@ CASES = [
         id="everybody waits for something that is not here",
     ),
     pytest.param(a_run(), "inconclusive", "Nothing was measured", None, id="nothing ran"),
+    pytest.param(
+        a_run(lane("forward 0", forward=0.1), rows_per_s=0.0, total=0, others_cores=3.9, cpu_s=0.1, cpu_wait_s=3.0),
+        "inconclusive",
+        "There was nothing to do",
+        None,
+        id="no rows, while others had the cores",
+    ),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,21 +63,26 @@ class Remote(Backend):
     async def start(self, context: BackendContext) -> None:
         if self._way is None:
             raise UsageError("there is no server to connect to. Start one with the backend 'fleet'.")
-        looking = Caller(self._way, 1)
-        try:
-            own = None if self.setup.model is None else Described(setup=self.setup).name
-            served = await looking.served(self._name or own)
-            self._check(served)
+        async with self._looking(self._way) as (looking, served):
             replicas = await looking.replicas()
-        finally:
-            await looking.close()
         self._slots = served.slots or 0
         self.limits, connections = _limits(served, replicas)
         self._caller = Caller(self._way, connections, looking.model)
 
-    def _check(self, served: Served) -> None:
-        """Raises `UsageError` for another model than the run's."""
-        model, url = self.setup.model, self._way.url if self._way else ""
+    @contextlib.asynccontextmanager
+    async def _looking(self, way: Way) -> AsyncIterator[tuple[Caller, Served]]:
+        """A line to it, and what it serves. Raises `UsageError` for another model than the run's."""
+        looking = Caller(way, 1)
+        try:
+            own = None if self.setup.model is None else Described(setup=self.setup).name
+            served = await looking.served(self._name or own)
+            self._refuse_another(served, way.url)
+            yield looking, served
+        finally:
+            await looking.close()
+
+    def _refuse_another(self, served: Served, url: str) -> None:
+        model = self.setup.model
         if model is None:
             return
         if model.kind != served.kind:
@@ -249,6 +255,12 @@ class FleetBackend(Remote):
     @property
     def compute(self) -> str:
         return self.options.compute
+
+    async def check(self) -> None:
+        """Of a server that runs already, that it serves the run's model."""
+        if (url := self.options.endpoint) is not None:
+            async with self._looking(Way(url, _key_of(self.options.key_file), self.options.retry)):
+                pass
 
     async def start(self, context: BackendContext) -> None:
         """Start the fleet, or find the server. Raises `UsageError` for a model that is not the run's."""

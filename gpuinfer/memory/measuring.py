@@ -17,6 +17,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.host.machine import memory_available
+from gpuinfer.units import memory
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,18 @@ def _subject(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: to
     return RowsSubject(spec, setup, asked["options"], device, copies)
 
 
+def no_room(error: Exception, asked: Mapping[str, Any]) -> UsageError | None:
+    """What to say where memory ran out before anything was known; None where it did not."""
+    from gpuinfer.models.memory import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    more, cure = "is free", "Free some memory"
+    if asked.get("free"):
+        more, cure = f"the {memory(asked['free'])} of --free", "Give a larger one"
+    return UsageError(f"there is no room to open the model: even to look at it takes more than {more}. {cure}.")
+
+
 def main() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a model prints
@@ -78,17 +91,18 @@ def main() -> None:
         said.write(json.dumps(told) + "\n")
         said.flush()
 
-    code = 0
+    code, asked, has_told = 0, {}, False
     try:
         asked = json.loads(sys.stdin.read())
         for found in examine(asked):
             say(found)
+            has_told = True
     except GpuinferError as error:
         say({"error": error_to_wire(error)})
-    except MemoryError as error:
-        say({"error": error_to_wire(UsageError(f"there is no room to open the model: {error}. Free some memory."))})
-    except Exception:  # noqa: BLE001 (told by its last line)
+    except Exception as error:  # noqa: BLE001 (told by its last line)
         traceback.print_exc()
+        if not has_told and (refused := no_room(error, asked)) is not None:
+            say({"error": error_to_wire(refused)})
         code = 1
     sys.stderr.flush()
     os._exit(code)  # threads that a model has left behind may hang

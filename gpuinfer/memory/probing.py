@@ -46,7 +46,8 @@ def examined(spec: ModelSpec, setup: Setup, options: Options, backend_options: M
     if "error" in document:
         raise error_from_wire(document["error"])
     if not document:
-        raise WorkError(f"the process that looked at the model ended at once: {_ending(child)}. {CURE}")
+        cure = f"Try --no-probe, which estimates alone; {CURE}" if options.probe else CURE
+        raise WorkError(f"the process that looked at the model ended at once: {_ending(child)}. {cure}")
     if options.probe:
         for place, device in enumerate(document["devices"]):
             if place >= len(lines) - 1:  # a line for the estimates, and one for each device that was tried
@@ -56,7 +57,7 @@ def examined(spec: ModelSpec, setup: Setup, options: Options, backend_options: M
     return document
 
 
-CURE = "Try --no-probe, which estimates alone; `gpuinfer doctor` tells what works here."
+CURE = "`gpuinfer doctor` tells what works here."
 
 
 def schema() -> dict[str, Any]:

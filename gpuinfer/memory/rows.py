@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.memory.asked import SIZES
 from gpuinfer.memory.parts import Parts, Stopwatch, at_once
 from gpuinfer.models.footprint import FORWARDS, Allocations, allocations, device_peak_bytes, traced, weight_bytes
 from gpuinfer.models.forward import CHUNK_ROWS
 from gpuinfer.models.heap import Event
 from gpuinfer.models.layouts import row_dtype, row_shape
+from gpuinfer.models.load import FactoryWants, called
 from gpuinfer.models.open_model import CUDA_MAX_ROWS, Opened, open_model
 
 MOST = 1 << 30  # rows: what is larger is a mistake
@@ -101,7 +104,14 @@ class RowsSubject:
         return {"features": self._spec.inputs, **said, "forwards": self._forwards}
 
     def _opened(self, rows: int) -> Opened:
-        return open_model(self._spec, self._setup, self._tuning(rows))
+        try:
+            return open_model(self._spec, self._setup, self._tuning(rows))
+        except FactoryWants as error:
+            if not set(error.names) <= set(SIZES):
+                raise
+            cure = " and ".join(f"--{name} N" for name in error.names)
+            wanted = " and ".join(error.names)
+            raise UsageError(f"{called(self._spec.name)}: the factory needs {wanted}. Give {cure}.") from error
 
     def _tuning(self, rows: int) -> Any:
         at_once = int(self._options.get("chunk_rows") or rows)

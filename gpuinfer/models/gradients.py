@@ -26,7 +26,7 @@ from gpuinfer.models.load import probe, trainable
 from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.networks import SHOWN, load_weights, mismatches
 from gpuinfer.models.open_model import ForwardTuning, compute_with, divide_cores, threads_for
-from gpuinfer.models.processor import computed_in
+from gpuinfer.models.processor import computed_in, refuse_float16_gradients
 from gpuinfer.models.staging import as_tensor, like, tensors_of
 
 MAX_ROWS = 65_536
@@ -95,10 +95,7 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
 
 
 def _refuse(setup: Setup, tuning: GradientTuning) -> None:
-    if setup.dtype == "float16":
-        raise UsageError(
-            "gradients vanish in float16. Use --dtype bfloat16, which has the range of float32, or float32."
-        )
+    refuse_float16_gradients(setup)
     if (tuning.in_flight or 1) > 1:
         raise UsageError(
             f"-B in_flight={tuning.in_flight}: a device computes gradients one batch at a time. Leave it out."

@@ -209,6 +209,14 @@ def public_callables(module: Any) -> list[str]:
     return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
 
 
+class FactoryWants(UsageError):
+    """`names`: parameters that nothing was given for, and that have no defaults."""
+
+    def __init__(self, names: list[str], message: str) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
     """Those of `offered` that the factory's signature takes."""
     try:
@@ -220,8 +228,9 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     wanting = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if wanting:
-        raise UsageError(
+        raise FactoryWants(
+            wanting,
             f"{called(name)}: the factory needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be "
-            "given. Give the others defaults."
+            "given. Give the others defaults.",
         )
     return {p.name: offered[p.name] for p in named if p.name in offered}

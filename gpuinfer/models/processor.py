@@ -117,10 +117,21 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
 
 
 def training_notices(setup: Setup, compute: str) -> tuple[str, ...]:
-    """The same of a model in training, whose weights are float32 whatever it computes in."""
+    """The same of a model in training, whose weights are float32 whatever it computes in. Raises `UsageError` for
+    float16.
+    """
+    refuse_float16_gradients(setup)
     if machine.wants_cuda(setup.devices) or computed_in(setup.dtype, compute, on_cpu=True) == setup.dtype:
         return ()
     return (
         f"this processor has no products of {setup.dtype}: gradients are computed in float32, which is several times "
         f"as fast here (-B compute={setup.dtype} prevents that).",
     )
+
+
+def refuse_float16_gradients(setup: Setup) -> None:
+    """Raises `UsageError`: they are smaller than its smallest numbers."""
+    if setup.dtype == "float16":
+        raise UsageError(
+            "gradients vanish in float16. Use --dtype bfloat16, which has the range of float32, or float32."
+        )

@@ -61,11 +61,15 @@ NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run 
 
 NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the load last longer, or raise its rate.")
 
+NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Give it something to do.")
+
 
 def judge(run: Evidence) -> dict[str, Any]:
     """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
         return _told(NOTHING, run, {})
+    if run.total == 0 and not (run.requests or run.lost or run.rows_per_s):
+        return _told(NOTHING_TO_DO, run, {})
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
         return _told(NOTHING_ASKED, run, {})
     case = Case.of(run)

@@ -31,7 +31,6 @@ from gpuinfer.trace.merge import Merged, recording
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
-CHECK_S = 60.0  # for a backend to look whether it can serve what was asked for
 ASK_S = 1.0  # between two questions whose the cores are
 ASK_SHARE = 100  # times as long as one took
 LONG_LOOK_S = 0.01  # of a core: a look that takes more, as of many workers, is followed by a longer pause:
@@ -200,7 +199,7 @@ class _Execution:
     async def check(self) -> None:
         """Let the backend refuse what it can. One that does not answer is left to its start, which is watched."""
         with blame.calling(self.backend, "check"), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(measuring.CHECK_S):
                 task = asyncio.create_task(self.backend.check())
                 await asyncio.sleep(0)  # most have nothing to look at
                 await self._watch(task, self.session.stopping.is_set)

@@ -240,8 +240,9 @@ async def test_what_cannot_travel_fails_alone():
 )
 async def test_another_model_than_the_runs_is_refused_with_the_cure(served, setup, words):
     async with far(served) as there:
-        with pytest.raises(UsageError, match=words):
-            await opened(there, setup)
+        for first in (FleetBackend(setup, endpoint=there.url).check(), opened(there, setup)):
+            with pytest.raises(UsageError, match=words):
+                await first
 
 
 async def test_a_model_by_another_name_is_taken_when_that_is_said():
