@@ -70,7 +70,9 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     max_connections: int = Field(8192, ge=1, le=1 << 20, description="connections at once")
     otlp_endpoint: str | None = Field(None, description="where to send a span for each request: http://host:4318")
     setup_file: Path | None = Field(None, description="a server described in a file, in place of --model")
-    ready_file: Path | None = Field(None, description="written once the server is ready: {host, port, pid}")
+    ready_file: Path | None = Field(
+        None, description="written once the server is ready, for scripts: {host, port, pid}"
+    )
     leave_with_parent: bool = Field(False, description="end with whoever holds the standard input")
     behind_router: bool = Field(False, description="believe what only our own router may say of a request")
 
