@@ -407,5 +407,11 @@ def test_a_run_ends_as_done_once_it_is_said_to_be_enough():
 
 
 def test_a_signal_while_enough_is_near_is_still_a_stop():
-    made = checked(go(Counting(total=10_000_000, stop_after=3), until=lambda update: update.progress.done >= 3))
+    told = []
+
+    def enough(update):
+        told.append(update.phase == "stopping")  # not before: else it was enough, and no signal had come
+        return told[-1]
+
+    made = checked(go(Counting(total=10_000_000, stop_after=3), until=enough))
     assert made["status"] == "partial"
