@@ -29,6 +29,7 @@ CODE = re.compile(r"`[^`]+`")
 NAMED = re.compile(r"^(\s*```+)(\w+) (\S+)$")
 CONFIGURATION = "zensical.toml"  # paths in it count from where it lies
 ZENSICAL = Path(sys.executable).with_name("zensical")
+STYLE = Path(__file__).with_suffix(".css")
 LIMIT_S = 120
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -45,6 +46,7 @@ def stage() -> None:
             place.with_name(_renamed(file.name)).write_text(_staged(file), encoding="utf-8")
         else:
             shutil.copyfile(file, place)
+    shutil.copyfile(STYLE, STAGED / STYLE.name)
 
 
 def _staged(file: Path) -> str:
@@ -145,6 +147,7 @@ def configuration() -> dict[str, Any]:
                 "palette": palette,
             },
             "extra": {"generator": False},
+            "extra_css": [STYLE.name],
             "plugins": {"search": {}},  # `offline` would have a script of another host
             "markdown_extensions": {
                 "attr_list": {},

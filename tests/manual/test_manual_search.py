@@ -27,6 +27,10 @@ def known():
         ("opponent", "selfplay#two-networks"),
         ("kl target", "rollouts"),
         ("lora adapter", "serve#adapters"),
+        ("offline", "install#offline-one-file"),
+        ("stop", "generate#stop-a-run"),
+        ("write a game", "selfplay#write-a-game"),
+        ("gpuinfer.toml", "settings"),
     ],
 )
 def test_what_people_ask_is_among_the_first_three(known, query, address):
