@@ -1,7 +1,7 @@
 """Records what a command shows on a terminal, as an SVG for a page: the real command, in a real pseudo-terminal.
 
-    python -m tools.record docs/live.svg --when "5[0-9]%" -- gpuinfer selfplay --games 6000 --model blobnet-small
-    python -m tools.record docs/images/docs.svg --lines 26 -- gpuinfer docs roofline
+    python -m tools.record docs verdict                # pictures of the pages again, by name, or `all`
+    python -m tools.record other.svg --when "5[0-9]%" -- gpuinfer selfplay --games 6000 --model blobnet-small
 
 The picture is the first screen on which `--when`, a regular expression, is found; without it the last one. Needs pyte,
 the terminal: `pip install -e .[docs]`. Record on a machine that does nothing else: the picture says how fast it was.
@@ -23,6 +23,7 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pyte
@@ -32,6 +33,16 @@ from rich.text import Text
 from gpuinfer.screen.display import svg
 
 COLOURS = {"brown": "yellow", "brightblack": "bright_black", "default": None}  # as pyte calls them → as rich does
+HALF = ("--when", "of .* games .*[45][0-9]%")  # of the bar, and not of the time
+PICTURES: dict[str, tuple[str, ...]] = {  # name → words of this command
+    "live": ("docs/live.svg", *HALF, "--", "gpuinfer", "selfplay", "--games", "6000", "--model", "blobnet-small"),
+    "docs": ("docs/images/docs.svg", "--lines", "26", "--", "gpuinfer", "docs", "--decoder"),
+    "verdict": (
+        *("docs/images/verdict.svg", "--lines", "44", "--when", "advice(.|\n)*╰", "--", "gpuinfer", "selfplay"),
+        *("--games", "300", "--model", "blobnet-small", "--workers", "1", "--no-trial"),
+    ),
+}
+"""The pictures that the pages show, each made anew by its name."""
 LIMIT_S, QUANTUM_S = 600.0, 0.2
 CHUNK = 1 << 16
 
@@ -77,9 +88,10 @@ def drawn(screen: pyte.Screen) -> Text:
     rows = []
     for number in range(screen.lines):
         row = Text()
-        for column in range(screen.columns):
-            cell = screen.buffer[number][column]
-            row.append(cell.data, Style(color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold))
+        cells = [screen.buffer[number][column] for column in range(screen.columns)]
+        for (fg, bg, bold), alike in groupby(cells, lambda cell: (cell.fg, cell.bg, cell.bold)):
+            text = "".join(cell.data for cell in alike)  # one element of the picture, not one a letter
+            row.append(text, Style(color=_colour(fg), bgcolor=_colour(bg), bold=bold))
         row.rstrip()
         rows.append(row)
     while rows and not rows[-1].plain:
@@ -92,6 +104,15 @@ def _colour(name: str) -> str | None:
 
 
 def main(words: Sequence[str]) -> None:
+    named = list(PICTURES) if list(words) == ["all"] else words
+    if named and all(word in PICTURES for word in named):
+        for name in named:
+            record(PICTURES[name])
+    else:
+        record(words)
+
+
+def record(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("--columns", type=int, default=92)
