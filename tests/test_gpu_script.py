@@ -180,7 +180,7 @@ def test_the_packages_that_travel_are_all_that_is_needed():
     assert {name: listed[name].specifier for name in asked} == asked
 
 
-@pytest.mark.system  # a minute of many processes
+@pytest.mark.soak  # ten minutes of many processes
 @pytest.mark.timeout(600)
 def test_all_of_it_on_a_cpu_leaves_figures_of_every_part(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "DTYPE": "float32", "SECONDS_IN_ALL": "500"}
@@ -197,5 +197,7 @@ def test_all_of_it_on_a_cpu_leaves_figures_of_every_part(tmp_path):
     assert (done.returncode, failed) == (0, []), done.stderr
     assert document["tried_on_a_cpu"]
     found = {one["part"] for one in document["figures"] if one["figures"]}
-    assert found == gpu.PARTS.keys() - {"tests", "fragmentation"}  # which need CUDA, and say so
+    cut = {one["part"] for one in document["figures"] if one["status"] == "shortened"}  # on a busy machine
+    assert found | cut == gpu.PARTS.keys() - {"tests", "fragmentation"}  # which need CUDA, and say so
+    assert {"kernels", "selfplay", "memory"} <= found
     assert (tmp_path / "gpu.md").read_text() in done.stdout
