@@ -103,6 +103,7 @@ async def test_one_that_fails_in_the_middle_loses_nothing():
     await engine.close()
     assert all(float(answer[0, 0]) == 4.0 for answer in found)
     assert (told["cpu:0"]["batches"], told["cpu:1"]["batches"]) == (3, 37)
+    assert told["cpu:0"]["failed"] == failing_devices.LOST
 
 
 async def test_when_all_have_failed_everything_fails_at_once():
