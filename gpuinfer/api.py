@@ -261,9 +261,12 @@ class Backend(Plugin, ABC):
         return "auto"
 
     async def check(self) -> None:
-        """Raise `UsageError` for what cannot be served, as far as that is known within seconds. A run asks once, in the
-        process that the user has started, before it measures anything or starts a process; `start` asks again. The
-        default knows of nothing.
+        """Raise `UsageError` for what cannot be served, as far as that is known within seconds. The default knows of
+        nothing.
+
+        A run asks once, in the process that the user has started, before it measures anything or starts a process; a
+        server asks of all its models before it loads the first. It is asked in a thread with an event loop of its own,
+        and waited for a minute: leave nothing open. `start` refuses it again.
         """
 
     async def start(self, context: BackendContext) -> None:

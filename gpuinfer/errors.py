@@ -21,8 +21,9 @@ GpuinferError                 a message for people that ends with the cure; `exi
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -109,6 +110,17 @@ class WorkerDied(WorkError):
 
 class Closed(WorkError):
     """The engine was closed before the request was answered."""
+
+
+@contextlib.contextmanager
+def naming(name: str | None) -> Iterator[None]:
+    """A `UsageError` that is raised inside begins with this name: which of several it is of. None: there is one."""
+    try:
+        yield
+    except UsageError as error:
+        if name is None:
+            raise
+        raise UsageError(f"{name}: {error}") from error
 
 
 def unwrap(error: BaseException) -> BaseException:

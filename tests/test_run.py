@@ -20,7 +20,7 @@ from gpuinfer.api import Progress, Roofline, Setup
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.remembered import Found
 from gpuinfer.report import report
-from gpuinfer.runtime import measuring
+from gpuinfer.runtime import asking, measuring
 from gpuinfer.runtime.run import execute, run
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started
 
 
 def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
-    monkeypatch.setattr(measuring, "CHECK_S", 0.05)
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
     assert go(Counting(total=3), Pondering)["status"] == "done"
 
 
@@ -85,7 +85,7 @@ def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
 )
 def test_a_bare_model_is_measured_only_where_its_backend_does_not_refuse_it(kind, measured, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(measuring, "CHECK_S", 0.05)
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
     monkeypatch.setattr(measuring, "bare_model", lambda backend: asked.append(backend) or pytest.fail("measured"))
     backend = kind(Setup(model=Modelled().model()), ready_file=str(tmp_path / "ready"))
     with pytest.raises(pytest.fail.Exception if measured else UsageError):

@@ -29,10 +29,9 @@ SEARCH = arrays.Search(
 
 
 def compile_search(name: str) -> None:
-    """Of a game of ours, as a run would at its start. Nothing is done where that is there already."""
+    """Of a game of ours, as a run would at its start; what is there already is read, while torch is loaded."""
     game = games.build(name, {})
-    if not kernels.is_cached(game.rules):
-        Arena(game, kernels.load(game.rules), SEARCH, slots=1).play()  # no games are queued
+    Arena(game, kernels.load(game.rules), SEARCH, slots=1).play()  # no games are queued
 
 
 def main() -> None:

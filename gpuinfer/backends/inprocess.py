@@ -105,7 +105,7 @@ class InProcess(Backend):
             self._refuse_training_options()
             self.notices = arithmetic.notices(self.setup, self.options.compute)
         self._gate = gate_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
-        self._unlooked: list[ModelSpec] = []  # models beside this one that nobody has looked at yet; theirs too
+        self._stands_beside = False  # another model, which may be loaded before this one
         self._place: Place = NoPlace()
         self._width = 1  # cores of one forward
         self._on_cuda = machine.wants_cuda(self.setup.devices)
@@ -131,11 +131,15 @@ class InProcess(Backend):
             raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
 
     async def check(self) -> None:
-        """Devices by their names; the layers of a model of rows that is to be cut, which is built for that."""
+        """Devices by their names; the layers of a model of rows that is to be cut, which is built for that. Of a model
+        beside another, which may be loaded before it, also what would keep it from being loaded.
+        """
         if self.setup.model is None:
             return  # of a workload that brings its own answers
         spec = self._served()
         device_names.check_names(self.setup.devices)
+        if self._stands_beside:
+            await asyncio.to_thread(_refuse_unloadable, spec)
         cut = self.options.parallel != "data" and spec.kind == "rows"
         if cut or device_names.may_be_missing(self.setup.devices):
             await asyncio.to_thread(self._check_there, spec if cut else None)
@@ -173,7 +177,6 @@ class InProcess(Backend):
     async def start(self, context: BackendContext) -> None:
         """Build the model and try it on two small batches. Raises `UsageError` when there is none that fits."""
         spec = self._served()
-        await asyncio.to_thread(self._refuse_unloadable)
         self._place = self._gate.join(self.setup.share, fixed=self._keeps_its_threads)
         if spec.kind == "text":
             self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
@@ -194,19 +197,6 @@ class InProcess(Backend):
         self._width = int(self.device().get("threads") or 1)
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
-
-    def _refuse_unloadable(self) -> None:
-        """Of the models that will stand beside this one: it is not loaded for nothing."""
-        specs, self._unlooked[:] = list(self._unlooked), []
-        for spec in specs:
-            if spec.kind == "text":
-                from gpuinfer.text.checkpoint import open_checkpoint
-
-                open_checkpoint(spec)
-            elif spec.kind == "rows":
-                from gpuinfer.models.refusing import refuse_unloadable
-
-                refuse_unloadable(spec)
 
     def _open(self, spec: ModelSpec, context: BackendContext) -> Opened:
         if self.options.parallel != "data":
@@ -333,8 +323,7 @@ class InProcess(Backend):
         """Without the adapters, which are of this model. Both take turns at the device."""
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})
         other = InProcess(replace(self.setup, model=spec, share=share), **options)
-        other._gate, other._unlooked = self._gate, self._unlooked
-        self._unlooked.append(spec)
+        other._gate, other._stands_beside = self._gate, True
         return other
 
     def device(self) -> Mapping[str, Any]:
@@ -356,3 +345,15 @@ class InProcess(Backend):
         text, self._text = self._text, None
         if text is not None:
             await text.close()
+
+
+def _refuse_unloadable(spec: ModelSpec) -> None:
+    """Raises `UsageError`. Of text only headers are read."""
+    if spec.kind == "text":
+        from gpuinfer.text.checkpoint import open_checkpoint
+
+        open_checkpoint(spec)
+    elif spec.kind == "rows":
+        from gpuinfer.models.refusing import refuse_unloadable
+
+        refuse_unloadable(spec)

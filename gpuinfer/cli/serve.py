@@ -14,7 +14,7 @@ import typer
 
 from gpuinfer.cli import flags, serving_fleet
 from gpuinfer.cli.serving_fleet import FleetOptions
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, naming
 from gpuinfer.host import leaving
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.terminal import show_status
@@ -65,7 +65,9 @@ def execute(values: Mapping[str, Any]) -> int:
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
     if own.launcher in (None, "local"):  # elsewhere other files may be there
-        refuse_absent(described.models)
+        for name, model in described.models:
+            with described.naming(name):
+                refuse_absent(model)
     backend, strategy = described.plugins()
     log_to_people(merged.common.verbose)
     place = place_of(own)
@@ -125,8 +127,12 @@ def described_by(own: FleetOptions, merged: Settings) -> Described:
     chosen = models_of(own)
     first, *others = chosen
     common = setup_of(merged.common)
-    setups = [replace(common, model=one.spec, deterministic=own.deterministic, share=one.share) for one in chosen]
-    (backend_options, strategy_options), *_ = [served_plainly(NAME, setup, merged) for setup in setups]
+    setups, plainly = [], []
+    for one in chosen:
+        setups.append(replace(common, model=one.spec, deterministic=own.deterministic, share=one.share))
+        with naming(one.name if others else None):
+            plainly.append(served_plainly(NAME, setups[-1], merged))
+    backend_options, strategy_options = plainly[0]  # the same of all
     return described.Described(
         setup=setups[0],
         backend=merged.common.backend,

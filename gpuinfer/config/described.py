@@ -6,6 +6,7 @@ A supervisor writes one file for all its replicas, which read it with `serve --s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 from gpuinfer.api import Backend, ModelSpec, Setup, Strategy
 from gpuinfer.config import blame, registry
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, naming
 from gpuinfer.generation import Unmasking
 from gpuinfer.host.files import write_whole
 
@@ -58,10 +59,10 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (self.name, *(one.name for one in self.beside))
 
     @property
-    def models(self) -> tuple[ModelSpec, ...]:
-        """All of them."""
-        first = () if self.setup.model is None else (self.setup.model,)
-        return (*first, *(one.model for one in self.beside))
+    def models(self) -> tuple[tuple[str, ModelSpec], ...]:
+        """All of them, each with its name."""
+        first = () if self.setup.model is None else ((self.name, self.setup.model),)
+        return (*first, *((one.name, one.model) for one in self.beside))
 
     @property
     def kind(self) -> str:
@@ -73,9 +74,13 @@ class Described(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         backend = blame.make(registry.load("backends", self.backend), self.setup, dict(self.backend_options))
         strategy = registry.load("strategies", self.strategy)
         for one in self.beside:  # made again once there is something to stand beside: here it is refused in time
-            with blame.calling(backend, "beside"):
+            with self.naming(one.name), blame.calling(backend, "beside"):
                 backend.beside(one.model, one.share)
         return backend, blame.make(strategy, self.setup, dict(self.strategy_options))
+
+    def naming(self, name: str) -> AbstractContextManager[None]:
+        """Of several models, a `UsageError` that is raised inside says which one it is of."""
+        return naming(name if self.beside else None)
 
     def write(self, path: Path) -> None:
         """For the owner's eyes alone."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gpuinfer.api import Backend, ModelSpec, Roofline
-from gpuinfer.config import blame
 from gpuinfer.errors import BackendError, WorkError
 from gpuinfer.host import machine
 from gpuinfer.models import remembered
 from gpuinfer.models.roofline import Measurer
+from gpuinfer.runtime.asking import let_refuse
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,6 @@ LEAST_AFTER_S, AFTER_S = 0.5, 1.5
 LONGER = 8 / 3  # times that, when the run has done more than both
 BESIDE_MB, BESIDE_SHARE = 2048.0, 0.1  # what measuring may take of memory beside workers, and of what is free
 MIB = 1 << 20
-CHECK_S = 60.0  # for a backend to look whether it can serve what was asked for
 
 Again = Callable[[float], Roofline | None]
 """Measures the bare model once more, for so many seconds; None when that cannot be had."""
@@ -115,27 +113,9 @@ def roofline_of(backend: Backend) -> Roofline | None:
     """
     if not has_roofline(backend):
         return None
-    _let_refuse(backend)
+    asyncio.run(let_refuse(backend))
     with bare_model(backend) as made:
         return made.before()
-
-
-def _let_refuse(backend: Backend) -> None:
-    """One that does not answer in time is left to its start, which is watched."""
-    errors: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            with blame.calling(backend, "check"):
-                asyncio.run(backend.check())
-        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-            errors.append(error)
-
-    asking = threading.Thread(target=ask, name="gpuinfer check", daemon=True)
-    asking.start()
-    asking.join(CHECK_S)
-    if errors:
-        raise errors[0]
 
 
 def attempted(measure: Callable[[], Roofline], stopped: Callable[[], bool]) -> Roofline | None:

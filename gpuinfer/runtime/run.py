@@ -197,13 +197,11 @@ class _Execution:
                 self._bare.close()
 
     async def check(self) -> None:
-        """Let the backend refuse what it can. One that does not answer is left to its start, which is watched."""
-        with blame.calling(self.backend, "check"), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(measuring.CHECK_S):
-                task = asyncio.create_task(self.backend.check())
-                await asyncio.sleep(0)  # most have nothing to look at
-                await self._watch(task, self.session.stopping.is_set)
-                await self._end(task)
+        """Let the backend refuse what it can."""
+        task = asyncio.create_task(self.session.check())
+        await asyncio.sleep(0)  # most have nothing to look at
+        await self._watch(task, self.session.stopping.is_set)
+        await self._end(task)
 
     async def measure(self, wanted: bool | Roofline) -> None:
         """Have the bare model measured while nothing else computes: now, or once the workload has prepared, where an

@@ -22,6 +22,7 @@ from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import WorkError
 from gpuinfer.host import pauses
 from gpuinfer.runtime import counting
+from gpuinfer.runtime.asking import let_refuse
 from gpuinfer.runtime.counting import Counting
 from gpuinfer.runtime.naming import called, free_name, told_apart
 from gpuinfer.runtime.processes import Job, Workers
@@ -142,6 +143,10 @@ class Session(Infer):
     def own(self) -> OwnPulse:
         """Its own model's alone, without those beside it."""
         return OwnPulse(self._engine, self._counting)
+
+    async def check(self) -> None:
+        """Raises what the backend knows that it cannot serve (`Backend.check`), its own model alone. Starts nothing."""
+        await let_refuse(self._backend)
 
     async def ready(self) -> Limits:
         if self._starting is None:

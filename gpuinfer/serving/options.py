@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from gpuinfer import errors
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import modules
 from gpuinfer.errors import UsageError
@@ -107,8 +108,9 @@ def models_of(own: ServeOptions) -> list[Chosen]:
         told: dict[str, Any] = {"model": place, "weights": weights.get(name), "adapter": adapters.get(name, [])}
         told |= dict.fromkeys(OF_ROWS) if name in texts else {**dict.fromkeys(OF_TEXT), **sizes[name]}
         one = own.model_copy(update=told)
-        spec = spec_of(one)
-        unmasking = usual_unmasking(one, spec) if name in texts else None
+        with errors.naming(name):
+            spec = spec_of(one)
+            unmasking = usual_unmasking(one, spec) if name in texts else None
         found.append(Chosen(name, spec, unmasking, shares.get(name, 1.0)))
     return found
 
@@ -257,17 +259,16 @@ def usual_unmasking(own: ServeOptions, spec: ModelSpec) -> Unmasking | None:
     return wanted
 
 
-def refuse_absent(models: Sequence[ModelSpec]) -> None:
-    """Raises `UsageError` for the first that is not there, by name and by weights' file, before any is loaded. Nothing
-    of them is read, and nothing heavy is imported.
+def refuse_absent(spec: ModelSpec) -> None:
+    """Raises `UsageError` for one that is not there, by name and by weights' file. Nothing of it is read, and nothing
+    heavy is imported.
     """
-    for spec in models:
-        if spec.weights is not None and not Path(spec.weights).exists():
-            raise UsageError(f"no weights file {spec.weights}. Check --weights.")
-        if ":" in spec.name and spec.kind == "rows":
-            modules.refuse_absent(spec.name)
-        elif spec.kind == "text" and spec.weights is None:
-            naming.refuse_absent(spec.name, TEXT_MODELS)
+    if spec.weights is not None and not Path(spec.weights).exists():
+        raise UsageError(f"no weights file {spec.weights}. Check --weights.")
+    if ":" in spec.name and spec.kind == "rows":
+        modules.refuse_absent(spec.name)
+    elif spec.kind == "text" and spec.weights is None:
+        naming.refuse_absent(spec.name, TEXT_MODELS)
 
 
 def check_address(own: ServeOptions) -> None:

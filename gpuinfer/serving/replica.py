@@ -75,7 +75,7 @@ class Replica:
     ) -> None:
         if described.setup.model is None:
             raise UsageError("a server without a model has nothing to serve. Give it one.")
-        self._place, self._spans = place, spans
+        self._place, self._spans, self._described = place, spans, described
         self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
         if described.beside:
             self.session.called = described.name
@@ -146,10 +146,16 @@ class Replica:
         return await self._drain(server)
 
     async def _load(self) -> None:
-        """One after the other: none finds memory free that another is about to take."""
+        """None is loaded before all have been asked whether they can be served. Then one after the other: none finds
+        memory free that another is about to take.
+        """
         for one in self.served.services:
-            await one.session.ready()
-            await one.look_at_model()
+            with self._described.naming(one.name):
+                await one.session.check()
+        for one in self.served.services:
+            with self._described.naming(one.name):
+                await one.session.ready()
+                await one.look_at_model()
 
     async def _unless_stopped(self, task: asyncio.Task[object]) -> bool:
         stopped = asyncio.create_task(self.stop.wait())

@@ -74,11 +74,6 @@ def test_rules_that_lack_a_function_are_refused(rules):
         kernels.load("copied_nim")
 
 
-def test_nothing_is_cached_before_the_first_call(rules):
-    rules()
-    assert not kernels.is_cached("copied_nim")
-
-
 def test_the_folder_is_ours_alone(rules):
     folder = kernels.cache_folder(rules())
     assert folder.stat().st_mode & 0o777 == 0o700

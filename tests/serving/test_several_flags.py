@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.api import BackendContext, Setup
+from gpuinfer.api import Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
@@ -100,25 +100,50 @@ def test_what_does_not_go_together_is_refused(given, why):
     ],
 )
 def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(given, why):
+    first, second = (one.spec for one in chosen(**given))
+    refuse_absent(first)
     with pytest.raises(UsageError, match=why):
-        refuse_absent([one.spec for one in chosen(**given)])
+        refuse_absent(second)
 
 
 @pytest.mark.parametrize("place", ["tiny", "null", "blobnet", "json:loads"])
 def test_what_is_there_is_not_refused(place, tmp_path):
     found = chosen(model=f"a={place},b={tmp_path}", features=256 if place not in ("tiny", "null") else None)
-    refuse_absent([one.spec for one in found])
+    for one in found:
+        refuse_absent(one.spec)
 
 
-async def test_what_loading_would_refuse_of_the_second_is_refused_before_the_first_is_loaded(monkeypatch):
-    loaded = []
-    monkeypatch.setattr("gpuinfer.backends.inprocess.open_text", lambda *given: loaded.append(given))
+async def test_a_model_that_stands_beside_another_is_looked_at_before_any_is_loaded():
     tiny, small = (one.spec for one in chosen(model="a=tiny,b=blobnet", features=8))
     first = InProcess(Setup(model=tiny))
-    first.beside(small)
+    await first.check()
     with pytest.raises(UsageError, match="reads the legal mask from the first 53 features"):
-        await first.start(BackendContext())
-    assert not loaded
+        await first.beside(small).check()
+
+
+def test_what_loading_would_refuse_is_told_with_the_models_name_and_nothing_is_loaded(gpuinfer, monkeypatch):
+    loaded = []
+    monkeypatch.setattr("gpuinfer.backends.inprocess.open_text", lambda *given: loaded.append(given))
+    code, _, said = gpuinfer("serve", "--port", "0", "--model", "a=tiny,b=blobnet", "--features", "8")
+    assert (code, loaded) == (2, [])
+    assert "gpuinfer: b: model 'blobnet' reads the legal mask from the first 53 features" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        pytest.param(["--model", "a=tiny,b=nowhere/model"], "b: there is no model folder 'nowhere/model'", id="a file"),
+        pytest.param(["--model", "a=tiny,b=nets:make"], "b: nets:make takes rows", id="a size"),
+        pytest.param(
+            ["--model", "a=tiny,b=tiny", "--backend", "central", "--share", "b=2"], "b: a share of 2", id="an option"
+        ),
+        pytest.param(["--model", "nowhere/model"], "gpuinfer: there is no model folder", id="one has no name"),
+    ],
+)
+def test_an_error_says_of_which_of_several_models_it_is(words, why, gpuinfer):
+    code, _, said = gpuinfer("serve", *words)
+    assert code == 2
+    assert why in " ".join(said.split())
 
 
 @pytest.mark.parametrize("name", ["b", "c"])

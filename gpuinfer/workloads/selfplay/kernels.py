@@ -47,11 +47,6 @@ def load(rules_name: str) -> ModuleType:
     return module
 
 
-def is_cached(rules_name: str) -> bool:
-    """Whether some code for these rules lies on the disk: another evaluator may need other code all the same."""
-    return any(cache_folder(rules_of(rules_name)).rglob("*.nbc"))
-
-
 def rules_of(name: str) -> ModuleType:
     """The module of compiled rules. Raises UsageError when there is none, or when it lacks one of the functions."""
     try:
