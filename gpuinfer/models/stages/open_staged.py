@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -14,7 +14,7 @@ from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setu
 from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices
 from gpuinfer.models.frozen import unpack
 from gpuinfer.models.layers import check_same
-from gpuinfer.models.layouts import row_dtype
+from gpuinfer.models.layouts import AnswerLayout, row_dtype
 from gpuinfer.models.load import build, probe, resolve_dtype
 from gpuinfer.models.memory import LARGEST, LARGEST_OF_ROWS, keep_freed_memory
 from gpuinfer.models.nvml import seen_together
@@ -27,22 +27,35 @@ from gpuinfer.models.stages.moving import OnCpu, OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.placing import Placed, stages_at
 from gpuinfer.models.stages.planning import StageTuning, bytes_of, count_for, fits_one, rows_for, split_for, times_on
+from gpuinfer.models.stages.splitting import Split
 
 HOST = torch.device("cpu")
 CHECKED_ROWS = 2  # as few as a model is tried with in any case
 BY_LAYER = "layer by layer"
 
 
-def open_staged(
-    spec: ModelSpec,
-    setup: Setup,
-    tuning: StageTuning,
-    roofline: Roofline | None = None,
-    lane: Callable[[str], Lane] | None = None,
-) -> Opened:
-    """Build the model, cut it, and put each stage where it runs. Sets threads and the allocator for the whole process.
+@dataclass(frozen=True)
+class Cut:
+    """A model of rows on the host, cut into stages that are not at their places yet."""
 
-    `lane` gives a lane of the ledger for each stage. Raises `UsageError` when the model cannot be had or not be cut.
+    segments: Sequence[nn.Module]
+    places: Sequence[torch.device]  # of each stage
+    split: Split
+    times: Sequence[Sequence[float]]  # seconds of each layer at each stage's place
+    sizes: Sequence[int]  # bytes of each layer's weights
+    rows: int  # of a micro-batch, at most
+    answer: AnswerLayout
+    computed: str  # the number format
+    on_cpu: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.computed)
+
+
+def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> Cut:
+    """Build the model and cut it: how long each layer takes is measured. Sets threads and the allocator for the whole
+    process. Raises `UsageError` when the model cannot be had or not be cut.
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
     devices = resolve_devices(setup.devices)
@@ -65,8 +78,21 @@ def open_staged(
     times = times_on(places, segments, features, setup, tuning)
     sizes = [bytes_of(segment) for segment in segments]
     split = split_for(tuning, places, sizes, times, spec.name)
+    return Cut(segments, places, split, times, sizes, rows, answer, computed, on_cpu)
+
+
+def open_staged(
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: StageTuning,
+    roofline: Roofline | None = None,
+    lane: Callable[[str], Lane] | None = None,
+) -> Opened:
+    """`cut_model`, and each stage where it runs. `lane` gives a lane of the ledger for each."""
+    made = cut_model(spec, setup, tuning)
+    places, split, sizes, rows, on_cpu, dtype = made.places, made.split, made.sizes, made.rows, made.on_cpu, made.dtype
     cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
-    stages = stages_at(places, split, segments, times, spec, setup, tuning, dtype)
+    stages = stages_at(places, split, made.segments, made.times, spec, setup, tuning, dtype)
     weights = [sum(sizes[start:stop]) for start, stop in split]
     cut["stages"] = [told_of(*one) for one in zip(stages, split, weights, strict=True)]
 
@@ -87,16 +113,23 @@ def open_staged(
         "max_rows": limits.max_rows,
         "in_flight": limits.in_flight,
         "threads": threads,
-        "stages": count,
+        "stages": len(stages),
         "micro_batch_rows": rows,
     }
-    facts = {"computes_in": computed, "threads": threads, "in_force": in_force, "parallel": cut}
+    facts = {"computes_in": made.computed, "threads": threads, "in_force": in_force, "parallel": cut}
 
     def device() -> Mapping[str, Any]:
         return {**reading(gauges), **facts, "stages": pipeline.counts()}
 
     return Opened(
-        spec, limits, forward, answer, device, partial(register, device=places[0]), pipeline.close, pipeline.waits_for
+        spec,
+        limits,
+        forward,
+        made.answer,
+        device,
+        partial(register, device=places[0]),
+        pipeline.close,
+        pipeline.waits_for,
     )
 
 

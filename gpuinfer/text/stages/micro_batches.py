@@ -48,14 +48,15 @@ class Cutter:
         """Their wanted tokens, one behind the other, are those of the step. They hold on to none of its arrays that
         change from step to step.
         """
-        count = self._count(len(step.tokens))
+        count = self.count(len(step.tokens))
         known = step.slots, step.lengths, step.adapters, step.sees is None
         same = self._known is not None and all(a is b for a, b in zip(known, self._known, strict=True))
         if not same:
             self._pieces, self._known = _pieces(step, count), known
         return [_part(step, piece) for piece in self._pieces]
 
-    def _count(self, tokens: int) -> int:
+    def count(self, tokens: int) -> int:
+        """Into how many a step of so many is cut, of models whose tokens see only what comes before them."""
         if self._rows is not None:
             return math.ceil(tokens / self._rows)
         return max(1, min(self._most, tokens // self._least))

@@ -67,6 +67,53 @@ class Making:
         return TorchDecoder(shape, weights, place, self.dtype, graphs=False, **common)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which layers of a model of text are whose, and on how many threads of a CPU."""
+
+    places: Sequence[torch.device]  # of each stage
+    split: Split
+    sizes: Sequence[int]  # bytes of each layer's weights
+    threads: Sequence[int]
+    portions: Sequence[Portion]
+
+
+def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list[torch.device]:
+    """Of each stage. Raises `UsageError` for a model that cannot be cut in so many."""
+    if not checkpoint.shape.layers:
+        raise UsageError(f"{called(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
+    devices = resolve_devices(setup.devices)
+    count = count_for(tuning, devices, checkpoint.shape.layers, checkpoint.name)
+    return [devices[number * len(devices) // count] for number in range(count)]
+
+
+def cut_by(
+    times: Sequence[Sequence[float]],
+    checkpoint: Checkpoint,
+    weights: Weights,
+    places: Sequence[torch.device],
+    setup: Setup,
+    tuning: TextTuning,
+) -> Cut:
+    """By how long each layer takes at each stage's place, in any unit; of the weights only their sizes count. Raises
+    `UsageError` where the devices have no room for them.
+    """
+    sizes = list(layer_bytes(weights))
+    split = split_for(tuning, places, sizes, times, checkpoint.name)
+    seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
+    portions = [Portion(checkpoint.shape, start, stop) for start, stop in split]
+    return Cut(places, split, sizes, threads_of(seconds, setup, tuning.threads), portions)
+
+
+def cut_by_time(
+    making: Making, checkpoint: Checkpoint, places: Sequence[torch.device], setup: Setup, tuning: TextTuning
+) -> Cut:
+    """By how long each layer takes where a stage would run, which is measured. Raises as `cut_by` does."""
+    each = tuning.threads or max(1, cores_of(setup) // len(places))
+    times = times_on(places, replace(making, length=1), each)
+    return cut_by(times, checkpoint, making.weights, places, setup, tuning)
+
+
 def open_in_stages(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -82,22 +129,12 @@ def open_in_stages(
 
     Raises `UsageError` when it cannot be cut so, or does not fit.
     """
-    shape, name = checkpoint.shape, checkpoint.name
-    if not shape.layers:
-        raise UsageError(f"{called(name)} has no layers to cut. Leave -B parallel out.")
-    devices = resolve_devices(setup.devices)
-    count = count_for(tuning, devices, shape.layers, name)
-    places = [devices[number * len(devices) // count] for number in range(count)]
-    weights = checkpoint.weights(dtype)
-    making = Making(shape, weights, dtype, length, setup.deterministic)
-    each = tuning.threads or max(1, cores_of(setup) // count)
-    times = times_on(places, replace(making, length=1), each)
-    sizes = list(layer_bytes(weights))
-    split = split_for(tuning, places, sizes, times, name)
-    whole_fits = fits_one(places, sum(sizes))
-    portions = [Portion(shape, start, stop) for start, stop in split]
-    seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
-    threads = threads_of(seconds, setup, tuning.threads)
+    shape = checkpoint.shape
+    places = places_for(checkpoint, setup, tuning)
+    making = Making(shape, checkpoint.weights(dtype), dtype, length, setup.deterministic)
+    cut = cut_by_time(making, checkpoint, places, setup, tuning)
+    whole_fits = fits_one(places, sum(cut.sizes))
+    portions, threads = cut.portions, cut.threads
 
     def find(shape: Shape, place: torch.device, free: int, lanes: int = 0) -> Sizing:
         return estimate(shape, dtype, place, free, slots=slots, length=length, step_tokens=step_tokens, lanes=lanes)
@@ -110,12 +147,17 @@ def open_in_stages(
         decoders = _decoders(making, portions, 1, places, threads)  # the weights are there before room is counted
         sizing = fill_devices(decoders, places, find, step_tokens)
     stages = _stages(portions, decoders, places, threads, setup)
-    told = _told(stages, split, sizes, {"mode": tuning.parallel, "fits_one": whole_fits})
+    told = _told(stages, cut.split, cut.sizes, {"mode": tuning.parallel, "fits_one": whole_fits})
+    in_force = {"threads": max(threads), "stages": len(stages)}
     alone = tuning.parallel == "layers"
-    least = CPU_LEAST if places[0].type == "cpu" else CUDA_LEAST
-    cutter = Cutter(tuning.micro_batch_rows, least, 1 if alone else FILLED * count)
-    in_force = {"threads": max(threads), "stages": count}
+    cutter = cutter_of(tuning, places)
     return StagedDecoder(shape, portions, decoders, Pipeline(stages, lane), cutter, alone, told, in_force), sizing
+
+
+def cutter_of(tuning: CutOptions, places: Sequence[torch.device]) -> Cutter:
+    """How a step becomes micro-batches."""
+    least = CPU_LEAST if places[0].type == "cpu" else CUDA_LEAST
+    return Cutter(tuning.micro_batch_rows, least, 1 if tuning.parallel == "layers" else FILLED * len(places))
 
 
 def times_on(places: Sequence[torch.device], making: Making, threads: int) -> list[list[float]]:
