@@ -18,9 +18,17 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)  # multiprocessing hands sys.path down
 
-from counts import examples  # noqa: E402 (found by the line above)
+from counts import SOAK, examples  # noqa: E402 (found by the line above)
 
-hypothesis.settings.register_profile("counted", max_examples=examples(100), deadline=None)
+# The same examples each time but in `make soak`, and however long a busy machine takes to draw them: what is refused is
+# refused for a reason, and again the next time.
+hypothesis.settings.register_profile(
+    "counted",
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=not SOAK,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("counted")
 # A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -94,7 +94,7 @@ class Counting(Workload):
             if done == self.options.stop_after:
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(0)
-                await asyncio.wait_for(infer.stopping.wait(), 5)
+                await asyncio.wait_for(infer.stopping.wait(), 60)
             if infer.stopping.is_set() and not self.options.stubborn:
                 return
             if done == self.options.total:

@@ -88,7 +88,7 @@ def test_one_graph_is_captured_at_a_time(cuda):
     def slowly():
         with captured(stream, None):
             inside.set()
-            go_on.wait(10.0)
+            go_on.wait(60.0)
 
     def other():
         with captured(stream, None):
@@ -96,13 +96,13 @@ def test_one_graph_is_captured_at_a_time(cuda):
 
     threads = [threading.Thread(target=slowly), threading.Thread(target=other)]
     threads[0].start()
-    assert inside.wait(10.0)
+    assert inside.wait(60.0)
     threads[1].start()
     threads[1].join(0.05)
     assert threads[1].is_alive()
     go_on.set()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(60.0)
     assert (cuda.most, len(cuda.captures)) == (1, 2)
 
 

@@ -27,6 +27,7 @@ from gpuinfer.models.device import device_labels, of_each, resolve_devices, toge
 from gpuinfer.models.lost import says_lost
 from gpuinfer.models.open_model import Opened
 from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.testing import run_virtual
 
 FEATURES = 4
 CPU = torch.device("cpu")
@@ -197,20 +198,28 @@ class Paced(Backend):
         return [request.payload for request in batch]
 
 
-async def test_a_quick_device_is_preferred_while_both_are_idle():
-    engine = Engine(backend := Paced(), Dynamic())
-    await engine.start()
-    for _ in range(12):
-        await engine.submit(1)
-    await engine.close()
-    assert backend.went[2:] == ["a"] * 10  # each was tried once
+def test_a_quick_device_is_preferred_while_both_are_idle():
+    async def asked_in_turn():
+        engine = Engine(backend := Paced(), Dynamic(), clock=asyncio.get_running_loop().time)
+        await engine.start()
+        for _ in range(12):
+            await engine.submit(1)
+        await engine.close()
+        return backend.went
+
+    assert run_virtual(asked_in_turn())[2:] == ["a"] * 10  # each was tried once
 
 
-async def test_a_lane_that_is_retired_gets_no_further_batch():
-    engine = Engine(backend := Paced(slow=1.0, lost_after=2), Dynamic())
-    await engine.start()
-    await asyncio.wait_for(asyncio.gather(*(engine.submit(1) for _ in range(30))), 30)
-    await engine.close()
+def test_a_lane_that_is_retired_gets_no_further_batch():
+    backend = Paced(slow=1.0, lost_after=2)
+
+    async def asked_at_once():
+        engine = Engine(backend, Dynamic(), clock=asyncio.get_running_loop().time)
+        await engine.start()
+        await asyncio.gather(*(engine.submit(1) for _ in range(30)))
+        await engine.close()
+
+    run_virtual(asked_at_once())
     assert backend.went.count("b") == 3
     assert len(backend.went) == 30
 

@@ -170,6 +170,6 @@ def test_an_alarm_that_is_cleared_is_silent_and_leaves_no_descriptor(new_loop):
         alarm.ring_within(0.0)  # and may be set again
         await asyncio.wait_for(rung.wait(), 60)
         alarm.clear()
-        return len(rings), len(os.listdir("/proc/self/fd")) - before
+        return len(rings), len(os.listdir("/proc/self/fd")) > before  # fewer, where another thread lets go of some
 
-    assert precise_loop.run(cleared(), new_loop) == (1, 0)
+    assert precise_loop.run(cleared(), new_loop) == (1, False)

@@ -39,7 +39,7 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def eventually(holds, seconds=10.0):
+async def eventually(holds, seconds=60.0):
     """Whether it came to hold, looked at every few milliseconds."""
     for _ in range(int(seconds / 0.005)):
         if holds():
@@ -144,7 +144,7 @@ async def test_a_killed_worker_is_noticed_and_leaves_the_others_untouched():
         heard = aiter(workers)
         pids = dict([await anext(heard), await anext(heard)])
         os.kill(pids[1]["pid"], signal.SIGKILL)
-        assert await asyncio.wait_for(anext(heard), 10) == (1, None)
+        assert await asyncio.wait_for(anext(heard), 60) == (1, None)
         with pytest.raises(WorkerDied, match=r"worker 1 was killed \(SIGKILL\)"):
             await workers.send(1, {})
         await workers.send(0, {"still": "there"})
@@ -167,6 +167,7 @@ async def test_a_worker_that_vanishes_without_a_word_is_an_error(arguments, mess
 
 async def test_leaving_the_context_ends_workers_that_wait_for_a_message(monkeypatch):
     monkeypatch.setattr("gpuinfer.runtime.processes.Workers._kill", lambda workers: None)  # they leave by themselves
+    monkeypatch.setattr(processes, "GRACE_S", 60.0)
     async with session() as infer:
         async with infer.workers("helpers:echo", [{}, {}]) as workers:
             heard = aiter(workers)
@@ -278,7 +279,7 @@ def test_workers_whose_parent_is_killed_do_not_outlive_it(target, tmp_path):
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         family = pids + [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
         parent.kill()
-    assert asyncio.run(eventually(lambda: all(gone(pid) for pid in family), 2.0))
+    assert asyncio.run(eventually(lambda: all(gone(pid) for pid in family)))  # busy ones would be so for 600 s
 
 
 def test_a_worker_of_the_command_loads_neither_the_command_line_nor_torch():

@@ -329,14 +329,16 @@ def test_one_child_measures_as_often_as_it_is_asked(measurer):
     assert not children()
 
 
-def test_a_child_that_is_killed_is_told_of(measurer):
+def test_a_child_that_is_killed_is_told_of(bad_models):
+    """It hangs, so that it is still there when it is killed."""
+
     def killed():
         for child in children():
             child.kill()
         return False
 
     with pytest.raises(BackendError, match=r"exit code -9 .* --no-roofline"):
-        measurer.measure(0.1, stopped=killed)
+        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=killed)
     assert not children()
 
 
@@ -353,7 +355,7 @@ def test_a_child_that_nobody_asks_ends_and_the_next_question_starts_another(meas
     first = measurer.measure(0.05)
     (child,) = children()
     measurer._line.close()  # as it finds its line when it has waited for long enough
-    child.join(30.0)
+    child.join(60.0)
     assert child.exitcode == 0
     assert measurer.measure(0.05, only=first).rows_per_s > 0
 

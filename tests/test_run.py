@@ -179,7 +179,7 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone():
     made = []
     thread = threading.Thread(target=lambda: made.append(go(Counting(total=3))))
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert made[0]["status"] == "done"
 
 
@@ -392,7 +392,7 @@ def test_a_signal_to_the_whole_group_ends_workers_by_way_of_the_parent(number, t
         while parent.stdout.readline() != "2\n":
             assert parent.poll() is None
         os.killpg(parent.pid, number)
-        out, _ = parent.communicate(timeout=30)
+        out, _ = parent.communicate(timeout=60)
     made = json.loads(out.splitlines()[-1])
     assert parent.returncode == 0
     assert made["status"] == "partial"

@@ -236,13 +236,13 @@ def test_a_second_ctrl_c_ends_it_whatever_the_plugin_does(command, words, tmp_pa
         process.communicate(timeout=20)  # far less than any patience but that of the second signal
     assert process.returncode == 3
     assert json.loads(target.read_text())["status"] == "partial"
-    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_a_backend_that_blocks_the_loop_is_given_up_with_a_report(command, tmp_path):
     target = tmp_path / "report.json"
     with command("few", "-B", "block=infer", "--give-up", "0.3", "--json", str(target)) as process:
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert json.loads(target.read_text())["status"] == "failed"
     assert "backend 'evil' (package evil-pkg 0.1) has kept all else waiting in infer for" in said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -47,6 +48,24 @@ class Tagged(nn.Module):
 
 def tagged(shape: str = "tensor", seconds: float = 0.0) -> nn.Module:
     return Tagged(shape, seconds)
+
+
+class Held(Tagged):
+    """Like `Tagged`, but answers nothing while there is a file `path`, beside which it puts `path.reached` then."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def forward(self, rows: Tensor) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
+        while self.path.exists():
+            self.path.with_suffix(".reached").touch()
+            time.sleep(0.005)
+        return super().forward(rows)
+
+
+def held(path: str) -> nn.Module:
+    return Held(path)
 
 
 class Faulty(Tagged):

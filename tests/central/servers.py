@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -31,6 +33,38 @@ def serving(model: str = "models:tagged", **options: Any) -> Iterator[CentralSer
         yield server
     finally:
         server.close(quiet=True)
+
+
+class Hold:
+    """Whether a model `models:held` answers: it does not between `close` and `open`."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder, "hold")
+
+    def close(self) -> None:
+        self.path.touch()
+
+    def open(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def wait_until_reached(self) -> None:
+        """Until the model is held in a batch that was begun since `close`."""
+        until(self.path.with_suffix(".reached").exists, "a batch in the model")
+
+
+@contextlib.contextmanager
+def serving_held(**options: Any) -> Iterator[tuple[CentralServer, Hold]]:
+    """A server whose model is held when a test says so: what is asked then stays unanswered, however long that takes."""
+    folder = tempfile.mkdtemp()
+    hold = Hold(folder)
+    try:
+        with serving("models:held", arguments={"path": str(hold.path)}, **options) as server:
+            try:
+                yield server, hold
+            finally:
+                hold.open()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def context(method: str = "forkserver") -> Any:

@@ -16,7 +16,7 @@ from gpuinfer.central.wire import HEADER, VERSION, Kind, Record, Unpacker, pack
 class Stranger:
     """One line to a server. Every wait has an end."""
 
-    def __init__(self, server: Any, greet: bool = True, seconds: float = 20.0) -> None:
+    def __init__(self, server: Any, greet: bool = True, seconds: float = 60.0) -> None:
         self.address = server.address
         self.line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.line.settimeout(seconds)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from programs import ask_forever, ask_in_loop, is_alive, named, own, stop, use_inherited, wait_until_gone, wrong
-from servers import Program, listening, mapped, pid_of, programs, served, serving, until
+from servers import Program, listening, mapped, pid_of, programs, served, serving, serving_held, until
 
 from gpuinfer.api import BackendContext, Request
 from gpuinfer.backends.central import Remote, Way
@@ -23,91 +23,91 @@ from gpuinfer.stats import since
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
-AT_ONCE = 1.0  # seconds until a waiting client knows that its server was killed
-NOTICED = 30.0  # … or stopped: 5 s of silence, and this machine may be busy
-
-
-def seconds_until(how):
-    """How an attempt ended, and how long that took."""
-    started = time.monotonic()
-    try:
-        return how(), time.monotonic() - started
-    except BackendDied as error:
-        return error, time.monotonic() - started
+NOTICED = 60.0  # seconds until a stopped server is noticed: 5 s of silence, and this machine may be busy
+SILENCE = "no sign of life"  # said of a server that is noticed by its silence alone, seconds after its end
 
 
 # The server is killed
 
 
 @pytest.fixture
-def slow():
-    with serving(arguments={"seconds": 0.5}) as server:
-        yield server
+def held():
+    with serving_held() as found:
+        yield found
 
 
-def test_clients_that_wait_for_a_killed_server_know_within_a_second(slow):
+def test_clients_that_wait_for_a_killed_server_know_at_once(held):
+    """By its hanging up, and not by its silence."""
+    server, hold = held
     with (
-        slow.client() as client,
+        server.client() as client,
         programs(
-            Program(ask_forever, slow.client(), 1, 1, 16),
-            Program(ask_in_loop, Way(Remote, slow._setup, slow.address, 0.0), 2, 2, 16),
+            Program(ask_forever, server.client(), 1, 1, 16),
+            Program(ask_in_loop, Way(Remote, server._setup, server.address, 0.0), 2, 2, 16),
         ) as others,
     ):
         assert [other.hear() for other in others] == ["here", "here"]
+        hold.close()
         waiting = [client.submit(named(1, number, 3)) for number in range(3)]
-        os.kill(pid_of(slow), signal.SIGKILL)
-        error, seconds = seconds_until(lambda: waiting[0].result())
-        assert isinstance(error, BackendDied)
-        assert seconds < AT_ONCE
-        for pending in waiting[1:]:
+        hold.wait_until_reached()
+        os.kill(pid_of(server), signal.SIGKILL)
+        for pending in waiting:
             with pytest.raises(BackendDied, match=r"gone.*option restart"):
-                pending.result()
+                pending.result(60)
         with pytest.raises(BackendDied):
             client.evaluate(named(1, 1, 1))
         for other in others:
-            assert other.hear(AT_ONCE + 4).startswith("BackendDied")
+            heard = other.hear()
+            assert heard.startswith("BackendDied")
+            assert SILENCE not in heard
 
 
-async def test_whoever_awaits_a_killed_server_knows_within_a_second(slow):
-    backend = Remote(slow._setup, address=slow.address)
+async def test_whoever_awaits_a_killed_server_knows_at_once(held):
+    server, hold = held
+    backend = Remote(server._setup, address=server.address)
     await backend.start(BackendContext())
+    hold.close()
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2), Request(named(1, 2, 3), 3)]))
-    await asyncio.sleep(0.1)
-    os.kill(pid_of(slow), signal.SIGKILL)
-    started = time.monotonic()
-    answers = await asyncio.wait_for(asked, 10)
-    assert time.monotonic() - started < AT_ONCE
+    await asyncio.to_thread(hold.wait_until_reached)
+    os.kill(pid_of(server), signal.SIGKILL)
+    answers = await asyncio.wait_for(asked, 60)
     assert [type(answer) for answer in answers] == [BackendDied, BackendDied]
+    assert not [answer for answer in answers if SILENCE in str(answer)]
     assert isinstance((await backend.infer([Request(named(1, 3, 1), 1)]))[0], BackendDied)
     await backend.close()
 
 
 @pytest.mark.thorough
 async def test_a_cancelled_request_is_taken_back_from_the_server():
-    with serving(arguments={"seconds": 0.3}, in_flight=1, max_rows=8) as server:
+    with serving_held(in_flight=1, max_rows=8) as (server, hold):
         backend = Remote(server._setup, address=server.address)
         await backend.start(BackendContext())
         requests = [Request(named(1, number, 8), 8) for number in range(4)]
+        hold.close()
         asked = asyncio.ensure_future(backend.infer(requests))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(hold.wait_until_reached)  # the first is in the model
         backend.cancel(requests[2])
         backend.cancel(Request(named(1, 9, 8), 8))  # of which it has never heard
-        answers = await asyncio.wait_for(asked, 30)
+        await asyncio.sleep(0)
+        hold.open()
+        answers = await asyncio.wait_for(asked, 60)
         assert [isinstance(answer, Closed) for answer in answers] == [False, False, True, False]
         backend.cancel(requests[2])
         assert (await backend.infer([requests[2]]))[0].shape == (8, 4)
-        stats = await asyncio.to_thread(server.stats)
-        assert (stats.requests, stats.errors["cancelled"]) == (4, 1)
+        await asyncio.to_thread(until, lambda: server.stats().requests == 4, "the count of all requests")
+        assert server.stats().errors["cancelled"] == 1
         await backend.close()
 
 
-async def test_a_backend_that_is_closed_fails_whoever_still_waits(slow):
-    backend = Remote(slow._setup, address=slow.address)
+async def test_a_backend_that_is_closed_fails_whoever_still_waits(held):
+    server, hold = held
+    backend = Remote(server._setup, address=server.address)
     await backend.start(BackendContext())
+    hold.close()
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(hold.wait_until_reached)
     await backend.close()
-    assert [type(answer) for answer in await asyncio.wait_for(asked, 5)] == [Closed]
+    assert [type(answer) for answer in await asyncio.wait_for(asked, 60)] == [Closed]
 
 
 @pytest.mark.thorough
@@ -208,11 +208,13 @@ def test_a_client_can_be_closed_while_its_server_comes_back():
         until(lambda: not any(thread.name == "gpuinfer-return" for thread in threading.enumerate()))
 
 
-def test_asking_for_more_after_the_server_is_gone_for_good_says_so(slow):
-    with slow.client() as client:
+def test_asking_for_more_after_the_server_is_gone_for_good_says_so(held):
+    server, hold = held
+    with server.client() as client:
+        hold.close()
         asked = [client.submit(named(1, number, 1)) for number in range(192)]
-        os.kill(pid_of(slow), signal.SIGKILL)
-        until(lambda: not listening(slow))
+        os.kill(pid_of(server), signal.SIGKILL)
+        until(lambda: not listening(server))
         with pytest.raises(BackendDied):
             client.submit(named(1, 1, 1))
         with pytest.raises(BackendDied):
@@ -294,9 +296,7 @@ def test_closing_fails_who_waits_and_leaves_nothing():
         other.hear()
         asked = [client.submit(named(1, number, 600)) for number in range(20)]
         pid = pid_of(server)
-        started = time.monotonic()
         server.close(quiet=True)
-        assert time.monotonic() - started < 20
         with pytest.raises((Closed, BackendDied)):
             asked[-1].result()
         assert other.hear().startswith(("Closed", "BackendDied"))

@@ -46,7 +46,7 @@ async def whole(shared: Program) -> AsyncIterator[Program]:
 async def test_requests_go_to_replicas_and_the_rest_to_the_supervisor(shared):
     async with whole(shared) as it:
         before = await it.json("GET", "/stats", headers=())
-        answers = [await it.ask("POST", "/v1/completions", ASKED) for _ in range(30)]
+        answers = await asyncio.gather(*(it.ask("POST", "/v1/completions", ASKED) for _ in range(30)))  # all have some
         assert {choice(answer.body) for answer in answers} == {SAID}
         health = await it.json("GET", "/health", headers=())
         assert (health["server"], health["status"], health["healthy_workers"]) == ("gpuinfer", "ready", 3)
@@ -218,7 +218,7 @@ async def test_a_port_in_use_is_said_before_anything_starts(tmp_path):
 
 
 async def test_sigterm_finishes_what_is_under_way_and_leaves_nothing_behind(tmp_path):
-    async with fleet(tmp_path, replicas=2, standin={"answer_s": 1.0}) as it:
+    async with fleet(tmp_path, replicas=2, standin={"answer_s": 3.0}) as it:
         family = it.family()
         assert len(family) == 3  # two replicas and a router process
         asked = [asyncio.create_task(it.ask("POST", "/v1/completions", ASKED)) for _ in range(8)]

@@ -59,7 +59,7 @@ def test_devices_that_this_process_may_not_see_are_not_handed_out(monkeypatch):
 async def test_a_fleet_of_the_command_itself_answers_like_one_server(tmp_path):
     async with of_tiny(tmp_path, 2) as it:
         asked = {"prompt": "Hello", "max_tokens": 8, "seed": 1}
-        answers = [await it.ask("POST", "/v1/completions", asked) for _ in range(8)]
+        answers = [await it.ask("POST", "/v1/completions", asked) for _ in range(64)]  # of equals any may be chosen
         assert len({json.loads(answer.body)["choices"][0]["text"] for answer in answers}) == 1
         assert len({answer.headers["x-gpuinfer-route"].split(";")[0] for answer in answers}) == 2
         document = await it.json("GET", "/openapi.json", headers=())

@@ -17,7 +17,7 @@ from gpuinfer.fleet.router.client_side import Door
 from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.relay import Relay
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"answer": "ok"}'[:-1]
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -259,8 +259,11 @@ async def until(condition: Callable[[], Any], what: str = "it") -> None:
         await asyncio.sleep(0.005)
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port where nobody listens, and nobody else will: it stays ours."""
+    _held.append(probe := socket.socket())
+    probe.bind(("127.0.0.1", 0))
+    return int(probe.getsockname()[1])

@@ -70,13 +70,14 @@ async def test_a_replica_that_refuses_connections_costs_its_requests_nothing():
 
 async def test_a_replica_that_takes_no_connection_in_time_is_passed_over():
     good = Upstream()
-    async with routing(good, policy="round-robin", connect_s=0.05) as router:
+    async with routing(good, policy="round-robin") as router:
 
         async def never(protocol):
             await asyncio.Event().wait()
 
         router.roster(Member(0, "127.0.0.1", 9, "up"), member(good, 1))
-        router.relay.members._all[0].pool._open_connection = never
+        pool = router.relay.members._all[0].pool
+        pool._open_connection, pool._connect_s = never, 0.05
         assert (await router.post()).status == 200
         assert {"event": "failed", "member": 0, "kind": "timeout"} in router.told
 
@@ -199,7 +200,7 @@ async def test_clients_that_go_away_never_open_the_breaker_and_cancel_their_requ
 
 async def test_an_open_breaker_lets_one_request_try_and_closes_when_that_is_answered():
     upstream = Upstream(reset_at_once)
-    async with routing(upstream, breaker_open_s=0.05, wait_s=0.3) as router:
+    async with routing(upstream, breaker_open_s=0.05) as router:
         await router.post()
         assert router.cell(0, Cell.BREAKER) == 2
         upstream.always = well

@@ -79,7 +79,7 @@ async def test_a_killed_process_is_replaced_knows_the_fleet_and_nobody_is_refuse
         await until(lambda: routers.pids() not in ([], [first]))
         assert (await ask(port)).status == 200
         assert routers.totals().restarts == 1
-        assert routers.counters()[0].requests >= 2
+        await until(lambda: routers.counters()[0].requests >= 2)
         await until(lambda: routers.counters()[0].in_flight == 0)
 
 

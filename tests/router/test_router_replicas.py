@@ -53,7 +53,7 @@ def ready(file: Path, number: int, process: Forked) -> Member:
 
 
 def ask(samples: int) -> bytes:
-    body = {"model": "tiny", "prompt": "Once", "max_tokens": 100, "seed": 5, "temperature": 1.0, "stream": True}
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "seed": 5, "temperature": 1.0, "stream": True}
     return json.dumps({**body, "n": samples, "stream_options": {"include_usage": True}}).encode()
 
 

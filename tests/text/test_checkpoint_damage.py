@@ -273,7 +273,7 @@ def read_or_refuse(path: Path) -> None:
 
 
 @given(header=st.dictionaries(st.text(max_size=3), json_values, max_size=4), data=st.binary(max_size=64))
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_a_header_says_it_is_read_or_refused(header: dict, data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(headed(header, data))
@@ -286,7 +286,7 @@ def damaged_somewhere(examples: int) -> Callable[[Callable[..., None]], Callable
             at=st.integers(0, 4000), replaced=st.binary(min_size=1, max_size=12), kept=st.integers(0, 5000)
         )
         quiet = settings(
-            max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)
         )
         return quiet(strategy(test))
 
