@@ -33,7 +33,7 @@ class Slow(Backend):
                 yield Event(request, error=BadPrompt("no. Mend it."))
                 continue
             yield Event(request, Part(sample=0, text="a", tokens=(1,)), last=False)
-            await asyncio.to_thread(self.goes_on.wait, 10)
+            await asyncio.to_thread(self.goes_on.wait, 60)
             yield Event(request, Part(sample=0, text="b", tokens=(2,), finish_reason="stop"), last=False)
             one = Completion(text="ab", tokens=(1, 2), finish_reason="stop")
             yield Event(request, Generation(completions=(one,), prompt_tokens=1))
@@ -74,7 +74,7 @@ def test_an_answer_that_is_closed_is_cancelled(backend):
         answer = session.stream(Prompt(text="p"))
         next(answer)
         answer.close()
-        assert backend.cancelled.wait(10)
+        assert backend.cancelled.wait(60)
 
 
 def test_what_the_start_raises_is_raised_here(backend):

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import forking
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
@@ -112,8 +112,7 @@ class Served:
         self.end()
         words = shortened(line)
         named = words[words.index("--port") + 1] if "--port" in words else "8000"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._ports[named] = port = str(free.getsockname()[1])
+        self._ports[named] = port = str(free_port())
         self._said = self._folder / "served.txt"
         with self._said.open("w") as said:
             self._process = forking.Forked(

@@ -23,7 +23,7 @@ from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
 from gpuinfer.text.model import FEW
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SLOTS = 4
 
 

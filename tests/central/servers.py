@@ -54,7 +54,7 @@ class Hold:
 
 @contextlib.contextmanager
 def serving_held(**options: Any) -> Iterator[tuple[CentralServer, Hold]]:
-    """A server whose model is held when a test says so: what is asked then stays unanswered, however long that takes."""
+    """A server whose model is held when a test says so: what is asked then stays unanswered for as long as it wants."""
     folder = tempfile.mkdtemp()
     hold = Hold(folder)
     try:

@@ -194,7 +194,7 @@ async def test_a_killed_server_fails_at_once_what_is_under_way():
         async with asking(server) as engine:
             tasks = await begun(engine, server, MANY)
             os.kill(pid_of(server), signal.SIGKILL)
-            done, late = await asyncio.wait(tasks, timeout=SECONDS)
+            _, late = await asyncio.wait(tasks, timeout=SECONDS)
             assert not late
             assert {type(task.exception()) for task in tasks[-SLOTS:]} == {BackendDied}
             (after,) = await all_of(engine, [short("after")])

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,6 +13,7 @@ import pytest
 import standins
 from fleet_programs import ADMIN, Program, all_gone, fleet, kill, standin, started
 from killing import Load, drive, standin_answers
+from ports import free_port
 from standin_replica import text
 
 from gpuinfer.http.client import Client, Unreachable
@@ -185,8 +185,7 @@ async def test_ten_times_too_much_load_is_refused_in_time_and_forgotten(tmp_path
 
 @pytest.mark.thorough
 async def test_requests_wait_for_the_first_replica(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     async with fleet(tmp_path, ready=False, port=port, standin={"starts_s": 3.0}):
         client = Client(f"http://127.0.0.1:{port}")
 

@@ -133,7 +133,7 @@ def killed_after(folder, size: int, *words: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_told_to_stop_keeps_what_is_answered_and_says_how_to_go_on(whole, tmp_path, number):
     prompts(tmp_path / "in.jsonl", COUNT)
-    with started(*WORK, "--ordered", "-B", "delay=0.05", cwd=tmp_path) as process:
+    with started(*WORK, "--ordered", "-B", "delay=0.4", cwd=tmp_path) as process:
         output = tmp_path / "out.jsonl"
         until(lambda: output.exists() and output.stat().st_size, process)
         process.send_signal(number)

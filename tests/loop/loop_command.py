@@ -22,12 +22,13 @@ ENDS = {
 def main() -> None:
     journal, way, *words = sys.argv[1:]
     given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    if way == "hangs":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     with Path(journal).open("a") as file:
         print(json.dumps({"command": words[0], "pid": os.getpid(), **given}), file=file, flush=True)
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "hangs":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         time.sleep(60)
     if way in ENDS:
         code, said = ENDS[way]

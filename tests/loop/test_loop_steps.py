@@ -141,7 +141,7 @@ def test_ctrl_c_is_passed_on_and_waited_for(plan, go, tmp_path):
     def interrupt():
         while not (tmp_path / "journal").exists():
             time.sleep(0.01)
-        time.sleep(0.2)  # it has said that it is there just before it listens
+        time.sleep(0.2)  # for us to wait for it
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -3,12 +3,12 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from rollouts_play.rollouts_run import ended, groups_in, rollouts, started, until
 
 from gpuinfer.rollouts.steps import read
@@ -151,9 +151,7 @@ def test_a_trainer_outlives_the_run_which_is_killed_and_gone_on_with(tmp_path):
     """It asks until somebody listens there again; batches, steps and versions are counted on."""
     slow = tmp_path / "slow.py"
     slow.write_text(EXAMPLE.read_text().replace("PATIENCE_S = 30.0", f"PATIENCE_S = {WAIT_S}"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     files = ["--out", tmp_path / "record", "--steps", tmp_path / "steps.jsonl", "--resume"]
     words = [*SMALL, "--groups", 400, "--batch-groups", 2, "--listen", f"127.0.0.1:{port}", *files]
     with started(*words) as run:

@@ -36,7 +36,7 @@ def gate(monkeypatch):
     opened, write = threading.Event(), records.Folder.write
 
     def slow(self, arrays):
-        assert opened.wait(30)
+        assert opened.wait(60)
         return write(self, arrays)
 
     monkeypatch.setattr(records.Folder, "write", slow)
@@ -108,7 +108,7 @@ async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
     told, over = Told(), threading.Event()
     if compiled:
         compiling.begin("search")
-    task = asyncio.create_task(player._telling(told, asyncio.to_thread(over.wait, 30)))
+    task = asyncio.create_task(player._telling(told, asyncio.to_thread(over.wait, 60)))
     await asyncio.sleep(5 * player.LOOK_S)
     compiling.end("search")
     over.set()

@@ -69,7 +69,7 @@ def test_the_command_alone_is_killed_and_its_workers_leave(whole, tmp_path):
         workers = workers_of(process)
         process.kill()
     assert workers
-    gone, alive = psutil.wait_procs(workers, timeout=10)
+    gone, alive = psutil.wait_procs(workers, timeout=60)
     assert (len(gone), alive) == (len(workers), [])
     go_on(tmp_path)
     assert same(records_of(tmp_path / "games"), whole[0])

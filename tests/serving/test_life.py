@@ -11,7 +11,7 @@ import threading
 import pytest
 from replica_servers import SECONDS, Server, serving, until
 
-LONG = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True}
+LONG = {"prompt": ["Hello"] * 20, "n": 8, "max_tokens": 1900, "ignore_eos": True}  # 20 times all slots: many seconds
 SLOW = ("--model", "blobnet", "--features", 4, "--actions", 2, "--seats", 2, "--backend", "standin", "-B", "alpha=0")
 ROW = {"x": [1.0] * 4}
 
@@ -34,7 +34,7 @@ def test_a_client_that_goes_away_frees_its_slot(tiny):
         )
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         assert tiny.ask("/health").json["busy"]
-    until(lambda: tiny.ask("/stats").json["errors"]["cancelled"] == before + 1)
+    until(lambda: tiny.ask("/stats").json["errors"]["cancelled"] > before)
     until(lambda: tiny.ask("/health").json["in_flight"] == 0)
 
 
@@ -44,7 +44,7 @@ def test_one_that_reads_nothing_holds_up_nobody(tiny):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((tiny.host, tiny.port))
-        body = json.dumps({**LONG, "n": 8, "stream": True, "logprobs": 5}).encode()
+        body = json.dumps({**LONG, "prompt": "Hello", "stream": True, "logprobs": 5}).encode()
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
@@ -60,12 +60,13 @@ def test_one_that_goes_away_before_its_answer_begins_does_too(tiny):
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
-        until(lambda: tiny.ask("/health").json["in_flight"] == 1)
-    until(lambda: tiny.ask("/stats").json["errors"]["cancelled"] == before + 1)
+        until(lambda: tiny.ask("/health").json["in_flight"])
+    until(lambda: tiny.ask("/stats").json["errors"]["cancelled"] > before)
+    until(lambda: tiny.ask("/health").json["in_flight"] == 0)
 
 
 def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(tmp_path):
-    with serving(*SLOW, "-B", "beta=1.5", folder=tmp_path) as server:
+    with serving(*SLOW, "-B", "beta=4", folder=tmp_path) as server:
         found = []
         asking = threading.Thread(target=lambda: found.append(server.ask("/v1/evaluate", ROW)))
         asking.start()

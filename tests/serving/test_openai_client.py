@@ -10,6 +10,7 @@ import pytest
 from replica_servers import SECONDS, Server, serving, until
 
 CHAT = [{"role": "user", "content": "Hi"}]
+MANY = 120_000  # tokens: seconds, even of a model that computes nothing
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_errors_are_openais_own(client):
 def test_keys_and_overload(tmp_path):
     (tmp_path / "keys").touch(mode=0o600)
     (tmp_path / "keys").write_text("right\n")
-    words = ("--model", "tiny", "-B", "slots=1", "--max-queue-rows", 1, "--api-key-file", "keys")
+    words = ("--model", "null", "-B", "slots=1", "--max-queue-rows", 1, "--api-key-file", "keys")
     with serving(*words, "--drain-timeout", 0, folder=tmp_path) as server:
         url = f"{server.url}/v1"
         with (
@@ -89,10 +90,10 @@ def test_keys_and_overload(tmp_path):
         ):
             wrong.models.list()
         with openai.OpenAI(base_url=url, api_key="right", timeout=SECONDS, max_retries=0) as client:
-            asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+            asked = {"model": "null", "prompt": "Hello", "max_tokens": MANY, "extra_body": {"ignore_eos": True}}
             first = client.completions.create(**asked, stream=True)  # it has begun, and with it the slot is taken
             waiting = server.connect()
-            body = json.dumps({"prompt": "Hello", "max_tokens": 1900})
+            body = json.dumps({"prompt": "Hello", "max_tokens": MANY, "ignore_eos": True})
             waiting.request("POST", "/v1/completions", body, {"Authorization": "Bearer right"})
             until(lambda: server.ask("/health").json["waiting_rows"] == 1)
             with pytest.raises(openai.RateLimitError) as refused:

@@ -111,9 +111,10 @@ def test_all_answer_at_once_as_each_does_alone(several):
             if complete(several, model=name, max_tokens=40).json["choices"] != alone[name]:
                 wrong.append(name)
 
-    def evaluate():
+    def evaluate():  # whose last bits may depend on how many cores it has
         for _ in range(20):
-            if several.ask("/v1/evaluate", {"rows": [ROW] * 64}).json != rows:
+            found = several.ask("/v1/evaluate", {"rows": [ROW] * 64}).json
+            if not np.allclose(found["outputs"]["values"], rows["outputs"]["values"], rtol=1e-4, atol=1e-5):
                 wrong.append("net")
 
     threads = [threading.Thread(target=texts, args=(name,)) for name in ("chat", "small")]

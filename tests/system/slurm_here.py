@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 SECONDS = 60
 
@@ -98,16 +99,10 @@ def _configure(folder: Path) -> None:
     (folder / "munge").chmod(0o755)
     (folder / "epilog").write_text(EPILOG)
     (folder / "epilog").chmod(0o755)
-    ports = dict(zip(("controller", "daemon"), _free(2), strict=True))
+    ports = {"controller": free_port(), "daemon": free_port()}
     host = socket.gethostname().partition(".")[0]
     text = CONFIGURATION.format(host=host, folder=folder, cores=os.cpu_count(), **ports)
     (folder / "slurm.conf").write_text(text)
-
-
-def _free(count: int) -> list[int]:
-    with contextlib.ExitStack() as open_ones:
-        servers = [open_ones.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 def _start(started: list[subprocess.Popen[bytes]], *command: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 
+from ports import free_port
 from replica_servers import SECONDS, Server
 
 from gpuinfer.fleet.haproxy import BALANCE, Front, Target, write
@@ -49,8 +49,7 @@ def behind(tmp_path):
             replicas.append(Server(*words, folder=tmp_path / str(number)))
         for replica in replicas:
             replica.wait_until_ready()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         workers = [word for replica in replicas for word in ("--worker", f"127.0.0.1:{replica.port}")]
         words = ["fleet", "haproxy-config", *workers, "--bind", f"127.0.0.1:{port}", "--routing", "round-robin"]
         command = [sys.executable, "-m", "gpuinfer", *words, "--key-file", str(tmp_path / "key")]

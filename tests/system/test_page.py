@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from ports import free_port
 from system.pages import DESKTOP, PHONE, served
 
 pytestmark = pytest.mark.system
@@ -76,8 +77,8 @@ def test_names_from_outside_are_text(watched, viewport):
 
 
 def test_a_server_that_goes_away_is_missed_and_found_again(watched):
-    with served("--fleet") as url:
-        port = int(url.rpartition(":")[2])
+    port = free_port()
+    with served("--fleet", port=port) as url:
         tab = watched()
         tab.live(url)
     tab.until(lambda: tab.text("#state") == "not connected")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from monitoring.exposed import PAGE, expressions
+from ports import free_port
 from system.pages import served
 
 pytestmark = pytest.mark.system
@@ -41,8 +41,7 @@ class Prometheus:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     (text,) = re.findall(r"^```yaml prometheus.yml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with served("--fleet") as url:
         config = folder / "prometheus.yml"
         config.write_text("global: {scrape_interval: 1s}\n" + text.replace("127.0.0.1:8000", url.rpartition("/")[2]))

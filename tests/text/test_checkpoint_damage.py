@@ -285,9 +285,7 @@ def damaged_somewhere(examples: int) -> Callable[[Callable[..., None]], Callable
         strategy = given(
             at=st.integers(0, 4000), replaced=st.binary(min_size=1, max_size=12), kept=st.integers(0, 5000)
         )
-        quiet = settings(
-            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)
-        )
+        quiet = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         return quiet(strategy(test))
 
     return decorate

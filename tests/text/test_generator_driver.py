@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -14,7 +15,7 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.stats import Lane
 from gpuinfer.text.generator import Driver
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def prompt(text: str, max_tokens: int = 6, samples: int = 1) -> Prompt:
@@ -53,6 +54,17 @@ def submitted(driver, *prompts) -> list[Future]:
         futures.append(future := Future())
         driver.submit(prepared, future.set_result)
     return futures
+
+
+def closing_in_a_thread(driver) -> threading.Thread:
+    """A thread that closes it, once the driver knows."""
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    until = time.monotonic() + WAIT_S
+    while driver.alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return closing
 
 
 def test_what_is_submitted_is_answered(driver):
@@ -142,8 +154,7 @@ def test_closing_fails_what_is_unfinished_and_takes_nothing_more(generator):
     driver = Driver(generator)
     futures = submitted(driver, prompt("abc", 50), prompt("waits", samples=4))
     assert gate.reached.wait(WAIT_S)
-    closing = threading.Thread(target=driver.close)
-    closing.start()
+    closing = closing_in_a_thread(driver)
     gate.open.set()
     closing.join(WAIT_S)
     assert [type(future.result(WAIT_S)) for future in futures] == [Closed, Closed]

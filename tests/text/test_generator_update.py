@@ -6,7 +6,7 @@ import random
 from concurrent.futures import Future
 
 import pytest
-from text.test_generator_driver import WAIT_S, Gate, prompt, submitted
+from text.test_generator_driver import WAIT_S, Gate, closing_in_a_thread, prompt, submitted
 from text.toy import alone, run, toy_generator
 
 from gpuinfer.errors import BackendDied, Closed, UsageError
@@ -141,8 +141,9 @@ def test_closing_fails_an_update_that_waits(generator):
     submitted(driver, prompt("ab", 9))
     assert gate.reached.wait(WAIT_S)
     updated = driver.update("v1", NEW, drain=True)
+    closing = closing_in_a_thread(driver)
     gate.open.set()
-    driver.close()
+    closing.join(WAIT_S)
     with pytest.raises(Closed):
         updated.result(WAIT_S)
     with pytest.raises(Closed):

@@ -101,7 +101,7 @@ def test_passes_and_steps_compute_in_one_thread_and_no_other_is_left_that_did(tr
     assert len(where) == 3
     assert len(set.union(*where.values())) == 1
     for one in opening:
-        one.join(10)
+        one.join(60)
         assert not one.is_alive()
 
 

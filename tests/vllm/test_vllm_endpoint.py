@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 from peft import adapter
+from ports import free_port
 from vllm_held import Held
 
 from gpuinfer.api import ModelSpec, Setup
@@ -29,9 +29,7 @@ GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 def asked(tmp_path_factory) -> Iterator[Held]:
     room = tmp_path_factory.mktemp("served")
     folder = folder_of(ModelSpec("tiny", kind="text"), room)
-    with socket.socket() as line:
-        line.bind(("127.0.0.1", 0))
-        port = line.getsockname()[1]
+    port = free_port()
     told = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
