@@ -55,6 +55,8 @@ ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display", "gpuin
 HEAVY = {
     "torch": [
         "gpuinfer.memory.rows",  # which a child process alone imports
+        "gpuinfer.memory.staged_rows",
+        "gpuinfer.memory.staged_text",
         "gpuinfer.memory.text",
         "gpuinfer.models",
         "gpuinfer.positions.dataset",

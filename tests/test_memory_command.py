@@ -118,12 +118,6 @@ def test_a_child_without_a_word_is_told_with_a_cure_that_is_left(probe, said, mo
     assert ("--no-probe" in str(caught.value)) == probe
 
 
-@pytest.mark.parametrize("words", [["-B", "parallel=layers"], ["-B", "parallel=pipeline", "-B", "stages=2"]])
-def test_a_model_in_stages_is_refused_with_what_tells_of_them(words):
-    with pytest.raises(UsageError, match=r"looks at a whole one.*the report of a run"):
-        run(["memory", "--model", "blobnet", *words])
-
-
 def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     asked = {"spec": {"name": "tiny", "kind": "text"}, "devices": ["cpu"], "dtype": "float32", "seed": 0}
     asked |= {"options": {}, "batch_size": [2, 8, 64], "context": 64, "free": 4 << 30, "probe": False}
@@ -151,6 +145,7 @@ DEVICE = {
     "free_bytes": 10 << 30,
     "room_bytes": 9 << 30,
     "batch": PARTS,
+    "stages": [],
     "also": [],
     "largest": {"batch": 400, "by_estimate": 400, "by_measurement": None, "bound": "memory"},
     "estimated": {**PARTS, "batch": 400},

@@ -49,7 +49,6 @@ def execute(values: Mapping[str, Any]) -> int:
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     log_to_people(common.verbose)
     setup = setup_of(common)
-    asked.refuse_stages(own)
     spec = asked.model_of(options, setup)
     if not common.quiet:
         how = "measuring small batches of" if options.probe else "looking at"
@@ -62,6 +61,14 @@ def execute(values: Mapping[str, Any]) -> int:
             document.columns(found, device),
             document.rows(device),
             list(document.notes(found, device)),
+            on_stderr=destination.stdout,
+        )
+    if document.staged(found):
+        comparison(
+            document.stage_heading(found),
+            document.stage_columns(found),
+            document.stage_rows(found),
+            list(document.stage_notes(found)),
             on_stderr=destination.stdout,
         )
     destination.write(found)

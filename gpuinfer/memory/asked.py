@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,15 +59,6 @@ class Options(api.Options):
         None, ge=1, le=1 << 50, description="count with so much memory, as 8GiB, instead of what is free now"
     )
     probe: bool = Field(True, description="measure some small batches beside the estimate")
-
-
-def refuse_stages(backend_options: Mapping[str, Any]) -> None:
-    """Raises `UsageError` for a model that is cut: what is looked at here is a whole one."""
-    if (parallel := backend_options.get("parallel", "data")) != "data":
-        raise UsageError(
-            f"-B parallel={parallel} cuts the model in stages, and memory looks at a whole one: each stage takes less. "
-            "Leave it out; the report of a run has the weights of each stage (`stages`)."
-        )
 
 
 def model_of(options: Options, setup: Setup) -> ModelSpec:

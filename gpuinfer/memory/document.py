@@ -22,7 +22,14 @@ MOST_OTHERS = 5
 def heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     context = f", a context of {document['facts']['context']:,}" if "context" in document["facts"] else ""
     copies = f", {device['copies']} copies in one memory" if device["copies"] > 1 else ""
-    return f"memory · {document['model']} · {document['dtype']} on {device['device']}{copies}{context}"
+    stages = f", {_stages(document, device)}" if device["stages"] else ""
+    return f"memory · {document['model']} · {document['dtype']} on {device['device']}{copies}{stages}{context}"
+
+
+def _stages(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
+    here, all_of_them = len(device["stages"]), document["facts"]["stages"]
+    some = f"{here} of {all_of_them}" if here < all_of_them else f"{here}"
+    return f"{some} stages in one memory ({document['facts']['parallel']})"
 
 
 def columns(document: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:
@@ -62,7 +69,7 @@ def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tu
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
     yield "largest batch", _largest(device, noun)
-    if document["kind"] == "rows" and device["device"] == "cpu":
+    if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
     if largest["by_measurement"] is not None:
         yield "", f"{largest['by_estimate']:,} by the estimate, {largest['by_measurement']:,} by what was measured"
@@ -82,3 +89,75 @@ def _largest(device: Mapping[str, Any], noun: str) -> str:
     if largest["bound"] == "limit":
         return f"{largest['batch']:,} {noun}{each}, the most that there may be; memory would have room for more"
     return f"{largest['batch']:,} {noun}{each}"
+
+
+# By stage
+
+
+def staged(document: Mapping[str, Any]) -> bool:
+    """Whether the model is in stages: then there is a table of them too."""
+    return any(device["stages"] for device in document["devices"])
+
+
+def stage_heading(document: Mapping[str, Any]) -> str:
+    sizes = {device["batch"]["batch"] for device in document["devices"]}
+    at = f"at {sizes.pop():,} {rows_of(document)}" if len(sizes) == 1 else "at the first batch of each device"
+    return f"by stage · estimated {at}"
+
+
+def stage_columns(document: Mapping[str, Any]) -> list[str]:
+    on = ["on"] if len(document["devices"]) > 1 else []
+    return ["stage", *on, *(PARTS[part] for part in _stage_parts(document)), "in all"]
+
+
+def stage_rows(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """In their order."""
+    devices = document["devices"]
+    each = [(stage, device["device"]) for device in devices for stage in device["stages"]]
+    each.sort(key=lambda one: one[0]["stage"])
+    return [
+        (
+            f"{stage['stage']}, {_layers(*stage['layers'])}",
+            *([device] if len(devices) > 1 else []),
+            *(memory(stage[f"{part}_bytes"]) for part in _stage_parts(document)),
+            memory(stage["estimated_bytes"]),
+        )
+        for stage, device in each
+    ]
+
+
+def _stage_parts(document: Mapping[str, Any]) -> list[str]:
+    """Those that any of them has."""
+    each = [stage for device in document["devices"] for stage in device["stages"]]
+    return [part for part in PARTS if any(stage.get(f"{part}_bytes") for stage in each)]
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+SPLITS = {
+    "given": "where -B split_points says",
+    "time": "by how long each layer took just now; a run measures that anew: -B split_points={points} keeps it so",
+    "weights": "by the weights; a run splits by how long each layer takes: -B split_points={points} makes it so",
+}
+
+
+def stage_notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    facts, devices = document["facts"], document["devices"]
+    starts = sorted(stage["layers"][0] for device in devices for stage in device["stages"])
+    yield "split", SPLITS[facts["split"]].format(points=",".join(map(str, starts[1:])))
+    if document["kind"] == "rows":
+        flight = f", of {facts['forwards']} batches in flight" if facts["forwards"] > 1 else ", one after the other"
+        yield "micro-batches", f"of {facts['micro_batch_rows']:,} rows at most (-B micro_batch_rows){flight}"
+    else:
+        count = facts["micro_batches"]
+        cut = f"a step is cut into {count} at most" if count > 1 else "none: a step goes through as it is"
+        yield "micro-batches", f"{cut} (-B micro_batch_rows)"
+    if len(devices) > 1:
+        yield "free", ", ".join(f"{memory(device['free_bytes'])} on {device['device']}" for device in devices)
+    least = min(devices, key=lambda one: one["largest"]["batch"])
+    where = f": the least of all, on {least['device']}" if len(devices) > 1 else ": all stages share this memory"
+    yield "largest batch", _largest(least, rows_of(document)) + where
+    if any(device["tried"] for device in devices):
+        yield "measured", "all stages of a memory together, in the table above; those here are reckoned one by one"

@@ -14,7 +14,7 @@ from gpuinfer.memory.fitting import largest
 if TYPE_CHECKING:
     import torch
 
-    from gpuinfer.memory.parts import Parts, Subject
+    from gpuinfer.memory.parts import Parts, StageParts, Subject
     from gpuinfer.models.meter import Meter
 
 SHARE = 0.9  # of what is free: the rest of the program grows too, and so does the machine
@@ -61,6 +61,7 @@ class Examination:
             "free_bytes": self._free,
             "room_bytes": self._room,
             "batch": self._said(shown),
+            "stages": [self._said_of(one) for one in self._subject.stages(shown)],
             "also": [self._said(batch) for batch in self._also],
             "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
             "estimated": self._said(fitting) if fitting else None,
@@ -86,8 +87,13 @@ class Examination:
 
     def _said(self, batch: int) -> dict[str, int]:
         parts = self._parts(batch)
-        named = {f"{name}_bytes": size for name, size in asdict(parts).items()}
-        return {"batch": batch, **named, "estimated_bytes": parts.total}
+        return {"batch": batch, **_named(parts), "estimated_bytes": parts.total}
+
+    @staticmethod
+    def _said_of(one: StageParts) -> dict[str, Any]:
+        named = _named(one.parts)
+        del named["process_bytes"]  # which all stages here have together
+        return {"stage": one.stage, "layers": list(one.layers), **named, "estimated_bytes": one.parts.total}
 
     def _others(self) -> list[dict[str, Any]]:
         from gpuinfer.models.nvml import other_processes
@@ -152,6 +158,10 @@ class Examination:
         if self._parts(1).weights > HEAVY:
             return [top]
         return _series(top)
+
+
+def _named(parts: Parts) -> dict[str, int]:
+    return {f"{name}_bytes": size for name, size in asdict(parts).items()}
 
 
 def _complaint(batch: int, error: Exception) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import ModelSpec, Setup
@@ -23,25 +23,24 @@ if TYPE_CHECKING:
     import torch
 
     from gpuinfer.memory.parts import Subject
+    from gpuinfer.memory.stages import Staged
 
 
 def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is known, each time there is more of it. Raises `UsageError` for what was asked in vain."""
     available = memory_available()  # before there is torch in this process, whose memory counts
     from gpuinfer.memory.examining import Examination
-    from gpuinfer.models.device import of_each, resolve_devices
+    from gpuinfer.models.device import resolve_devices
     from gpuinfer.models.meter import meter_of
 
     spec = ModelSpec(**asked["spec"])
     setup = Setup(model=spec, devices=tuple(asked["devices"]), dtype=asked["dtype"], seed=asked["seed"])
     devices = resolve_devices(setup.devices)
-    each = of_each(setup, devices)
-    together = devices[0].type == "cpu"  # all copies in one memory
+    together = devices[0].type == "cpu"  # all copies, or stages, in one memory
     batches = asked["batch_size"] or []  # ascending
     examinations, facts = [], {}
-    for device, own in zip(devices[:1] if together else devices, each, strict=False):
-        copies, meter = len(devices) if together else 1, meter_of(device)
-        subject = _subject(spec, own, asked, device, copies)
+    for device, copies, subject in _subjects(spec, setup, asked, devices):
+        meter = meter_of(device)
         subject.warm_up()
         free = asked["free"] or (available if together else meter.free())
         examinations.append(Examination(subject, meter, device, copies, free, batches))
@@ -61,7 +60,25 @@ def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield told
 
 
-def _subject(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: torch.device, copies: int) -> Subject:
+def _subjects(
+    spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]
+) -> Iterator[tuple[torch.device, int, Subject]]:
+    """For each memory its device, how many copies lie there, and the model, whole or those of its stages."""
+    from gpuinfer.memory.stages import StagesHere
+    from gpuinfer.models.device import of_each
+
+    each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
+    if asked["options"].get("parallel", "data") != "data":
+        staged = _staged(spec, setup, asked, devices)
+        for device in each:
+            yield device, 1, StagesHere(staged, str(device))
+        return
+    for device, own in zip(each, of_each(setup, devices), strict=False):
+        copies = len(devices) if device.type == "cpu" else 1
+        yield device, copies, _whole(spec, own, asked, device, copies)
+
+
+def _whole(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: torch.device, copies: int) -> Subject:
     if spec.kind == "text":
         from gpuinfer.memory.text import TextSubject
 
@@ -69,6 +86,16 @@ def _subject(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: to
     from gpuinfer.memory.rows import RowsSubject
 
     return RowsSubject(spec, setup, asked["options"], device, copies)
+
+
+def _staged(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]) -> Staged:
+    if spec.kind == "text":
+        from gpuinfer.memory.staged_text import StagedText
+
+        return StagedText(spec, setup, asked["options"], devices, asked["context"], asked["probe"])
+    from gpuinfer.memory.staged_rows import StagedRows
+
+    return StagedRows(spec, setup, asked["options"], devices)
 
 
 def no_room(error: Exception, asked: Mapping[str, Any]) -> UsageError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -31,6 +31,21 @@ class Parts:
         )
 
 
+def added(several: Iterable[Parts]) -> Parts:
+    """Part by part."""
+    each = list(several)
+    return Parts(*(sum(getattr(one, field.name) for one in each) for field in fields(Parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What a stage of a model takes, without the process."""
+
+    stage: int
+    layers: tuple[int, int]  # the first and the last
+    parts: Parts
+
+
 class Subject(Protocol):
     """A model that can be tried at several batch sizes: one copy of it, or several at once in the same memory. A batch
     counts what goes through one copy at once: rows, or slots.
@@ -52,6 +67,10 @@ class Subject(Protocol):
 
     def parts(self, batch: int) -> Parts:
         """What a batch of so many should take of one copy. Loads nothing."""
+        ...
+
+    def stages(self, batch: int) -> Sequence[StageParts]:
+        """The same by stage, of a model in stages: those that lie in this memory."""
         ...
 
     def run(self, batch: int) -> float:

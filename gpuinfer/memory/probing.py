@@ -98,6 +98,8 @@ def _refuse_unfit(document: Mapping[str, Any]) -> None:
 
 def _smaller(document: Mapping[str, Any]) -> str:
     fewer = ["fewer devices"] if document["devices"][0]["copies"] > 1 else []
+    if document["devices"][0]["stages"]:
+        fewer = ["a smaller -B micro_batch_rows"]
     narrow = ["--dtype bfloat16"] if document["dtype"] == "float32" else []
     shorter = ["a shorter --context"] if document["kind"] == "text" else []
     return " or ".join([*fewer, *shorter, *narrow, "a smaller model"])

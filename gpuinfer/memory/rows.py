@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.memory.asked import SIZES
-from gpuinfer.memory.parts import Parts, Stopwatch, at_once
+from gpuinfer.memory.parts import Parts, StageParts, Stopwatch, at_once
 from gpuinfer.models.footprint import FORWARDS, Allocations, allocations, device_peak_bytes, traced, weight_bytes
 from gpuinfer.models.forward import CHUNK_ROWS
 from gpuinfer.models.heap import Event
@@ -49,12 +50,7 @@ class RowsSubject:
         self.usual = int(options.get("max_rows") or (CUDA_MAX_ROWS if cuda else CHUNK_ROWS))
 
     def warm_up(self) -> None:
-        opened = open_model(WARM_UP, replace(self._setup, model=WARM_UP), self._tuning(TRACED[0]))
-
-        def call(rows: int) -> Any:
-            return opened.forward([np.ones((rows, WARM_UP.inputs), np.float32)])
-
-        call(TRACED[0]) if self._device.type == "cuda" else allocations(call, *TRACED)
+        warm_up(self._setup, self._options, self._device)
 
     def describe(self) -> None:
         opened = self._opened(TRACED[-1])
@@ -88,37 +84,24 @@ class RowsSubject:
         return self._allocations.resident_bytes(rows, self._building)
 
     def run(self, batch: int) -> float:
-        return at_once([partial(self._seconds, self._opened(batch), self._block(batch)) for _ in range(self._copies)])
+        return at_once([partial(seconds_of, self._opened(batch), self._block(batch)) for _ in range(self._copies)])
 
-    @staticmethod
-    def _seconds(opened: Opened, block: np.ndarray[Any, Any]) -> float:
-        seconds = []
-        for _ in range(FORWARDS):
-            watch = Stopwatch()
-            opened.forward([block])
-            seconds.append(watch.seconds())
-        return min(seconds)
+    def stages(self, batch: int) -> Sequence[StageParts]:
+        return ()
 
     def facts(self) -> Mapping[str, Any]:
         said = {name: self._spec.arguments[name] for name in ("actions", "seats") if name in self._spec.arguments}
         return {"features": self._spec.inputs, **said, "forwards": self._forwards}
 
     def _opened(self, rows: int) -> Opened:
-        try:
+        with sizes_named(self._spec):
             return open_model(self._spec, self._setup, self._tuning(rows))
-        except FactoryWants as error:
-            if not set(error.names) <= set(SIZES):
-                raise
-            cure = " and ".join(f"--{name} N" for name in error.names)
-            wanted = " and ".join(error.names)
-            raise UsageError(f"{called(self._spec.name)}: the factory needs {wanted}. Give {cure}.") from error
 
     def _tuning(self, rows: int) -> Any:
-        at_once = int(self._options.get("chunk_rows") or rows)
-        return SimpleNamespace(**{**self._options, "max_rows": rows, "chunk_rows": min(rows, at_once)})
+        return tuning_of(self._options, rows)
 
     def _block(self, rows: int) -> np.ndarray[Any, Any]:
-        return np.ones((rows, *row_shape(self._spec)), row_dtype(self._spec))
+        return block_of(self._spec, rows)
 
     def _eager(self, opened: Opened, rows: int) -> Any:
         """One forward outside of graphs, whose memory was taken when they were captured."""
@@ -130,3 +113,48 @@ class RowsSubject:
                 return forward._forward(inputs)
 
         return call
+
+
+def warm_up(setup: Setup, options: Mapping[str, Any], device: torch.device) -> None:
+    """A small network answers some rows there, and is looked at as others are."""
+    small = replace(setup, model=WARM_UP, devices=(str(device),))
+    opened = open_model(WARM_UP, small, tuning_of(options, TRACED[0]))
+
+    def call(rows: int) -> Any:
+        return opened.forward([np.ones((rows, WARM_UP.inputs), np.float32)])
+
+    call(TRACED[0]) if device.type == "cuda" else allocations(call, *TRACED)
+
+
+def tuning_of(options: Mapping[str, Any], rows: int) -> Any:
+    """For so many rows in one piece, unless the options put fewer through at once."""
+    at_once = int(options.get("chunk_rows") or rows)
+    return SimpleNamespace(**{**options, "max_rows": rows, "chunk_rows": min(rows, at_once)})
+
+
+def block_of(spec: ModelSpec, rows: int) -> np.ndarray[Any, Any]:
+    """So many rows as they come to this model."""
+    return np.ones((rows, *row_shape(spec)), row_dtype(spec))
+
+
+def seconds_of(opened: Opened, block: np.ndarray[Any, Any]) -> float:
+    """Of the shortest of several forwards."""
+    seconds = []
+    for _ in range(FORWARDS):
+        watch = Stopwatch()
+        opened.forward([block])
+        seconds.append(watch.seconds())
+    return min(seconds)
+
+
+@contextlib.contextmanager
+def sizes_named(spec: ModelSpec) -> Iterator[None]:
+    """Where a factory wants to know sizes of rows, the error names the flags."""
+    try:
+        yield
+    except FactoryWants as error:
+        if not set(error.names) <= set(SIZES):
+            raise
+        cure = " and ".join(f"--{name} N" for name in error.names)
+        wanted = " and ".join(error.names)
+        raise UsageError(f"{called(spec.name)}: the factory needs {wanted}. Give {cure}.") from error

@@ -13,7 +13,7 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.memory.parts import Parts, Stopwatch, at_once
+from gpuinfer.memory.parts import Parts, StageParts, Stopwatch, at_once
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.estimate import slot_bytes, weight_bytes, working
@@ -22,6 +22,7 @@ from gpuinfer.text.decoder.sizing import CPU_SLOTS, CUDA_SLOTS
 from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.setup import asked, checked_context
+from gpuinfer.text.shape import Shape
 
 MOST = 65_536  # slots, as the backend has it
 WARM_UP, MASKED_WARM_UP = "tiny", "tiny-llada"
@@ -54,15 +55,11 @@ class TextSubject:
         self.length = checked_context(self._shape, context or self._tuning.context)
         self._lanes = own_lanes(self._shape, self._dtype, device, self._tuning.threads or 1, self._tuning.compile)
         self.most, self.first = MOST, 1
-        self.usual = self._tuning.slots or (CUDA_SLOTS if device.type == "cuda" else CPU_SLOTS)
+        self.usual = self._tuning.slots or usual_slots(device)
         self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
 
     def warm_up(self) -> None:
-        """A small model answers a prompt."""
-        name = WARM_UP if self._shape.masking is None else MASKED_WARM_UP
-        spec = ModelSpec(name, kind="text")
-        context = checked_context(open_checkpoint(spec).shape, None)
-        self._serve(spec, replace(self._tuning, slots=2, context=min(context, 64)), [8, 1])
+        warm_up(self._shape, self._setup, self._tuning, self._copies)
 
     def describe(self) -> None:
         """There is nothing that the checkpoint does not say."""
@@ -74,14 +71,13 @@ class TextSubject:
         step = working(self._shape, rows, batch, self.length, self._dtype, self._lanes)
         return Parts(self.process, self._weights, cache, step.activations, step.copies)
 
+    def stages(self, batch: int) -> Sequence[StageParts]:
+        return ()
+
     def run(self, batch: int) -> float:
-        tokens = self._tuning.step_tokens or 1
-        longest = max(1, self.length - NEW_TOKENS)
-        if self._shape.masking is None:  # as long a chunk of a prompt as a step takes, beside rows of one token
-            lengths = [min(longest, tokens), *[1] * (batch - 1)]
-        else:  # whole canvases, as many as a step takes
-            lengths = [longest] * min(batch, tokens // self.length + 1)
-        return self._serve(self._spec, replace(self._tuning, slots=batch, context=self.length), lengths)
+        tuning = replace(self._tuning, slots=batch, context=self.length)
+        lengths = lengths_of(self._shape, batch, self.length, self._tuning.step_tokens or 1)
+        return answered(self._spec, self._setup, tuning, lengths, self._copies)
 
     def facts(self) -> Mapping[str, Any]:
         return {
@@ -91,26 +87,49 @@ class TextSubject:
             "slot_bytes": slot_bytes(self._shape, self.length, self._dtype, self._lanes),
         }
 
-    def _serve(self, spec: ModelSpec, tuning: Tuning, lengths: list[int]) -> float:
-        """Answer prompts of so many tokens at once, every page of the cache taken: the seconds it took."""
-        with contextlib.ExitStack() as opened:
-            calls = []
-            for _ in range(self._copies):
-                generator = open_generator(spec, replace(self._setup, model=spec), tuning)
-                opened.callback(generator.close)
-                calls.append(partial(self._answer, generator, lengths))
-            return at_once(calls)
 
-    @staticmethod
-    def _answer(generator: Any, lengths: Sequence[int]) -> float:
-        generator.decoder.empty()  # which takes every page of the cache
-        watch = Stopwatch()
-        sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
-        prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]
-        for number, prepared in enumerate(generator.prepare(prompts)):
-            if not isinstance(prepared, Prepared):
-                raise prepared
-            generator.add(number, prepared)
-        while generator.busy:
-            generator.step()
-        return watch.seconds()
+def usual_slots(device: torch.device) -> int:
+    """Where nobody says."""
+    return CUDA_SLOTS if device.type == "cuda" else CPU_SLOTS
+
+
+def warm_up(shape: Shape, setup: Setup, tuning: Tuning, copies: int = 1) -> None:
+    """A small model like this one answers a prompt."""
+    spec = ModelSpec(WARM_UP if shape.masking is None else MASKED_WARM_UP, kind="text")
+    context = checked_context(open_checkpoint(spec).shape, None)
+    answered(spec, setup, replace(tuning, slots=2, context=min(context, 64)), [8, 1], copies)
+
+
+def lengths_of(shape: Shape, slots: int, length: int, step_tokens: int) -> list[int]:
+    """Of prompts that take as much memory as there may be: a chunk as long as a step takes, beside rows of one token;
+    of a diffusion model whole canvases, as many as a step takes.
+    """
+    longest = max(1, length - NEW_TOKENS)
+    if shape.masking is None:
+        return [min(longest, step_tokens), *[1] * (slots - 1)]
+    return [longest] * min(slots, step_tokens // length + 1)
+
+
+def answered(spec: ModelSpec, setup: Setup, tuning: Tuning, lengths: Sequence[int], copies: int = 1) -> float:
+    """Answer prompts of so many tokens at once in each copy, every page of the cache taken: the seconds it took."""
+    with contextlib.ExitStack() as opened:
+        calls = []
+        for _ in range(copies):
+            generator = open_generator(spec, replace(setup, model=spec), tuning)
+            opened.callback(generator.close)
+            calls.append(partial(_answer, generator, lengths))
+        return at_once(calls)
+
+
+def _answer(generator: Any, lengths: Sequence[int]) -> float:
+    generator.decoder.empty()  # which takes every page of the cache
+    watch = Stopwatch()
+    sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
+    prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]
+    for number, prepared in enumerate(generator.prepare(prompts)):
+        if not isinstance(prepared, Prepared):
+            raise prepared
+        generator.add(number, prepared)
+    while generator.busy:
+        generator.step()
+    return watch.seconds()

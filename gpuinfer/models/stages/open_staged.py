@@ -145,11 +145,16 @@ def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec,
 def limits_of(
     setup: Setup, tuning: StageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
 ) -> Limits:
-    """As many batches in flight as keep all stages at work where each is but one micro-batch; of `layers` one."""
+    """As of a whole model, but for how many batches are in flight and what is enough for all stages."""
     usual = limits_for(places[0], setup, tuning, roofline)
-    in_flight = 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
+    in_flight = in_flight_of(tuning, places)
     enough = min(usual.max_rows, rows * len(places)) if places[0].type == "cpu" else None
     return replace(usual, in_flight=in_flight, enough_rows=enough)
+
+
+def in_flight_of(tuning: StageTuning, places: Sequence[torch.device]) -> int:
+    """Batches: of `layers` one, else as many as keep all stages at work where each is but one micro-batch."""
+    return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
 
 
 def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.assembly import Layout, TensorPart, size_of
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Adapter
+from gpuinfer.text.weights import Adapter, Weights
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
 SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
@@ -68,6 +68,15 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
 
     layout.weights(take)
     return total
+
+
+def empty_weights(layout: Layout, dtype: torch.dtype) -> Weights:
+    """Of the shapes and formats that `Checkpoint.weights` has, without memory (on the device `meta`)."""
+
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
+        return torch.empty(size_of(parts), device="meta", dtype=torch.float32 if wide else dtype)
+
+    return layout.weights(take)
 
 
 def adapter_bytes(adapter: Adapter) -> int:

@@ -27,6 +27,10 @@ class PortionDecoder(Decoder, Protocol):
         """What the last layer gives of each token, [tokens, hidden], in memory that is nobody else's."""
         ...
 
+    def empty(self) -> None:
+        """Forget what all slots hold; all of the cache is resident from then on."""
+        ...
+
 
 Task = Callable[[int, PortionDecoder], object]
 """What is done to the decoder of each stage, by its number, in the stage's own thread."""
@@ -105,6 +109,10 @@ class StagedDecoder:
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._on_each(lambda number, decoder: decoder.copy(source, targets, length))
+
+    def empty(self) -> None:
+        """Forget what all slots hold; all of the cache is resident from then on."""
+        self._on_each(lambda number, decoder: decoder.empty())
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""

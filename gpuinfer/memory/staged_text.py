@@ -1,0 +1,133 @@
+"""A model of text in stages, tried at numbers of slots. Each stage has its layers' share of the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.memory.parts import Parts
+from gpuinfer.memory.text import MOST, answered, lengths_of, usual_slots, warm_up
+from gpuinfer.models.device import resolve_dtype
+from gpuinfer.models.stages.pipeline import ROOM
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.estimate import empty_weights, slot_bytes, weight_bytes, working
+from gpuinfer.text.decoder import own_lanes
+from gpuinfer.text.generator import Tuning
+from gpuinfer.text.generator.setup import asked, checked_context
+from gpuinfer.text.stages.open_staged import Cut, Making, cut_by, cut_by_time, cutter_of, layer_bytes, places_for
+
+HEAVY = 1 << 30  # bytes of weights: a model that has them is not read to see how long its layers take
+FLOAT = 4  # bytes of a number that a stage hands on
+
+
+class StagedText:
+    """Implements `stages.Staged`."""
+
+    timed = False
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        setup: Setup,
+        options: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        context: int | None,
+        loaded: bool,
+    ) -> None:
+        """`loaded`: the weights may be read. Raises `UsageError` for a model that is not there, for a context that is
+        longer than its own, and for stages that its layers do not allow.
+        """
+        self._spec, self._setup, self._loaded = spec, setup, loaded
+        self._checkpoint = open_checkpoint(spec)
+        self._shape, self._dtype = self._checkpoint.shape, resolve_dtype(setup.dtype)
+        names = {field.name for field in fields(Tuning)} - {"adapters"}
+        self._given = Tuning(**{name: options[name] for name in names if options.get(name) is not None})
+        tuning = asked(spec, self._given, setup, devices[0], self._shape)
+        self._step_tokens = tuning.step_tokens or 1
+        self._places = places_for(self._checkpoint, setup, self._given)
+        self.places: Sequence[str] = [str(place) for place in self._places]
+        self.length = checked_context(self._shape, context or tuning.context)
+        self.most, self.first, self.usual = MOST, 1, tuning.slots or usual_slots(devices[0])
+        self._cutter = cutter_of(self._given, self._places)
+        self._cut: Cut | None = None
+        self._weights: Sequence[int] = ()  # of each stage
+        self._split_by = ""
+
+    def warm_up(self) -> None:
+        for device in dict.fromkeys(self.places):
+            setup = replace(self._setup, devices=(device,))
+            warm_up(self._shape, setup, Tuning(step_tokens=self._step_tokens, threads=self._given.threads))
+
+    def describe(self) -> None:
+        if self._cut is not None:
+            return
+        known, checkpoint = empty_weights(self._checkpoint.layout, self._dtype), self._checkpoint
+        sizes = list(layer_bytes(known))
+        heavy = weight_bytes(checkpoint.layout, self._dtype) > HEAVY
+        if self._given.split_points is None and self._loaded and not heavy:
+            self._split_by = "time"
+            making = Making(self._shape, checkpoint.weights(self._dtype), self._dtype, self.length, False)
+            cut = cut_by_time(making, checkpoint, self._places, self._setup, self._given)
+        else:
+            self._split_by = "weights" if self._given.split_points is None else "given"
+            cut = cut_by([sizes] * len(self._places), checkpoint, known, self._places, self._setup, self._given)
+        points = tuple(start for start, _ in cut.split[1:])
+        self._cut, self._given = cut, replace(self._given, split_points=points)  # the same one whenever it is opened
+        self._weights = [sum(sizes[start:stop]) for start, stop in cut.split]
+
+    def layers(self) -> Sequence[tuple[int, int]]:
+        return [(start, stop - 1) for start, stop in self._known.split]
+
+    @property
+    def _known(self) -> Cut:
+        assert self._cut is not None, "describe() comes first"
+        return self._cut
+
+    def parts(self, batch: int) -> Sequence[Parts]:
+        tokens = max(batch, self._step_tokens)  # of a step
+        pieces = self._cutter.count(tokens)
+        return [self._of_stage(number, batch, math.ceil(tokens / pieces), pieces) for number in range(len(self.places))]
+
+    def _of_stage(self, number: int, batch: int, tokens: int, pieces: int) -> Parts:
+        """At micro-batches of so many tokens, of which the largest step has so many; some of them, as vectors, lie
+        between this stage and the next.
+        """
+        shape, lanes = self._known.portions[number].shape, self._lanes(number)
+        spare = 0 if lanes else 1  # a slot that is nobody's (`torch_cache.py`)
+        cache = (batch + spare) * slot_bytes(shape, self.length, self._dtype, lanes)
+        step = working(shape, tokens, batch, self.length, self._dtype, lanes)
+        last = number == len(self.places) - 1
+        waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT
+        return Parts(0, self._weights[number], cache, step.activations, step.copies + waiting)
+
+    def _lanes(self, number: int) -> int:
+        known = self._known
+        return own_lanes(
+            known.portions[number].shape, self._dtype, self._places[number], known.threads[number], compile=False
+        )
+
+    def run(self, batch: int) -> float:
+        tuning = replace(self._given, slots=batch, context=self.length, step_tokens=self._step_tokens)
+        lengths = lengths_of(self._shape, batch, self.length, self._step_tokens)
+        return answered(self._spec, self._setup, tuning, lengths)
+
+    def facts(self) -> Mapping[str, Any]:
+        each = (
+            slot_bytes(portion.shape, self.length, self._dtype, self._lanes(number))
+            for number, portion in enumerate(self._known.portions)
+        )
+        return {
+            "family": self._shape.family,
+            "context": self.length,
+            "step_tokens": self._step_tokens,
+            "slot_bytes": sum(each),
+            "parallel": self._given.parallel,
+            "stages": len(self.places),
+            "split": self._split_by,
+            "micro_batches": self._cutter.count(max(self.usual, self._step_tokens)),
+        }
