@@ -1,5 +1,5 @@
 """For all tests: one numeric thread in each process, `helpers` importable everywhere, how many examples properties try,
-Ctrl-C as at a terminal, and `async def` tests.
+Ctrl-C as at a terminal, `async def` tests, and which files are read at all.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)  # multiprocessing hands sys.path down
 
-from counts import SOAK, examples  # noqa: E402 (found by the line above)
+import marked  # noqa: E402 (found by the line above)
+from counts import SOAK, examples  # noqa: E402
 
 # The same examples each time but in `make soak`, and however long a busy machine takes to draw them: what is refused is
 # refused for a reason, and again the next time.
@@ -32,6 +33,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("counted")
 # A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that cannot hold what `-m` asks for is not imported."""
+    if not collection_path.match("test_*.py") or marked.may_hold(collection_path, config.option.markexpr):
+        return None
+    return True
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -78,6 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in seen:
                 item.add_marker("thorough")
             seen.add(name)
+    for item in items:
+        names = {mark.name for mark in item.iter_markers()}
+        if item.path.is_relative_to(marked.TESTS) and marked.is_surprised_by(item.path, names):
+            raise pytest.UsageError(
+                f"{item.nodeid} has other markers ({', '.join(sorted(names))}) than its file's text tells, by which "
+                "files are left out. Name them there, as pytest.mark.NAME (tests/marked.py)."
+            )
 
 
 @pytest.hookimpl(tryfirst=True)

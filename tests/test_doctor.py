@@ -15,6 +15,13 @@ GPU = {"cuda": "13.0", "gpus": ["H200"], "cpu": "AVX2"}
 BROKEN = {"error": "ImportError: libfoo. Reinstall torch (pip install --force-reinstall torch)."}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """The plugins that are installed: with the cache of all tests for their kernels, not with one of those below."""
+    for record in registry.listing():
+        registry.inspect(record)
+
+
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     monkeypatch.setenv(registry.DISABLED, "")
@@ -22,13 +29,16 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def examined(monkeypatch, torch=WORKS) -> dict[str, doctor.Fact]:
+def examined(monkeypatch, torch=WORKS, *, plugins_here: bool = True) -> dict[str, doctor.Fact]:
+    """What is found. Plugins are tried in this process, which has loaded what they need."""
     monkeypatch.setattr(doctor, "probe_torch", lambda: torch)
+    if plugins_here:
+        monkeypatch.setattr(doctor, "inspect_all", lambda records: [registry.inspect(record) for record in records])
     return {finding.name: finding for _, findings in doctor.examine() for finding in findings}
 
 
 def test_machine_versions_and_places_are_found(monkeypatch):
-    found = examined(monkeypatch)
+    found = examined(monkeypatch, plugins_here=False)
     assert int(found["cores to use"].value) >= 1
     assert "free of" in found["memory"].value
     assert all(found[name].ok for name in ("python", "gpuinfer", "torch", "numba", "numpy", "cache", "cpu"))
@@ -99,7 +109,7 @@ def test_broken_settings_are_found_and_the_rest_still_examined(monkeypatch, tmp_
 def test_a_broken_plugin_is_named_with_its_reason(monkeypatch, tmp_path):
     install(tmp_path, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no such luck')"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    finding = examined(monkeypatch)["backend bad"]
+    finding = examined(monkeypatch, plugins_here=False)["backend bad"]
     assert (finding.ok, finding.serious, finding.remark) == (False, True, "OSError: no such luck")
 
 

@@ -103,7 +103,7 @@ def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., A
 
     def decorate(function: Callable[..., Any]) -> Any:
         with caching_in(folder):
-            return compiled_once(numba.njit(cache=True, **options)(function), folder)
+            return compiled_once(numba.njit(cache=True, no_cfunc_wrapper=True, **options)(function), folder)
 
     return decorate
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_intrinsics import poke
-from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow
+from gpuinfer.text.decoder.cpu_math import called, inlined, narrow
 from gpuinfer.text.decoder.cpu_vectors import (
     SUMS,
     TILE,
@@ -24,7 +24,7 @@ BLOCK = 64  # positions whose values are summed by themselves: so that any of th
 GOER, POSITION, SEES, PLACE, COLUMN, ASKED = range(6)  # of a query: see `ask`
 
 
-@compiled
+@called
 def attend_step(
     layer, turns, slots, starts, lengths, going, few, sees, window, sizes, eps, qkv, biases, query_scale, key_scale,
     cosines, sines, keys, values, scores, query, mix, totals, asks, mixed,

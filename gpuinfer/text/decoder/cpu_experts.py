@@ -10,14 +10,14 @@ import numpy as np
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_activation import activate
 from gpuinfer.text.decoder.cpu_intrinsics import call_product
-from gpuinfer.text.decoder.cpu_math import compiled, exp, inlined, sigmoid, widen
+from gpuinfer.text.decoder.cpu_math import called, exp, inlined, sigmoid, widen
 from gpuinfer.text.decoder.cpu_product import multiply
 
 AT_ONCE = 24  # rows whose scores are computed together: a multiple of what products compute at once
 GONE = np.float32(-np.inf)
 
 
-@compiled
+@called
 def choose(first, end, layer, a, sizes, addresses, biases, scales, chosen, shares, wide, scores, ranked):
     """Put the experts of the rows from `first` to before `end` in `chosen` [rows, chosen ones], ascending, and what
     each has of their sum in `shares`. `wide`, `scores`, `ranked` are room.
@@ -116,7 +116,7 @@ def weigh(scores, chosen, normalised, scale, shares):
         shares[i] *= factor
 
 
-@compiled
+@called
 def into_experts(rows, layer, a, sizes, addresses, chosen, no_bias, up, gathered, begins, order, inner):
     """This lane's inner columns of all experts, for the first `rows` of `a`: `inner` [rows × chosen, columns], in the
     order of experts and of rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are:
@@ -164,7 +164,7 @@ def sort(rows, count, chosen, begins, order):
     begins[0] = 0
 
 
-@compiled
+@called
 def out_of_experts(layer, inner, sizes, addresses, shares, begins, order, delta, added):
     """Add to this lane's columns of `added` [rows, hidden] what the experts give, expert after expert."""
     columns, begin, each = sizes[at.ADDED], sizes[at.ADDED_BEGIN], shares.shape[1]

@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
+from gpuinfer.models.called_only import called_only
 from gpuinfer.models.kernel_cache import compiler
 from gpuinfer.text.decoder.cpu_intrinsics import bits_of, float_of
 
@@ -15,8 +16,11 @@ SOURCES = tuple(Path(__file__).parent.glob("cpu_*.py"))
 compiled = compiler(SOURCES, nogil=True, _nrt=False, error_model="numpy", fastmath=FAST)
 """How kernels are compiled: without reference counts, so that they allocate nothing."""
 
-inlined = njit(_nrt=False, error_model="numpy", fastmath=FAST, forceinline=True)
-"""The same for a small function on the hot path."""
+called = called_only(_nrt=False, error_model="numpy", fastmath=FAST)
+"""The same for a function that kernels call."""
+
+inlined = called_only(_nrt=False, error_model="numpy", fastmath=FAST, forceinline=True)
+"""The same for a small one on the hot path."""
 
 F = np.float32
 LOG2_E = F(1.4426950408889634)

@@ -38,7 +38,7 @@ from gpuinfer.text.decoder.cpu_intrinsics import (
     call_product,
     relax,
 )
-from gpuinfer.text.decoder.cpu_math import compiled, inlined, narrow, widen
+from gpuinfer.text.decoder.cpu_math import called, compiled, inlined, narrow, widen
 from gpuinfer.text.decoder.cpu_product import multiply
 
 SPINS_BEFORE_YIELD = 2000
@@ -260,7 +260,7 @@ def run(thread, threads, control, sizes, addresses, eps, step, model, cache, sha
     barrier(control, threads, addresses)
 
 
-@compiled
+@called
 def adapt(part, end, layer, a, inner, c, column, sizes, addresses, runs, adapters, wide, low, delta):
     """Add what adapters add to rows of a product, c [rows, columns from `column` on] += a[:, :inner] · downᵀ · upᵀ, in
     float32.

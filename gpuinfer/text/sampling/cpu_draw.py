@@ -23,6 +23,7 @@ from gpuinfer.text.sampling.cpu_values import (
     NOTHING_KEY,
     ONE_WEIGHT,
     bar_ends,
+    called,
     compiled,
     inlined,
     is_edited,
@@ -174,7 +175,7 @@ def edit(values, slot, masks, barred, row, record, lists, edited, tops):
             break
 
 
-@compiled
+@called
 def choose(values, tops, record, work):
     best = tops[0]
     for block in range(tops.shape[0]):
@@ -249,7 +250,7 @@ def rank_of(values, chosen):
     return rank
 
 
-@compiled
+@called
 def take_largest(orders, count, wanted):
     """Bring the `wanted` largest to the front, largest first."""
     last = select(orders, count, wanted, ZERO, ZERO)

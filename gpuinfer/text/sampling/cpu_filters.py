@@ -16,7 +16,7 @@ from gpuinfer.text.sampling.cpu_values import (
     ALL,
     BLOCK,
     NOTHING,
-    compiled,
+    called,
     inlined,
     key_in,
     key_of,
@@ -33,7 +33,7 @@ ONE = np.int64(1)
 SHIFT, FACTOR = np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
 
 
-@compiled
+@called
 def select(orders, count, need, best, inverse):
     """The order at which the largest of `orders[:count]`, taken in turn, reach `need` in sum: of their weights, or of
     1 each when `inverse` is 0. They are moved about. Quickselect (Hoare 1961), by weight; the pivot is the middle
@@ -66,7 +66,7 @@ def select(orders, count, need, best, inverse):
     return orders[first]
 
 
-@compiled
+@called
 def to_front(orders, first, last, pivot):
     """Put the pivot, which is somewhere in the range, out of it; where the range begins then."""
     place = first
@@ -82,12 +82,12 @@ def mix(number):
     return np.int64((np.uint64(number) * FACTOR) >> SHIFT)
 
 
-@compiled
+@called
 def middle(a, b, c):
     return max(min(a, b), min(max(a, b), c))
 
 
-@compiled
+@called
 def bound_for(count, tops, orders):
     """An order that at least `count` tokens of the row reach, by the blocks' largest keys; ALL if none is known."""
     if count > tops.shape[0]:
@@ -98,7 +98,7 @@ def bound_for(count, tops, orders):
     return np.int64(key_in(lowest)) << 32
 
 
-@compiled
+@called
 def gather(values, tops, threshold, most, orders):
     """Write the orders of the tokens from the threshold up whose key is at most `most`; how many they are."""
     count, key = 0, key_in(threshold)

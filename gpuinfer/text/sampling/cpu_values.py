@@ -14,8 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
+from gpuinfer.models.called_only import called_only
 from gpuinfer.models.kernel_cache import compiler
 from gpuinfer.text.decoder.cpu_intrinsics import bits_of, float_of
 from gpuinfer.text.decoder.cpu_math import exp
@@ -28,7 +28,8 @@ SOURCES = [file for package in PACKAGES for file in package.glob("cpu_*.py")]
 compiled = compiler(SOURCES, nogil=True, _nrt=False, error_model="numpy")
 """Without reference counts: a function so compiled allocates nothing; its caller keeps the arrays alive."""
 
-inlined = njit(_nrt=False, error_model="numpy", forceinline=True)
+called = called_only(_nrt=False, error_model="numpy")
+inlined = called_only(_nrt=False, error_model="numpy", forceinline=True)
 
 BLOCK = 64  # tokens whose largest key is remembered, so that most of a row can be passed over. Loops count from 0 in a
 # slice of that size: so they become vector instructions
@@ -154,7 +155,7 @@ def is_edited(record):
     return record.biases > 0 or record.penalised != 0 or record.drawn < record.min_tokens
 
 
-@compiled
+@called
 def penalise(values, slot, record, lists):
     """Logit bias, then the penalties for tokens seen: repetition divides or multiplies (Keskar et al. 2019), presence
     and frequency subtract, as OpenAI's API has them.
@@ -171,7 +172,7 @@ def penalise(values, slot, record, lists):
         values[token] = value
 
 
-@compiled
+@called
 def mask_out(values, words):
     """Leave the tokens whose bit is set in int32 `words`."""
     for place in range(words.shape[0]):
@@ -181,7 +182,7 @@ def mask_out(values, words):
                     values[token] = NOTHING
 
 
-@compiled
+@called
 def bar_ends(values, slot, record, lists):
     """Take the end tokens and the slot's stop tokens away."""
     _, _, stops, ends, _, _ = lists

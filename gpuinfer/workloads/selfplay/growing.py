@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuinfer.models import kernel_cache
 from gpuinfer.workloads.selfplay.arrays import EVALUATIONS, NETWORK, SIMULATIONS, Search
-from gpuinfer.workloads.selfplay.bits import inlined, random_unit
+from gpuinfer.workloads.selfplay.bits import inner_inlined, random_unit
 from gpuinfer.workloads.selfplay.forest import UNEXPANDED, Forest, Found, Wanted
 from gpuinfer.workloads.selfplay.puct import copy, select, set_equal_priors, set_priors
 from gpuinfer.workloads.selfplay.python_game import CHANCE
@@ -61,7 +61,7 @@ def descend(search: Search, forest: Forest, streams, counters, wanted: Wanted, c
     return count
 
 
-@inlined
+@inner_inlined
 def draw_outcome(forest, stream, tree, first, count):
     """The edge of one outcome, in proportion to their probabilities."""
     threshold = np.float32(random_unit(stream))
@@ -150,7 +150,7 @@ def absorb(search: Search, forest: Forest, noise, counters, logits, values, seat
         counters[SIMULATIONS] += 1
 
 
-@inlined
+@inner_inlined
 def back_up(forest, seats, tree, index):
     """Add one simulation to the running means on the way to the root: each edge counts for the player who chose it.
 

@@ -9,10 +9,10 @@ records `nodes` [trees, …] (value, visits, count) and `edges` [trees, …] (pr
 
 import numpy as np
 
-from gpuinfer.workloads.selfplay.bits import compiled, inlined, random_gamma, random_unit
+from gpuinfer.workloads.selfplay.bits import compiled, inner, inner_inlined, random_gamma, random_unit
 
 
-@inlined
+@inner_inlined
 def select(search, trees, tree, node, base):
     """PUCT: the edge with the highest q + c × prior × sqrt(visits of the node) / (1 + visits of the edge).
 
@@ -30,7 +30,7 @@ def select(search, trees, tree, node, base):
     return best
 
 
-@inlined
+@inner_inlined
 def set_priors(trees, logits, tree, base, count):
     """Softmax over the legal actions. When all of them have -inf, none is better than another."""
     highest = np.float32(-np.inf)
@@ -49,14 +49,14 @@ def set_priors(trees, logits, tree, base, count):
         trees.edges[tree, base + k].prior *= scale
 
 
-@inlined
+@inner_inlined
 def set_equal_priors(trees, tree, base, count):
     prior = np.float32(1.0) / np.float32(count)
     for k in range(count):
         trees.edges[tree, base + k].prior = prior
 
 
-@compiled
+@inner
 def draw_noise(search, stream, noise, count):
     """Dirichlet noise for the root; the same for every determinization."""
     if search.noise <= 0.0:
@@ -89,14 +89,14 @@ def draw_by_visits(visits, count, temperature, stream):
     return last
 
 
-@inlined
+@inner_inlined
 def fill(row, value):
     """Like row[:] = value, which takes Numba seconds to compile."""
     for i in range(row.shape[0]):
         row[i] = value
 
 
-@inlined
+@inner_inlined
 def copy(row, source):
     """Like row[:] = source, which takes Numba seconds to compile."""
     for i in range(row.shape[0]):

@@ -26,7 +26,7 @@ from gpuinfer.workloads.selfplay.arrays import (
     SIMULATIONS,
     UNEXPANDED,
 )
-from gpuinfer.workloads.selfplay.bits import compiled, inlined, random_below, seed_stream
+from gpuinfer.workloads.selfplay.bits import compiled, inner, inner_inlined, random_below, seed_stream
 from gpuinfer.workloads.selfplay.puct import (
     copy,
     draw_by_visits,
@@ -40,7 +40,7 @@ from gpuinfer.workloads.selfplay.puct import (
 rules = globals()["rules"]  # bound before this file is executed
 
 
-@njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+@njit(nogil=True, cache=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
 def play(config, search, games, trees, log, queue, counters, scratch, work, features, logits, values, rounds):
     """Up to `rounds` rounds; more than one only with an evaluator that needs no network.
 
@@ -64,7 +64,7 @@ def play(config, search, games, trees, log, queue, counters, scratch, work, feat
     return rows
 
 
-@inlined
+@inner_inlined
 def go_on(config, search, games, trees, log, queue, counters, scratch, work, features, logits, values, slot, rows):
     """Take one game from the answers to its last leaves to its next leaves. Returns the rows now in the block."""
     first = slot * search.determinizations
@@ -93,7 +93,7 @@ def go_on(config, search, games, trees, log, queue, counters, scratch, work, fea
     return rows
 
 
-@compiled
+@inner
 def start_game(config, search, games, queue, counters, slot):
     """Deal the next game of the queue."""
     games.game[slot] = queue[counters[NEXT]]
@@ -139,7 +139,7 @@ def begin_search(config, search, games, trees, scratch, work, slot):
     return True
 
 
-@inlined
+@inner_inlined
 def add_node(trees, actions, tree, count, mover):
     """Append a node with its edges; the priors come with its evaluation."""
     index = trees.size[tree]
@@ -159,7 +159,7 @@ def add_node(trees, actions, tree, count, mover):
     return index
 
 
-@inlined
+@inner_inlined
 def descend(config, search, trees, counters, stream, work, features, tree, rows):
     """Simulate until a leaf needs an evaluation, or all simulations are done. Returns the rows now in the block.
 
@@ -198,7 +198,7 @@ def descend(config, search, trees, counters, stream, work, features, tree, rows)
     return rows
 
 
-@inlined
+@inner_inlined
 def advance(config, state, actions, action):
     """Play an action and all forced ones after it. Returns how many actions are legal then; 0 when the game is over."""
     rules.apply(config, state, action)
@@ -210,7 +210,7 @@ def advance(config, state, actions, action):
     return 0
 
 
-@inlined
+@inner_inlined
 def offer(config, search, trees, stream, work, features, tree, leaf, count, rows):
     """Put the leaf's features into the block, or play it out."""
     state, actions, seats, _ = work
@@ -223,7 +223,7 @@ def offer(config, search, trees, stream, work, features, tree, leaf, count, rows
     observe(config, state, actions, count, features[rows])
 
 
-@inlined
+@inner_inlined
 def play_to_the_end(config, stream, state, actions, seats):
     """Moves at random; what comes of them, a return each seat."""
     while rules.to_move(config, state) >= 0:
@@ -232,7 +232,7 @@ def play_to_the_end(config, stream, state, actions, seats):
     rules.returns(config, state, seats)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+@njit(nogil=True, cache=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
 def play_out(config, search, games, trees, work, chosen, logits, values):
     """Answer the leaves of these trees of the last block as the evaluator ROLLOUT does: equal priors, and the returns
     of a random playout. For an opponent that is no network, beside one that is.
@@ -255,13 +255,13 @@ def play_out(config, search, games, trees, work, chosen, logits, values):
             values[row, k] = seats[seat if seat < players else seat - players]
 
 
-@inlined
+@inner_inlined
 def observe(config, state, actions, count, row):
     fill(row, 0)
     rules.observe(config, state, actions, count, row)
 
 
-@inlined
+@inner_inlined
 def absorb(search, games, trees, work, logits, values, slot, tree):
     """Take the evaluation of a tree's leaf: priors for its edges, values back up the path."""
     _, actions, seats, _ = work
@@ -289,7 +289,7 @@ def absorb(search, games, trees, work, logits, values, slot, tree):
     back_up(trees, seats, tree, width)
 
 
-@inlined
+@inner_inlined
 def back_up(trees, seats, tree, width):
     """Add one simulation to the running means along the path: each edge counts for the player who chose it."""
     for i in range(trees.depth[tree]):
@@ -304,7 +304,7 @@ def back_up(trees, seats, tree, width):
     trees.done[tree] += 1
 
 
-@compiled
+@inner
 def choose_move(config, search, games, trees, visits, slot):
     """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later."""
     first = slot * search.determinizations
@@ -335,7 +335,7 @@ def choose_move(config, search, games, trees, visits, slot):
     games.moves[slot] += 1
 
 
-@compiled
+@inner
 def finish_game(config, search, games, log, counters, seats, slot):
     """Write the game's returns and records to the log."""
     rules.returns(config, games.state[slot], seats)

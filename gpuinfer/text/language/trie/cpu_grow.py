@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuinfer.text.language.trie.cpu_image import END, NO_ITEM, OPEN, compiled
+from gpuinfer.text.language.trie.cpu_image import END, NO_ITEM, OPEN, called, compiled
 
 # mypy: ignore-errors
 
@@ -61,7 +61,7 @@ def gather(nodes, first, line, codes, sets, used_sets, need, item):
 EMPTY = -(1 << 30)
 
 
-@compiled
+@called
 def nothing_yet(item):
     """What is needed where an item is complete, before its children are looked at."""
     if item == END:
@@ -71,7 +71,7 @@ def nothing_yet(item):
     return item if item >= 0 else item + 1
 
 
-@compiled
+@called
 def unite(node, first, need, item, sets, row):
     """The set of all units at and below the node."""
     add(sets, row, nothing_yet(item))
@@ -79,7 +79,7 @@ def unite(node, first, need, item, sets, row):
         add(sets, row, need[child])
 
 
-@compiled
+@called
 def add(sets, row, need):
     if need == EMPTY:
         return

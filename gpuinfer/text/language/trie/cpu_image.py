@@ -9,15 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from gpuinfer.models.called_only import called_only
 from gpuinfer.models.kernel_cache import compiler
 
 # mypy: ignore-errors
 
 compiled = compiler(sorted(Path(__file__).parent.glob("cpu_*.py")), nogil=True, _nrt=False, error_model="numpy")
-inlined = njit(_nrt=False, error_model="numpy", forceinline=True)
+called = called_only(_nrt=False, error_model="numpy")
+inlined = called_only(_nrt=False, error_model="numpy", forceinline=True)
 
 # Where the image says what it is: the lengths first, then where each part begins.
 NODES, WORDS, LENGTH, ENDS, MOST = range(5)  # LENGTH: bytes of the tag; MOST: tokens that any node allows

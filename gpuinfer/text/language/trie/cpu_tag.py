@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpuinfer.text.language.trie.cpu_image import FIRST, GOTO, LENGTH, TOKEN, compiled, peek
+from gpuinfer.text.language.trie.cpu_image import FIRST, GOTO, LENGTH, TOKEN, called, compiled, peek
 
 # mypy: ignore-errors
 
@@ -16,7 +16,7 @@ BROKEN = 9  # a run of bytes that is no UTF-8: each is a replacement character, 
 SPACE = 32
 
 
-@compiled
+@called
 def after_byte(run, byte):
     """The state of a run of UTF-8 after one more byte: 0 is between two characters."""
     if run == 0:
@@ -69,7 +69,7 @@ def bordering(goto, data, starts, kinds, strip, state, states, tokens, offsets, 
     return count
 
 
-@compiled
+@called
 def land(base, data, starts, place, end):
     """The node of the list that `data[place:end]` leads to from the beginning of a line, token by token, of several the
     longest; -1 when tokens end elsewhere.
@@ -108,7 +108,7 @@ def endings(tokens, starts, texts, text_starts, said_starts, data, places):
         places[line] = place - starts[line] if sound and at == text_starts[line] else -1
 
 
-@compiled
+@called
 def alike(data, one, others, other, size):
     place = 0
     while place < size and data[one + place] == others[other + place]:
@@ -125,12 +125,12 @@ def bar(base, data, starts, spills, ends, letter, barred):
         barred[place] = data[spills[place]] != letter or land(base, data, starts, spills[place], ends[place]) < 0
 
 
-@compiled
+@called
 def step(base, state, byte):
     """The automaton's next state; LENGTH: the tag is complete."""
     return peek(base, peek(base, GOTO) + state * 256 + byte)
 
 
-@compiled
+@called
 def length_of(base):
     return peek(base, LENGTH)

@@ -17,6 +17,7 @@ from gpuinfer.text.language.trie.cpu_image import (
     SETS,
     TOKEN,
     WORDS,
+    called,
     compiled,
     inlined,
     peek,
@@ -58,7 +59,7 @@ def rules(rows, places, used, kinds, starts, ids):
     starts[rows.shape[0]] = count
 
 
-@compiled
+@called
 def allowed(base, node, used, ids, count):
     """Tokens that lead to an item whose unit is not used yet, or to the end. At an item's end the next line begins."""
     first, token = peek(base, FIRST), peek(base, TOKEN)
@@ -80,7 +81,7 @@ def allowed(base, node, used, ids, count):
     return count
 
 
-@compiled
+@called
 def unit_of(base, item, used):
     """The unit that an item takes: the first of its units that is not used; -1 when all are."""
     if item >= 0:
@@ -95,7 +96,7 @@ def unit_of(base, item, used):
     return -1
 
 
-@compiled
+@called
 def may_enter(base, node, used, taken):
     """1 when an item there has a unit that is neither used nor `taken`, or the end is there; else 0."""
     need = peek(base, peek(base, NEED) + node)
@@ -114,7 +115,7 @@ def may_enter(base, node, used, taken):
     return 0
 
 
-@compiled
+@called
 def barred(base, place, ids, count):
     """Tokens that would say the tag and then something that no list begins with."""
     length, state = length_of(base), np.int64(place.state)
@@ -154,14 +155,14 @@ def walk(row, tokens, places, used, spelt, nodes):
     return tokens.shape[0]
 
 
-@compiled
+@called
 def say(place, used, token, spelt):
     if place.done:
         return REFUSED
     return free(place, used, token, spelt) if place.node < 0 else listed(place, used, token)
 
 
-@compiled
+@called
 def listed(place, used, token):
     base, node = place.image, np.int64(place.node)
     child = child_of(base, node, token)
@@ -176,7 +177,7 @@ def listed(place, used, token):
     return arrive(place, used, child)
 
 
-@compiled
+@called
 def child_of(base, node, token):
     """The child that a token leads to, by halving; -1 for none."""
     first, tokens = peek(base, FIRST), peek(base, TOKEN)
@@ -191,7 +192,7 @@ def child_of(base, node, token):
     return low if low < end and peek(base, tokens + low) == token else np.int64(-1)
 
 
-@compiled
+@called
 def arrive(place, used, node):
     """At a node of the list; at its end the text is free again, or over."""
     base = place.image
@@ -203,7 +204,7 @@ def arrive(place, used, node):
     return COMPLETE if place.done else GOES_ON
 
 
-@compiled
+@called
 def free(place, used, token, spelt):
     """A token of free text. One that completes the tag leads into the list, by what it says after it."""
     starts, data, kinds, lead_starts, lead_data = spelt
