@@ -12,7 +12,7 @@ import pytest
 from gpuinfer.models.looks import LEAST_PAIRS, LONGEST, LOOK_S, MOST_PAIRS, REST, Looks, Way
 from gpuinfer.models.turns import Turns
 
-CORES, SECONDS = 2, 15.0
+CORES, SECONDS = 2, 20.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_two_small_models_get_as_much_done_as_on_half_of_the_cores_each():
 
 def test_alone_a_model_has_all_cores_again():
     done, _ = shared(Model(gain=1.5), Model(gain=1.5, until=5.0))
-    assert done[0] >= 0.95 * (5 + 1.5 * 10) / 0.01
+    assert done[0] >= 0.95 * (5 + 1.5 * (SECONDS - 5)) / 0.01
 
 
 def test_weights_hold_where_turns_are_taken():
@@ -207,3 +207,27 @@ def test_cores_are_not_kept_for_a_model_that_seldom_wants_them():
     busy, seldom = Model(gain=2.0), Model(pause_s=0.1)
     done, _ = shared(busy, seldom, seconds=20.0)
     assert done[0] >= 0.85 * 2 * 20.0 / 0.01
+
+
+@pytest.mark.parametrize(
+    ("gain", "seconds"),
+    [
+        pytest.param(1.0, 10.0, id="at a way by which half as much gets done"),
+        pytest.param(1.5, 10.0, id="and at one by which a quarter less does"),
+        pytest.param(1.9, 10.0, id="and at one that is nearly as fast, where looks may come often"),
+        pytest.param(1.5, 100.0, id="in the long run"),
+    ],
+)
+def test_looks_cost_a_hundredth_of_the_work_and_a_first_one(gain, seconds):
+    model = Model(gain=gain)
+    done, _ = shared(model, model, seconds=seconds)
+    lost_s = seconds - sum(done) * model.step_s / CORES
+    assert lost_s <= 1.25 * (0.01 * seconds + (1 - gain / 2) * LOOK_S)
+
+
+def test_looks_at_a_way_that_seems_faster_wait_for_nothing():
+    """Of what is gone meanwhile, nothing is lost by them."""
+    looks = on_cores()
+    disturbed = Model(gain=1.9, crowded=1.4, noise=0.1)
+    run([disturbed, disturbed], looks, seconds=2 * LEAST_PAIRS * 2 * LOOK_S)
+    assert looks.way is Way.TURNS

@@ -4,7 +4,9 @@ A look is a moment in which all that have work go one way; what counts is how mu
 first forward that began in it to that of its last. Ways come in the order A B B A A B …, so that a drift of the load
 and of the machine's other programs hits both alike. Until something is known, the way is gone that is likely to be the
 faster one. Pairs of looks are taken until their interval tells the ways apart, and no more than a few; then one now and
-then, ever less often while it says the same. It is for those who have work at once: another company is looked at anew.
+then, ever less often while it says the same. A look at the slower way costs what is not done meanwhile: the worse it
+seems to be, the longer nobody looks again, so that looks cost a hundredth of the work and not more. What they find
+is for those who have work at once: another company is looked at anew.
 Pure decisions, on nobody's clock.
 """
 
@@ -24,8 +26,9 @@ LEAST_FORWARDS = 4  # of each model in a look; where they are long so few that i
 LONG_S, LEAST_LONG = 1.0, 2
 LONGEST_S = 60.0  # of a look: whoever has so few forwards is not in anybody's way
 LEAST_PAIRS, MOST_PAIRS = 3, 8  # at first: the interval of two is as good as none
-REST_UNCLEAR = 4  # times as long as a pair of looks they go on without any, between the least and the most of them
-REST = 20  # the same once that is clear, or will not become so; counted while they have work
+COST = 0.01  # part of what gets done that looks may cost until it is clear
+REST = 20  # times as long as a pair of looks they go on without any once that is clear, or will not become so, and at
+# most before; counted while they have work
 LONGER, LONGEST = 2, 8  # times as long a rest after each pair that clearly said the same; times the first, at most
 REST_INTERRUPTED = 4  # the same after a look that came to no end
 IDLE_S = 0.1  # nothing was computed for so long, nor for as long as a forward: what comes then is another load
@@ -87,6 +90,11 @@ class _Company:
     rates: list[Mapping[Any, float]] = field(default_factory=list)  # of the pair under way
     resting: float = REST  # so many times as long as a pair it is to be
     rest_s: float = 0.0  # until the next look
+
+    def loss(self, shares: Mapping[Any, float], ways: tuple[Way, Way]) -> float:
+        """What part of the work a look at the way that is not gone seems to cost: below 1, and 0 where it seems faster."""
+        gained = math.fsum(shares[one] * pair[one] for pair in self.pairs for one in shares) / len(self.pairs)
+        return max(0.0, 1 - math.exp(-gained if self.way is ways[1] else gained))
 
 
 @dataclass
@@ -194,8 +202,8 @@ class Looks:
             if clear or known.looks >= 2 * MOST_PAIRS:
                 self._rest(look, now, known.resting)
                 known.resting = min(REST * LONGEST, known.resting * LONGER)
-            elif known.looks >= 2 * LEAST_PAIRS:
-                self._rest(look, now, REST_UNCLEAR)
+            elif known.pairs:
+                self._rest(look, now, min(REST, known.loss(shares, self.ways) / (2 * COST)))
         self._begin(look.company, now)
 
     def _rest(self, look: _Look, now: float, times: float) -> None:
