@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import BackendDied, UsageError
 
 if TYPE_CHECKING:
     from gpuinfer.generation import Part
@@ -385,6 +385,14 @@ class Backend(Plugin, ABC):
         too long. "" where there is nothing to say. Asked from any thread, and answered at once.
         """
         return ""
+
+    @property
+    def lost(self) -> BackendDied | None:
+        """Why nothing will be answered any more: a process that it stands on is gone and does not come back. None while
+        it serves. Asked several times a second, and answered at once: a server whose model died says so before
+        anybody asks for an answer.
+        """
+        return None
 
     async def close(self) -> None:
         """Let go of everything. Called once, also after a failed `start`."""

@@ -18,7 +18,7 @@ from gpuinfer.central.connection import Connection
 from gpuinfer.central.link import Link
 from gpuinfer.central.remote import TextRemote, Way
 from gpuinfer.central.server import CentralServer
-from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import device_names, processor
 from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
 from gpuinfer.models.stages.options import (
@@ -106,6 +106,10 @@ class Remote(TextRemote):
             client=request.client,
             tag=request,
         )
+
+    @property
+    def lost(self) -> BackendDied | None:
+        return super().lost if self._rows is None else self._rows.lost
 
     def cancel(self, request: Request) -> None:
         super().cancel(request)

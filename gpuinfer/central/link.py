@@ -127,6 +127,11 @@ class Link:
         except Exception as strange:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
             self._lose(BackendDied(f"the way to the central server is lost: {strange!r}. Start it again."))
 
+    @property
+    def lost(self) -> BackendDied | None:
+        """Why there is no way back to the server; None while there is, and after `close`."""
+        return self._lost if isinstance(self._lost, BackendDied) else None
+
     def _lose(self, error: GpuinferError) -> None:
         """There is no way back: all who wait, and all who ask from now on, get this error."""
         self._lost = error

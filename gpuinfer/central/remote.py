@@ -59,6 +59,10 @@ class TextRemote(Backend):
     def _closed(self) -> BackendDied:
         return BackendDied(f"the backend '{self.called}' is not running. Await start() first, and not after close().")
 
+    @property
+    def lost(self) -> BackendDied | None:
+        return None if self._link is None else self._link.lost
+
     def cancel(self, request: Request) -> None:
         if self._link is not None:
             self._link.cancel(request)

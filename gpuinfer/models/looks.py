@@ -92,7 +92,7 @@ class _Company:
     rest_s: float = 0.0  # until the next look
 
     def loss(self, shares: Mapping[Any, float], ways: tuple[Way, Way]) -> float:
-        """What part of the work a look at the way that is not gone seems to cost: below 1, and 0 where it seems faster."""
+        """What part of the work a look at the way that is not gone seems to cost: below 1; 0 where it seems faster."""
         gained = math.fsum(shares[one] * pair[one] for pair in self.pairs for one in shares) / len(self.pairs)
         return max(0.0, 1 - math.exp(-gained if self.way is ways[1] else gained))
 

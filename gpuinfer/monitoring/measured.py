@@ -47,6 +47,10 @@ def _models(snapshot: Snapshot) -> Iterator[Family]:
     for way, told in (("input", "Tokens of a model's prompts."), ("output", "Tokens of its answers.")):
         tokens = [({"model": name}, line["tokens"].get(way, 0)) for name, line in lines.items()]
         yield Family(f"gpuinfer_model_{way}_tokens", told, "counter", tokens)
+    errors = [
+        ({"model": name, "kind": kind}, line["errors"].get(kind, 0)) for name, line in lines.items() for kind in ERRORS
+    ]
+    yield Family("gpuinfer_model_errors", "As gpuinfer_errors, of each model.", "counter", errors)
     told = "Device time that it had, of all of the device."
     yield Family("gpuinfer_model_device_seconds", told, "counter", by_model("device_s"))
     told = "For how long its forwards waited while others had the device."
@@ -178,6 +182,12 @@ def serving(models: Sequence[str]) -> Family:
     """Which models a server serves: its snapshot does not know."""
     samples = [({"name": short(model)}, 1.0) for model in models]
     return Family("gpuinfer_model_info", "The models that are served.", "gauge", samples)
+
+
+def up(models: Mapping[str, bool]) -> Family:
+    """Which of them would answer now."""
+    samples = [({"model": short(name)}, float(ready)) for name, ready in list(models.items())[:MOST_MODELS]]
+    return Family("gpuinfer_model_up", "Whether a model answers now, 0 or 1.", "gauge", samples)
 
 
 def _info(name: str, help: str, facts: Mapping[str, Any]) -> Family:

@@ -118,6 +118,15 @@ class Counting:
             self._warn("device", error)
             return {}
 
+    @property
+    def lost(self) -> bool:
+        """Whether the backend says that it will answer nothing any more."""
+        try:
+            return self.started and self._backend.lost is not None
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("lost", error)
+            return False
+
     def _warn(self, method: str, error: Exception) -> None:
         """Once: it would be the same at every look."""
         if method not in self._warned:

@@ -363,6 +363,10 @@ class OwnPulse:
     def longest_s(self) -> float:
         return self._engine.longest_s
 
+    @property
+    def lost(self) -> bool:
+        return self._counting.lost
+
     def snapshot(self) -> Snapshot:
         return self._counting.own()
 

@@ -35,10 +35,13 @@ class Refused:
 
     __slots__ = ("body", "headers", "status")
 
-    def __init__(self, error: BaseException, request_id: str, retry_s: float | None = None) -> None:
+    def __init__(
+        self, error: BaseException, request_id: str, retry_s: float | None = None, model: str | None = None
+    ) -> None:
+        """`model`: by its name, where one has been asked."""
         ours = error if isinstance(error, GpuinferError) else None
         self.status = status(error)
-        self.body = encode(told(error, request_id))
+        self.body = encode(told(error, request_id, model))
         self.headers: list[tuple[str, str]] = []
         if ours is not None and (name := nearest(ours)):
             self.headers.append(("X-Gpuinfer-Error", name))  # by which another process of ours makes it again
@@ -57,7 +60,7 @@ def status(error: BaseException) -> int:
     return status_of(error) if isinstance(error, GpuinferError) else 500
 
 
-def told(error: BaseException, request_id: str) -> dict[str, Any]:
+def told(error: BaseException, request_id: str, model: str | None = None) -> dict[str, Any]:
     """The body, in OpenAI's shape. What may name something internal is written to the log, under the request's id."""
     if isinstance(error, NoSuchModel):
         return error_body(str(error), "invalid_request_error", "model", "model_not_found")
@@ -69,7 +72,9 @@ def told(error: BaseException, request_id: str) -> dict[str, Any]:
         why = "the model's answer to this holds NaN or +inf, or has the wrong shape. Check the values that were sent."
         return error_body(why, "invalid_request_error", None, "no_answer")
     if isinstance(error, BackendDied):
-        return error_body("the model behind this server is gone. Ask again in a while.", "overloaded_error")
+        which = "the model" if model is None else f"the model '{model}'"
+        why = f"{which} behind this server is gone. Ask again in a while, or another server."
+        return error_body(why, "overloaded_error")
     why = f"the model failed at this request. The server's log says why, under the request's id {request_id}."
     return error_body(why, "server_error")
 

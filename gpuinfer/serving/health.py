@@ -33,6 +33,8 @@ class Pulse(Protocol):
     def waiting_rows(self) -> int: ...
     @property
     def serving(self) -> bool: ...
+    @property
+    def lost(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class Health:
         moved = self.pulse.moved
         still = moved == self._moved and self.pulse.serving and self.phase != "starting"
         self._moved, self._still = moved, self._still + 1 if still else 0
+        self.dead = self.dead or self.pulse.lost
         if not still:
             self._spent_s = self.cpu_s()
 

@@ -88,6 +88,7 @@ class Replica:
         self.stop = asyncio.Event()  # asked to end
         self._at_once = asyncio.Event()  # asked again
         self._failure: WorkError | None = None
+        self._dead: set[str] = set()  # models that have been told to be gone
 
     def _service(self, model: Beside, session: Session) -> Service:
         return Service(
@@ -182,12 +183,28 @@ class Replica:
 
     def _look(self) -> None:
         """Four times a second."""
+        self._tell_of_dead()
         now = time.monotonic()
         if self._starting or not self.served.recent.due(now):
             return
         self.served.recent.take(now, self.session.snapshot())
         for one in self.served.services:
             one.recent.take(now, one.session.own.snapshot())
+
+    def _tell_of_dead(self) -> None:
+        """Once of each, where others go on."""
+        dead = {one.name for one in self.served.services if one.health.dead}
+        if self._failure is not None or not dead - self._dead:
+            return
+        for name in sorted(dead - self._dead):
+            left = [one for one in self.served.names if one not in dead]
+            others = f"{', '.join(left)} {'goes' if len(left) == 1 else 'go'} on. " if left else ""
+            log.error(
+                "the model %s is gone, and its requests are refused. %sStart the server again to have it back.",
+                name,
+                others,
+            )
+        self._dead |= dead
 
     @property
     def _starting(self) -> bool:

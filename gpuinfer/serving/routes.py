@@ -137,7 +137,7 @@ def _models(served: Served) -> Handler:
 def _listed(service: Service) -> list[dict[str, Any]]:
     """A model, and its adapters."""
     own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created, "owned_by": "gpuinfer"}
-    own |= service.facts()
+    own |= {"ready": service.health.status == "ready", **service.facts()}
     return [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
 
 

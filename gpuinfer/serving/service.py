@@ -133,7 +133,7 @@ class Service:
             self.health.dead = True
         elif not hasattr(error, "exit_code"):  # none of ours
             log.error("request %s: %s", request_id, error, exc_info=error)
-        return Refused(error, request_id, self.retry_s())
+        return Refused(error, request_id, self.retry_s(), self.name)
 
     def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
         refused = self.refused(error, request_id)

@@ -11,7 +11,7 @@ from gpuinfer import __version__
 from gpuinfer.http.exchange import Exchange, Handler
 from gpuinfer.http.paths import Route
 from gpuinfer.monitoring.events import Seen, Watching
-from gpuinfer.monitoring.measured import serving
+from gpuinfer.monitoring.measured import serving, up
 from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.monitoring.page import FILES, send_file
 from gpuinfer.serving.several import Served
@@ -47,7 +47,8 @@ def _metrics(served: Served) -> Handler:
 
     async def handle(exchange: Exchange) -> None:
         await served.session.refresh()
-        snapshot, more = served.session.snapshot(), [serving(served.names)]
+        ready = {one.name: one.health.status == "ready" for one in served.services}
+        snapshot, more = served.session.snapshot(), [serving(served.names), up(ready)]
         exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
 
     return handle

@@ -12,7 +12,7 @@ from monitoring.synthetic import Server, worker
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuinfer.monitoring.measured import serving
+from gpuinfer.monitoring.measured import serving, up
 from gpuinfer.monitoring.metrics import exposition
 from gpuinfer.monitoring.page import asset
 from gpuinfer.monitoring.router import of_router
@@ -23,7 +23,12 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
 
 def everything() -> Sequence[Metric]:
     """All families, of a fleet of text that has counted everything."""
-    more = [serving(["tiny"]), *of_workers([worker(0), worker(1)]), *of_router({"connections": 3, "requests": 7})]
+    more = [
+        serving(["tiny"]),
+        up({"tiny": True}),
+        *of_workers([worker(0), worker(1)]),
+        *of_router({"connections": 3, "requests": 7}),
+    ]
     text = exposition(Server().step(), more)
     return list(text_string_to_metric_families(text.decode()))
 

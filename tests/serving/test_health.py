@@ -15,6 +15,7 @@ class Engine:
     longest_s: float = 0.1
     waiting_rows: int = 0
     serving: bool = True
+    lost: bool = False
 
 
 def looked(engine: Engine, seconds: float, *, moves: bool = False, cores: float = 0.0) -> Health:
@@ -49,6 +50,11 @@ def test_a_replica_with_work_that_moves_nothing_is_stuck():
 def test_it_is_healthy(engine, seconds, more):
     health = looked(engine, seconds, **more)
     assert (health.status, health.code) == ("ready", 200)
+
+
+def test_one_whose_backend_is_lost_is_dead_before_anybody_asks():
+    health = looked(Engine(serving=False, lost=True), LOOK_S)
+    assert (health.status, health.told()["alive"], health.code) == ("stuck", False, 503)
 
 
 def test_one_that_spins_for_ever_is_stuck_too():
