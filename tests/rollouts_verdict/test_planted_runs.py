@@ -52,8 +52,14 @@ def order(world: World, steps: Path) -> str:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """The files of steps, by what was planted: all runs at once, as they sleep nearly always."""
-    program, folder = Path(__file__).parent / "planted_program.py", tmp_path_factory.mktemp("planted")
+    folder = tmp_path_factory.mktemp("planted")
     files = {kind: folder / f"{kind}.jsonl" for kind in PLANTS}
+    play(files)
+    return files
+
+
+def play(files: dict[str, Path]) -> None:
+    program = Path(__file__).parent / "planted_program.py"
     runs = {
         kind: subprocess.Popen(
             [sys.executable, str(program), order(PLANTS[kind], file)], stderr=subprocess.PIPE, text=True
@@ -67,12 +73,20 @@ def played(tmp_path_factory):
     finally:
         for run in runs.values():
             run.kill()
-    return files
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", PLANTS)
-def test_what_was_planted_into_a_run_is_named(kind, played):
-    steps = list(read(played[kind]))
-    assert len(steps) == PLANTS[kind].groups // PLANTS[kind].batch
-    assert lost(steps).most_common(1)[0][0] == kind, kinds(steps)
+def test_what_was_planted_into_a_run_is_named(kind, played, tmp_path):
+    """In one of three: what else the machine does may cost a single run more than what was planted."""
+    file, told = played[kind], []
+    for attempt in range(3):
+        if attempt:
+            play({kind: (file := tmp_path / f"{attempt}.jsonl")})
+        steps = list(read(file))
+        assert len(steps) == PLANTS[kind].groups // PLANTS[kind].batch
+        if [most for most, _ in lost(steps).most_common(1)] == [kind]:
+            return
+        told.append(kinds(steps))
+    pytest.fail(str(told))
