@@ -139,6 +139,25 @@ class Spread(Workload):
                 yield Progress(done, total, "questions", {"questions": done})
 
 
+class Prepared(Spread):
+    """Its workers ask nothing before all of them are there."""
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        workers, each = self.options.workers, self.options.each
+        yield Progress(0, workers * each, "questions", setup=True)
+        async with infer.workers("helpers:ask_when_told", [{"each": each}] * workers) as them:
+            heard = aiter(them)
+            for _ in range(workers):
+                await anext(heard)
+            yield Progress(0, workers * each, "questions")
+            for worker in range(workers):
+                await them.send(worker, {"go": "on"})
+            done = 0
+            async for _, message in heard:
+                done += each * (message is not None)
+                yield Progress(done, workers * each, "questions")
+
+
 def note(path: str) -> None:
     if path:
         with Path(path).open("a") as file:
@@ -205,6 +224,18 @@ async def busy_in_loop(infer: Infer, channel: Channel, arguments) -> None:
     """Blocks its own event loop."""
     await channel.send({"pid": os.getpid()})
     time.sleep(600)  # noqa: ASYNC251
+
+
+async def ask_when_told(infer: Infer, channel: Channel, arguments) -> None:
+    """Says that it is there, waits for a word, asks `each` times, and says so."""
+    lane = infer.lane("asker")
+    await channel.send({"there": True})
+    await channel.receive()
+    lane.enter("search")
+    for number in range(arguments["each"]):
+        await infer(number)
+    lane.enter("idle")
+    await channel.send({"asked": arguments["each"]})
 
 
 async def count_after(infer: Infer, channel: Channel, arguments) -> None:
