@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 import torch
 
-from gpuinfer.api import ModelSpec
+from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError
-from gpuinfer.memory import document, probing
+from gpuinfer.memory import document, measuring, probing
 from gpuinfer.memory.measuring import examine
 from gpuinfer.memory.parts import Parts
 from gpuinfer.memory.staged_rows import StagedRows
@@ -170,6 +170,23 @@ def test_a_memory_has_the_stages_that_lie_on_its_device_and_the_process():
     here.process = 7
     assert here.parts(5) == Parts(7, 400, 10, 20, 2)
     assert [(one.stage, one.layers) for one in here.stages(5)] == [(0, (0, 1)), (2, (3, 5))]
+
+
+def test_each_device_is_one_memory_whatever_the_model_does_there(monkeypatch):
+    devices = [torch.device("cuda", number) for number in (0, 1)]
+    setup = Setup(devices=("cuda:0", "cuda:1"))
+    monkeypatch.setattr(measuring, "_staged", lambda *_: Three())
+    monkeypatch.setattr(measuring, "_whole", lambda spec, own, *_: own.devices)
+
+    def subjects(parallel, devices):
+        return list(measuring._subjects(ModelSpec("net"), setup, {"options": {"parallel": parallel}}, devices))
+
+    first, second = subjects("pipeline", devices)
+    assert [one.stage for one in first[2].stages(1)] == [0, 2]
+    assert [one.stage for one in second[2].stages(1)] == [1]
+    assert subjects("data", devices) == [(devices[0], 1, ("cuda:0",)), (devices[1], 1, ("cuda:1",))]
+    cpu = torch.device("cpu")
+    assert subjects("data", [cpu, cpu]) == [(cpu, 2, ("cpu",))]  # two copies in one memory
 
 
 def a_stage(number, layers, **changes):

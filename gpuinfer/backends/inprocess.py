@@ -139,7 +139,7 @@ class InProcess(Backend):
         spec = self._served()
         device_names.check_names(self.setup.devices)
         if self._stands_beside:
-            await asyncio.to_thread(_refuse_unloadable, spec)
+            await asyncio.to_thread(self._refuse_unloadable, spec)
         cut = self.options.parallel != "data" and spec.kind == "rows"
         if cut or device_names.may_be_missing(self.setup.devices):
             await asyncio.to_thread(self._check_there, spec if cut else None)
@@ -153,6 +153,16 @@ class InProcess(Backend):
             from gpuinfer.models.device import resolve_devices
 
             resolve_devices(self.setup.devices)
+
+    def _refuse_unloadable(self, spec: ModelSpec) -> None:
+        if spec.kind == "text":
+            from gpuinfer.text.refusing import refuse_unloadable
+
+            refuse_unloadable(spec, self.setup, self.options)
+        elif spec.kind == "rows":
+            from gpuinfer.models import refusing
+
+            refusing.refuse_unloadable(spec)
 
     def _served(self) -> ModelSpec:
         """The model, which these options are for. Raises `UsageError`."""
@@ -345,15 +355,3 @@ class InProcess(Backend):
         text, self._text = self._text, None
         if text is not None:
             await text.close()
-
-
-def _refuse_unloadable(spec: ModelSpec) -> None:
-    """Raises `UsageError`. Of text only headers are read."""
-    if spec.kind == "text":
-        from gpuinfer.text.checkpoint import open_checkpoint
-
-        open_checkpoint(spec)
-    elif spec.kind == "rows":
-        from gpuinfer.models.refusing import refuse_unloadable
-
-        refuse_unloadable(spec)

@@ -82,8 +82,8 @@ class StagedRows:
         return [self._of_stage(number, batch, rows, under_way) for number in range(len(self._looked))]
 
     def _of_stage(self, number: int, batch: int, rows: int, under_way: int) -> Parts:
-        """Beside what it computes with: what it has been given, and what waits for the next stage, which is in the
-        first one's case what is asked for and in the last one's the answers.
+        """Working memory is what it has been given and what waits behind it; in the first stage also the rows that are
+        asked for, in the last one their answers.
         """
         one, first, last = self._looked[number], number == 0, number == len(self._looked) - 1
         working = rows * one.row_in * min(under_way, 1 + BEHIND if self._cuda else 1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.memory.examining import HEAVY
 from gpuinfer.memory.parts import Parts
 from gpuinfer.memory.text import MOST, answered, lengths_of, usual_slots, warm_up
 from gpuinfer.models.device import resolve_dtype
@@ -21,7 +22,6 @@ from gpuinfer.text.generator import Tuning
 from gpuinfer.text.generator.setup import asked, checked_context
 from gpuinfer.text.stages.open_staged import Cut, Making, cut_by, cut_by_time, cutter_of, layer_bytes, places_for
 
-HEAVY = 1 << 30  # bytes of weights: a model that has them is not read to see how long its layers take
 FLOAT = 4  # bytes of a number that a stage hands on
 
 
@@ -68,7 +68,7 @@ class StagedText:
             return
         known, checkpoint = empty_weights(self._checkpoint.layout, self._dtype), self._checkpoint
         sizes = list(layer_bytes(known))
-        heavy = weight_bytes(checkpoint.layout, self._dtype) > HEAVY
+        heavy = weight_bytes(checkpoint.layout, self._dtype) > HEAVY  # which is not read just to time its layers
         if self._given.split_points is None and self._loaded and not heavy:
             self._split_by = "time"
             making = Making(self._shape, checkpoint.weights(self._dtype), self._dtype, self.length, False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.api import Setup
+from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
@@ -119,6 +119,35 @@ async def test_a_model_that_stands_beside_another_is_looked_at_before_any_is_loa
     await first.check()
     with pytest.raises(UsageError, match="reads the legal mask from the first 53 features"):
         await first.beside(small).check()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "why"),
+    [
+        pytest.param(ModelSpec("tiny", kind="text"), {"context": 1 << 20}, "the model was made for", id="a context"),
+        pytest.param(
+            ModelSpec("tiny", kind="text"),
+            {"parallel": "layers", "stages": 7},
+            "7 stages, and .* 6 layers",
+            id="stages",
+        ),
+        pytest.param(
+            ModelSpec("tiny", kind="text", arguments={"adapters": {"one": "no/such/adapter"}}),
+            {},
+            "no/such/adapter",
+            id="an adapter",
+        ),
+    ],
+)
+async def test_what_is_asked_of_a_model_of_text_is_looked_at_too(spec, options, why):
+    first = InProcess(Setup(model=ModelSpec("null", kind="text"), devices=("cpu",)), **options)
+    with pytest.raises(UsageError, match=why):
+        await first.beside(spec).check()
+
+
+async def test_a_model_of_text_that_can_be_had_is_not_refused():
+    first = InProcess(Setup(model=ModelSpec("null", kind="text"), devices=("cpu",)))
+    await first.beside(ModelSpec("tiny-llada", kind="text")).check()
 
 
 def test_what_loading_would_refuse_is_told_with_the_models_name_and_nothing_is_loaded(gpuinfer, monkeypatch):
