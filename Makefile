@@ -1,12 +1,14 @@
 # make demo   a real search plays a real card game on this machine, with a live view
 # make loop   a network learns Connect Four from its own games, and is held against what it was: minutes
 # make test   the tests with small counts: minutes
+# make kernels   what of the kernels is not compiled yet, so that tests do not wait for it
 # make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
+# make wheels   what make dist installs, built and nothing more; make one-file the same of make binary
 # make dist    source distributions and wheels, checked, and tried in empty environments for each Python that is here
 # make constraints  constraints.txt anew: the versions and hashes that CI installs
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
@@ -25,7 +27,8 @@ UV := $(BIN)/python tools/uv.py
 CONSTRAINTS ?= -c constraints.txt
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
-.PHONY: demo loop test thorough processors system docs reference share dist constraints vllm binary soak lint clean
+.PHONY: demo loop kernels test thorough processors system docs reference share wheels dist dist-tests constraints vllm \
+	one-file binary binary-tests soak lint clean
 
 demo: $(PLAYABLE)
 	$(BIN)/python -m tools.warm
@@ -35,6 +38,9 @@ loop: $(READY)
 	$(BIN)/gpuinfer loop --game connect-four --iterations 10 --games 600 --simulations 64 --exploration 4 \
 		--training-steps 400 --learning-rate 5e-4 --window 6 --evaluation-games 400 --evaluate-every 5 \
 		--fail-under 0.75 --out build/loop --resume
+
+kernels: $(READY)
+	$(BIN)/python -m tools.kernels
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist" tests plugins
@@ -66,8 +72,13 @@ reference: $(READY)
 share: $(READY)
 	$(BIN)/python -m tools.share
 
-dist: share
+wheels: share
 	$(BIN)/python -m tools.wheels
+
+dist: wheels
+	$(MAKE) dist-tests
+
+dist-tests:
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m dist tests/dist
 
 constraints: $(READY)
@@ -87,10 +98,15 @@ BUILDING := gcc libc6-dev libzstd-dev
 TOOLS := build/one-file/tools
 LEVEL ?= $(if $(CI),3,12)
 TORCH ?=
-binary: share $(TOOLS)/.ready
+one-file: share $(TOOLS)/.ready
 	$(call debian,$(BUILDING))
 	$(TOOLS)/bin/python one_file/build.py --like $(BIN)/python --level $(LEVEL) --torch '$(TORCH)'
-	$(BIN)/python -m pytest -m binary tests/one_file
+
+binary: one-file
+	$(MAKE) binary-tests
+
+binary-tests:
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m binary tests/one_file
 
 soak: $(READY)
 	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary and not dist" --timeout 21600 tests plugins

@@ -1,4 +1,4 @@
-"""Functions that compiled code calls, and Python does not: a kernel made of them compiles in half to two thirds of the time.
+"""Functions that compiled code calls, and Python does not. They cost a kernel that calls them least time to compile.
 
 Of a function that is decorated with `njit` Numba makes three: itself, what Python calls, and what C calls. Into each of
 them goes all that is inlined, so that most of what is compiled is never run.
