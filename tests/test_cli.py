@@ -98,6 +98,11 @@ def test_version(gpuinfer):
             "A workload, a backend and a strategy that a third party could have written.",
             id="of the module, when the class is not there",
         ),
+        pytest.param(
+            "gpuinfer.backends.inprocess:InProcess",
+            "Runs the model in this process, on one device or a copy on each of several.",
+            id="a sentence that ends within a line",
+        ),
         pytest.param("absent.package:Class", "", id="nothing, when there is no such package"),
     ],
 )

@@ -185,6 +185,15 @@ def test_the_live_view_shows_what_matters():
         assert words in shown
 
 
+@pytest.mark.parametrize(("width", "shown"), [(60, 2), (80, 3), (92, 4), (140, 4)])
+def test_the_live_view_shows_as_many_rates_as_fit_and_each_whole(width, shown):
+    rates = {"output_tokens": 1120.0, "input_tokens": 918.0, "cached_tokens": 796.0, "sequences": 40.5}
+    units = ["output tokens/s", "input tokens/s", "cached tokens/s", "sequences/s"]
+    said = drawn(frame(update(), rates, "generate", width, 30), width)
+    assert [unit for unit in units if unit in said] == units[:shown]
+    assert "…" not in said
+
+
 def test_the_live_view_says_when_the_first_token_comes_and_how_the_others_follow():
     first, between = Histogram(), Histogram()
     first.add(0.25)

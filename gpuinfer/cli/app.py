@@ -16,6 +16,9 @@ app = typer.Typer(
     name="gpuinfer",
     cls=Commands,
     help="A great many model answers from the accelerators you have.",
+    epilog="To begin: `gpuinfer selfplay --games 300 --model blobnet-small` plays card games while you watch, "
+    "`gpuinfer docs` lists the documentation, `gpuinfer docs WORD` answers a question, `gpuinfer doctor` "
+    "looks at this machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

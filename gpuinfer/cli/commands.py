@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,8 @@ from gpuinfer.cli import beside
 from gpuinfer.config import registry
 from gpuinfer.config.registry import COMMANDS as OWN
 from gpuinfer.errors import UnknownName
+
+SENTENCE = re.compile(r".+?[.!?](?=\s+[A-Z`]|$)|.+")  # no name of an author ends one: Wu et al. 2025
 
 
 class Commands(TyperGroup):
@@ -64,7 +67,9 @@ def named(name: str, target: str) -> Any:
 
 
 def first_sentence(target: str) -> str:
-    """The first line of the docstring of `module:Class`, or of its module, without importing it; empty if unknown."""
+    """The first sentence of the docstring of `module:Class`, or the first line of its module's, without importing it;
+    empty if unknown.
+    """
     module, _, name = target.partition(":")
     path = _source(module)
     if path is None:
@@ -78,7 +83,8 @@ def first_sentence(target: str) -> str:
         return ""
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     text = (ast.get_docstring(classes[0]) if classes else None) or ast.get_docstring(tree) or ""
-    return text.strip().partition("\n")[0]
+    found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
+    return found[0] if found else ""
 
 
 def _source(module: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Plugins: listed, shown, checked; and beside it written and installed.
+"""See which plugins there are, check, write and install them.
 
 What people see while a package is checked: each finding as soon as it is there, and what is being tried.
 """
@@ -31,7 +31,7 @@ SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatab
 PREFIXES = {"backends": "-B {}=", "strategies": "-S {}=", "decoders": "-D {}="}  # of options; else a flag each
 
 app = typer.Typer(
-    help="Plugins: what is there, whether it holds, and your own.",
+    help="See which plugins there are, check, write and install them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

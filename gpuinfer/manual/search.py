@@ -26,16 +26,17 @@ WORDS = {
     "benchmarks": 0.5,
     "reference/": 0.5,
     "tutorials/": 0.8,
-}  # pages for those who know the guides
+    "questions": 1.3,
+}  # pages for those who know the guides; the one for those who do not
 FLAGS = {"reference/": 2.0}  # where each is told
 NEAR, NEARER = 0.55, 0.75  # likeness of words: to be offered, to be taken
 OFFERED = 5
 LETTERS = 3  # of a word that is taken for the beginning of another
-MEANT = {"accelerator": "device", "gpu": "device", "slow": "diagnosis"}
+MEANT = {"accelerator": "device", "gpu": "device", "license": "licence", "multiple": "several"}
 """What people ask by → what the pages call it: a section that has either word has it."""
 SMALL = {"a", "an", "and", "are", "can", "do", "does", "for", "how", "i", "in", "is", "it", "my", "of", "on", "or"}
 SMALL |= {"the", "to", "what", "when", "where", "which", "with"}
-ENDINGS = ("ing", "ed", "es", "s", "e")
+ENDINGS = ("ings", "ing", "ed", "es", "s", "e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ def stem_of(word: str) -> str:
     word = word.replace("_", "-")
     if word.startswith("-"):
         return word
+    if word.endswith("ies") and len(word) > LETTERS + 1:
+        word = f"{word[:-3]}y"
     for ending in ENDINGS:
         if word.endswith(ending) and len(word) - len(ending) >= LETTERS and not word.endswith("ss"):
             word = word[: -len(ending)]

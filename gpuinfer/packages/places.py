@@ -16,6 +16,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import plugin_folder
 from gpuinfer.host.one_file import one_file
 
+UV_TOOL = "uv-receipt.toml"  # lies in an environment that `uv tool install` has made
 Into = Literal["environment", "folder"]
 
 
@@ -78,6 +79,8 @@ def why_no_environment() -> str | None:
     """What keeps packages from being installed into the Python that runs gpuinfer."""
     if in_one_file():
         return "gpuinfer runs from one file"
+    if Path(sys.prefix, UV_TOOL).exists():
+        return "it is one of `uv tool`, whose next upgrade takes out what uv has not put there itself"
     if sys.prefix == sys.base_prefix and Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists():
         return "this Python is managed by the system (PEP 668)"
     site = sysconfig.get_path("purelib")

@@ -233,11 +233,18 @@ def _progress_line(update: Update) -> RenderableType:
 
 
 def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
+    """As many of them as there is room for, whole; they move together before one is left out."""
     parts = []
     for text in view.rates_of(rates) or ["measuring …"]:
         value, unit = view.value_and_unit(text)
         parts.append(Text.assemble((value, "bold"), " ", (unit, FAINT)))
-    gap = 6 if width >= WIDE else 2
+    gap = next((gap for gap in ((6, 4, 2) if width >= WIDE else (2,)) if _joined(parts, gap).cell_len <= width), 2)
+    while len(parts) > 1 and _joined(parts, gap).cell_len > width:
+        parts.pop()
+    return _joined(parts, gap)
+
+
+def _joined(parts: Sequence[Text], gap: int) -> Text:
     return Text(" " * gap, no_wrap=True, overflow="ellipsis").join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
@@ -258,6 +259,14 @@ def test_in_one_file_plugins_go_to_the_folder(mine, monkeypatch):
     monkeypatch.setattr(places, "in_one_file", lambda: True)
     assert places.choose().folder == mine
     with pytest.raises(UsageError, match=r"gpuinfer runs from one file\. Leave out --into environment"):
+        places.choose("environment")
+
+
+def test_with_uv_tool_they_go_to_the_folder_which_an_upgrade_leaves_alone(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / "uv-receipt.toml").write_text("[tool]\n")
+    assert places.choose().folder == mine
+    with pytest.raises(UsageError, match=r"`uv tool`.* Leave out --into environment"):
         places.choose("environment")
 
 

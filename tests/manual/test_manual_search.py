@@ -39,6 +39,44 @@ def test_what_people_ask_is_among_the_first_three(known, query, address):
 
 
 @pytest.mark.parametrize(
+    ("query", "address"),
+    [
+        ("out of memory", "questions#out-of-memory"),
+        ("slow", "questions#why-is-it-slow"),
+        ("why is my gpu idle", "questions#why-is-it-slow"),
+        ("batch size", "questions#which-batch-size"),
+        ("multi gpu", "questions#multi-gpu"),
+        ("amd", "questions#does-it-run-on"),
+        ("no gpu", "questions#no-gpu"),
+        ("gguf", "questions#which-models"),
+        ("download a model", "questions#which-models"),
+        ("csv", "questions#my-prompts"),
+        ("port in use", "questions#which-ports"),
+        ("kill", "questions#can-i-stop"),
+        ("reproducible", "questions#are-results"),
+        ("docker", "questions#docker"),
+        ("exit code", "questions#what-do-exit-codes"),
+        ("license", "questions#which-python"),
+        ("what is a strategy", "questions#what-is-a-workload"),
+        ("my own network", "questions#how-do-i-use-my-own-network"),
+        ("chess", "questions#can-it-play-chess"),
+        ("uninstall", "questions#how-do-i-uninstall"),
+        ("openai", "questions#is-there-a-chat"),
+        ("plugin", "plugins"),
+        ("several gpus", "devices"),
+        ("metrics", "monitoring"),
+        ("elo", "selfplay#two-networks"),
+        ("ray", "fleet#with-ray"),
+        ("api key", "serve#api-keys"),
+        ("verl", "rollouts#what-trainers-read"),
+    ],
+)
+def test_the_words_of_a_newcomer_are_answered_by_the_first(known, query, address):
+    first = search(known.values(), query).sections[0].address
+    assert first.startswith(address)
+
+
+@pytest.mark.parametrize(
     ("query", "command"),
     [
         ("--determinizations", "gpuinfer selfplay"),
@@ -76,7 +114,16 @@ def test_a_section_with_all_words_comes_before_one_with_one_of_them_often():
     assert search([often, both], "replica queue").sections[0].page == "both"
 
 
-@pytest.mark.parametrize("words", ["batch batches batched batching", "resume resumed resuming", "stop stopped stops"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "batch batches batched batching",
+        "resume resumed resuming",
+        "stop stopped stops",
+        "policy policies",
+        "setting settings",
+    ],
+)
 def test_forms_of_a_word_are_one(words):
     assert len({stem_of(word) for word in words.split()}) == 1
 

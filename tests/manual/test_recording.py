@@ -20,6 +20,16 @@ def shown(monkeypatch):
     return lambda code, when=None: shown([sys.executable, "-c", code], 40, 8, when and re.compile(when))
 
 
+def test_each_picture_is_there_and_a_page_shows_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from tools.record import PICTURES
+
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    for target, *_ in PICTURES.values():
+        assert (ROOT / target).is_file()
+        assert Path(target).name in pages
+
+
 def test_the_last_screen_with_its_colours(shown):
     text = shown(r"print('gone\x1b[2J\x1b[H\x1b[1;32mgreen\x1b[0m plain')")
     assert text.plain == "green plain"

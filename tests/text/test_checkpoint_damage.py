@@ -82,6 +82,8 @@ def test_a_folder_in_the_working_folder_goes_before_a_built_in_model(
 
 def test_a_file_is_no_folder(folder: Path) -> None:
     assert "is a file. Give the folder" in refusal(folder / "model.safetensors")
+    (folder / "model.gguf").touch()
+    assert "GGUF files are not read. Give the original Hugging Face folder" in refusal(folder / "model.gguf")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def _open(spec: ModelSpec, told: Told) -> Checkpoint:
         return open_folder(path, spec.name, told)
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
+    if kind == "file" and path.suffix == ".gguf":
+        raise UsageError(f"{path}: GGUF files are not read. Give the original Hugging Face folder.")
     if kind == "file":
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
     if spec.name in BUILT_IN:

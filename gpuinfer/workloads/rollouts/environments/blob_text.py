@@ -27,8 +27,8 @@ IN_TAGS = f"You may think. Then write your move on a line between {OPEN} and {CL
 
 
 class BlobText(Environment):
-    """Each reward is the share of the most points there are, less `penalty` for each answer that was no legal move:
-    then the first legal move is played.
+    """Blob (Oh Hell), a card game, in words: every seat is an agent. Each reward is the share of the most points there
+    are, less `penalty` for each answer that was no legal move: then the first legal move is played.
     """
 
     class Options(api.Options):

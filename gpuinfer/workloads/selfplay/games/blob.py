@@ -18,7 +18,7 @@ SCORINGS = ("blob", "oh-hell")
 
 
 class Blob(Game):
-    """One hand, from the deal to the last trick. Seat 0 is left of the dealer: it bids first and leads first."""
+    """Blob (Oh Hell), a card game of bids and tricks: one hand. Seat 0, left of the dealer, bids and leads first."""
 
     class Options(api.Options):
         players: int = Field(4, ge=3, le=7, description="players at the table")
