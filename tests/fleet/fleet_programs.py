@@ -149,9 +149,10 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def suspended(pid: int) -> bool:
+def at_work(pid: int) -> bool:
+    """Whether it is there, and not suspended."""
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

@@ -155,9 +155,9 @@ async def drive(
 
 
 async def _whole(it: Program, replicas: int) -> bool:
-    """All up, and none of them suspended without anybody's having noticed yet."""
+    """All up, and none of them suspended or gone without anybody's having noticed yet."""
     workers = await it.whole(replicas)
-    return workers is not None and not any(programs.suspended(worker["pid"]) for worker in workers)
+    return workers is not None and all(programs.at_work(worker["pid"]) for worker in workers)
 
 
 async def answers(it: Program, tokens: int) -> dict[int, str]:
