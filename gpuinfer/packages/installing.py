@@ -10,7 +10,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -22,7 +22,7 @@ from gpuinfer.packages import folder as user_folder
 from gpuinfer.packages import needs, offers, sources
 from gpuinfer.packages.offers import Offer
 from gpuinfer.packages.places import Place, make, of_folder
-from gpuinfer.packages.programs import Lookup, NotFound, Program
+from gpuinfer.packages.programs import Lookup, NotFound, Offline, Program
 from gpuinfer.packages.sources import Source
 
 OURS = "gpuinfer"
@@ -75,9 +75,19 @@ class Preparation:
                 "changed for it: take another version of it, or an environment of its own."
             )
         held = {name: one.version for name, one in here.items()}
-        needed = self._program.plan(found.missing, held, self._lookup) if found.missing else []
+        needed = self._needed(offer, found.missing, held) if found.missing else []
         origin = source.path if source.is_built else None
         return Prepared(offer, staged, requirement, needed, there.version if there else "", origin)
+
+    def _needed(self, offer: Offer, missing: Sequence[str], held: Mapping[str, str]) -> list[str]:
+        try:
+            return self._program.plan(missing, held, self._lookup)
+        except (NotFound, Offline) as error:
+            why = "no package index can be reached" if isinstance(error, Offline) else "not all of that is to be had"
+            raise type(error)(
+                f"{offer.package} needs {', '.join(missing)}, and {why} from here. Name a folder with these packages, "
+                "and those that they need: --find-links DIR."
+            ) from error
 
     def _had(self, source: Source) -> tuple[Offer, Path, str]:
         """What it offers, where it was put, and how it is named to pip or uv."""

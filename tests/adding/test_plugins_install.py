@@ -103,7 +103,9 @@ def test_what_came_from_a_folder_is_renewed_from_there(tmp_path, into):
         pytest.param("weed", 2, "tests-root 1.0 depends on numpy<1", id="what it needs is at odds"),
         pytest.param("stone", 2, "adds no plugin of gpuinfer: it has entry points of console_scripts", id="no plugin"),
         pytest.param("nettle", 1, "no wheel of gpuinfer-nettle or nettle is to be had", id="not there"),
-        pytest.param("WHEEL", 1, "there is nothing of that name for this Python", id="what it needs is not there"),
+        pytest.param(
+            "WHEEL", 1, "needs tests-nowhere, and not all of that is to be had", id="what it needs is not there"
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_and_nothing_changes(what, code, said, tmp_path, links):
