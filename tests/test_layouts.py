@@ -131,4 +131,4 @@ def test_anything_else_on_the_wire_is_refused(wire):
 
 def test_a_client_that_knows_the_layouts_has_not_imported_torch():
     code = "import sys, gpuinfer.models.layouts; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

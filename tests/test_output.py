@@ -55,7 +55,7 @@ def test_a_full_device_is_left_in_place_and_told_of():
 def test_a_full_standard_output_is_told_of():
     code = "from gpuinfer.cli.output import Destination; Destination('-').write({'schema': 'x'})"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
     assert "WorkError: the report could not be written to standard output" in done.stderr
 
 

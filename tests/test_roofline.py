@@ -278,7 +278,7 @@ def test_a_short_run_is_followed_by_a_short_look(wall_s, seconds):
 
 def test_the_parent_needs_no_torch():
     code = "import sys, gpuinfer.models.roofline; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 FACTORIES = """

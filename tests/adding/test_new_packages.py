@@ -87,7 +87,7 @@ def test_what_its_readme_shows_runs(kind, place, tmp_path):
 def test_they_are_formatted_and_without_lint(place):
     for words in (["format", "--check"], ["check"]):
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", *(new(kind).package for kind in KINDS)]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

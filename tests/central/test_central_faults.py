@@ -324,7 +324,7 @@ def test_closing_while_a_server_comes_back_leaves_no_process():
         until(lambda: pid_of(server) != first, "another process")
         second = pid_of(server)
         server.close(quiet=True)
-        assert wait_until_gone([second], 5) == []
+        assert wait_until_gone([second], 30) == []
         assert pid_of(server) == second
         assert not any(thread.name == "gpuinfer-server-watch" for thread in threading.enumerate())
 
@@ -391,7 +391,7 @@ def test_a_server_that_is_closed_while_it_starts_does_not_start():
     server.close(quiet=True)
     starting.join(30)
     assert errors == ["the server was closed while it started. Make another."]
-    assert wait_until_gone([pid], 5) == []
+    assert wait_until_gone([pid], 30) == []
     assert not listening(server)
 
 
@@ -408,9 +408,9 @@ def test_a_program_that_forgets_to_close_its_server_ends_and_takes_it_along(how,
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": str(here)}
     command = [sys.executable, "forgetful.py", how]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stderr
-    assert wait_until_gone([int(done.stdout)], 5) == []
+    assert wait_until_gone([int(done.stdout)], 30) == []
 
 
 @pytest.mark.thorough

@@ -195,4 +195,4 @@ def test_nothing_heavy_is_imported_with_the_package():
     code = (
         "import sys, gpuinfer.http.server, gpuinfer.http.client, gpuinfer.http.loop; sys.exit('uvloop' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=200).returncode == 0

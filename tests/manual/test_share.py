@@ -46,7 +46,7 @@ def test_there_is_a_page_for_each_command(manual):
 def test_man_reads_every_page_without_a_warning(manual):
     for page in manual:
         command = ["man", "--warnings", "-E", "UTF-8", "-l", str(page)]
-        read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        read = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
         assert read.stderr == "", page.name
         assert "SYNOPSIS" in read.stdout
         assert page.stem in read.stdout
@@ -55,7 +55,7 @@ def test_man_reads_every_page_without_a_warning(manual):
 def test_man_shows_an_options_text_and_default(manual):
     command = ["man", "-E", "UTF-8", "-l", str(MAN / "gpuinfer-selfplay.1")]
     environment = {**os.environ, "MANWIDTH": "100"}
-    read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
+    read = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment).stdout
     assert "--simulations N" in read
     assert "simulations in each tree [default: 30]" in " ".join(read.split())
 
@@ -87,7 +87,7 @@ def test_bash_offers(line, offered, environment):
     script = COMPLETE.format(
         script=SHARE / "bash-completion" / "completions" / "gpuinfer", words=line, last=len(line.split()) - 1
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert offered in done.stdout.split()
 
