@@ -95,10 +95,7 @@ class RowsSubject:
 
     def _opened(self, rows: int) -> Opened:
         with sizes_named(self._spec):
-            return open_model(self._spec, self._setup, self._tuning(rows))
-
-    def _tuning(self, rows: int) -> Any:
-        return tuning_of(self._options, rows)
+            return open_model(self._spec, self._setup, tuning_of(self._options, rows))
 
     def _block(self, rows: int) -> np.ndarray[Any, Any]:
         return block_of(self._spec, rows)

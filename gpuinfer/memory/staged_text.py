@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.memory.examining import HEAVY
 from gpuinfer.memory.parts import Parts
-from gpuinfer.memory.text import MOST, answered, lengths_of, usual_slots, warm_up
+from gpuinfer.memory.text import MOST, answered, cache_bytes, lengths_of, tuning_of, usual_slots, warm_up
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.models.stages.pipeline import ROOM
 from gpuinfer.text.checkpoint import open_checkpoint
@@ -45,8 +45,7 @@ class StagedText:
         self._spec, self._setup, self._loaded = spec, setup, loaded
         self._checkpoint = open_checkpoint(spec)
         self._shape, self._dtype = self._checkpoint.shape, resolve_dtype(setup.dtype)
-        names = {field.name for field in fields(Tuning)} - {"adapters"}
-        self._given = Tuning(**{name: options[name] for name in names if options.get(name) is not None})
+        self._given = tuning_of(options)
         tuning = asked(spec, self._given, setup, devices[0], self._shape)
         self._step_tokens = tuning.step_tokens or 1
         self._places = places_for(self._checkpoint, setup, self._given)
@@ -98,8 +97,7 @@ class StagedText:
         between this stage and the next.
         """
         shape, lanes = self._known.portions[number].shape, self._lanes(number)
-        spare = 0 if lanes else 1  # a slot that is nobody's (`torch_cache.py`)
-        cache = (batch + spare) * slot_bytes(shape, self.length, self._dtype, lanes)
+        cache = cache_bytes(shape, batch, self.length, self._dtype, lanes)
         step = working(shape, tokens, batch, self.length, self._dtype, lanes)
         last = number == len(self.places) - 1
         waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from gpuinfer.text.shape import Shape
 MOST = 65_536  # slots, as the backend has it
 WARM_UP, MASKED_WARM_UP = "tiny", "tiny-llada"
 NEW_TOKENS = 2
-NAMES = ("slots", "context", "step_tokens", "threads", "compile", "graphs")
+TUNED = {field.name for field in fields(Tuning)} - {"adapters"}  # which are not loaded here
 
 
 class TextSubject:
@@ -48,8 +48,7 @@ class TextSubject:
         self._spec, self._setup, self._device, self._copies = spec, setup, device, copies
         self._checkpoint = open_checkpoint(spec)
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
-        given = Tuning(**{name: options[name] for name in NAMES if options.get(name) is not None})
-        self._tuning = asked(spec, given, setup, device, self._shape)
+        self._tuning = asked(spec, tuning_of(options), setup, device, self._shape)
         if not self._shape.layers:
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
         self.length = checked_context(self._shape, context or self._tuning.context)
@@ -65,8 +64,7 @@ class TextSubject:
         """There is nothing that the checkpoint does not say."""
 
     def parts(self, batch: int) -> Parts:
-        spare = 0 if self._lanes else 1  # a slot that is nobody's (`torch_cache.py`)
-        cache = (batch + spare) * slot_bytes(self._shape, self.length, self._dtype, self._lanes)
+        cache = cache_bytes(self._shape, batch, self.length, self._dtype, self._lanes)
         rows = max(batch, self._tuning.step_tokens or 1)
         step = working(self._shape, rows, batch, self.length, self._dtype, self._lanes)
         return Parts(self.process, self._weights, cache, step.activations, step.copies)
@@ -86,6 +84,17 @@ class TextSubject:
             "step_tokens": self._tuning.step_tokens,
             "slot_bytes": slot_bytes(self._shape, self.length, self._dtype, self._lanes),
         }
+
+
+def tuning_of(options: Mapping[str, Any]) -> Tuning:
+    """What a backend's options say of generation."""
+    return Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
+
+
+def cache_bytes(shape: Shape, slots: int, length: int, dtype: torch.dtype, lanes: int) -> int:
+    """Of the keys and values of so many slots, as these layers keep them."""
+    spare = 0 if lanes else 1  # a slot that is nobody's (`torch_cache.py`)
+    return (slots + spare) * slot_bytes(shape, length, dtype, lanes)
 
 
 def usual_slots(device: torch.device) -> int:

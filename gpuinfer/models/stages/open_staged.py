@@ -26,7 +26,7 @@ from gpuinfer.models.stages.forward import StagedForward
 from gpuinfer.models.stages.moving import OnCpu, OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.placing import Placed, stages_at
-from gpuinfer.models.stages.planning import StageTuning, bytes_of, count_for, fits_one, rows_for, split_for, times_on
+from gpuinfer.models.stages.planning import StageTuning, bytes_of, fits_one, places_of, rows_for, split_for, times_on
 from gpuinfer.models.stages.splitting import Split
 
 HOST = torch.device("cpu")
@@ -71,8 +71,7 @@ def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> Cut:
     segments = segments_of(module, spec.name, tuning.layers)
     check_cut(module, segments, spec, dtype)
 
-    count = count_for(tuning, devices, len(segments), spec.name)
-    places = [devices[number * len(devices) // count] for number in range(count)]
+    places = places_of(tuning, devices, len(segments), spec.name)
     rows = rows_for(setup, tuning, on_cpu)
     features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
     times = times_on(places, segments, features, setup, tuning)

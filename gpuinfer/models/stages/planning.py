@@ -30,6 +30,12 @@ class StageTuning(ForwardTuning, StageOptions, Protocol):
     """How the user wants it cut."""
 
 
+def places_of(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> list[torch.device]:
+    """The device of each stage: neighbours share one where there are fewer devices. Raises as `count_for` does."""
+    count = count_for(tuning, devices, layers, name)
+    return [devices[number * len(devices) // count] for number in range(count)]
+
+
 def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> int:
     """How many stages. Raises `UsageError` where there are too few layers, or too few devices to say."""
     on_cpu = devices[0].type == "cpu"

@@ -19,7 +19,7 @@ from gpuinfer.models.stages.open_staged import reading, told_of
 from gpuinfer.models.stages.options import CutOptions
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.placing import Placed, own_cores, said, threads_of
-from gpuinfer.models.stages.planning import count_for, fits_one, split_for
+from gpuinfer.models.stages.planning import fits_one, places_of, split_for
 from gpuinfer.models.stages.splitting import Split
 from gpuinfer.models.stages.stage import CpuStage
 from gpuinfer.models.stages.stage_cuda import CudaStage
@@ -82,9 +82,7 @@ def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list
     """Of each stage. Raises `UsageError` for a model that cannot be cut in so many."""
     if not checkpoint.shape.layers:
         raise UsageError(f"{called(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
-    devices = resolve_devices(setup.devices)
-    count = count_for(tuning, devices, checkpoint.shape.layers, checkpoint.name)
-    return [devices[number * len(devices) // count] for number in range(count)]
+    return places_of(tuning, resolve_devices(setup.devices), checkpoint.shape.layers, checkpoint.name)
 
 
 def cut_by(
