@@ -73,11 +73,19 @@ def named_in(file: Path) -> frozenset[str]:
         one = pending.pop()
         if one not in seen:
             seen.add(one)
-            text = one.read_text(encoding="utf-8")
-            found |= {*GIVEN.findall(text)} & {*DECISIVE, *GIVES}
-            words = {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", line)}
-            pending += [path for path in helpers() if path.stem in words]
+            names, imported = said_in(one)
+            found |= names
+            pending += imported
     return frozenset(found)
+
+
+@functools.cache
+def said_in(file: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
+    """The markers that the file itself names, and the helpers that it imports, which many files do."""
+    text = file.read_text(encoding="utf-8")
+    words = {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", line)}
+    names = frozenset({*GIVEN.findall(text)} & {*DECISIVE, *GIVES})
+    return names, tuple(path for path in helpers() if path.stem in words)
 
 
 @functools.cache
