@@ -5,6 +5,7 @@
 # make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
+# make real   SmolLM2 from its Python package: what it answers, beside transformers; bits, commands, serve
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
 # make share   manual pages and completion of shells, for the wheel
@@ -27,7 +28,7 @@ UV := $(BIN)/python tools/uv.py
 CONSTRAINTS ?= -c constraints.txt
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
-.PHONY: demo loop kernels test thorough processors system docs reference share wheels dist dist-tests constraints vllm \
+.PHONY: demo loop kernels test thorough processors real system docs reference share wheels dist dist-tests constraints vllm \
 	one-file binary binary-tests soak lint clean
 
 demo: $(PLAYABLE)
@@ -43,14 +44,17 @@ kernels: $(READY)
 	$(BIN)/python -m tools.kernels
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist" tests plugins
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist and not real" tests plugins
 
 thorough: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist" tests plugins
+		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist and not real" tests plugins
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
+
+real: $(READY)
+	$(BIN)/python -m pytest -m real --timeout 600 tests/real
 
 # What a rule needs of Debian's packages, installed where it is missing.
 debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
@@ -59,7 +63,7 @@ debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
 DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
 system: $(READY)
 	$(call debian,$(DEBIAN))
-	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary and not dist" tests plugins
+	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary and not dist and not real" tests plugins
 
 docs: reference share $(VENV)/.docs
 	$(call debian,chromium man-db zsh fish)
@@ -109,7 +113,7 @@ binary-tests:
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m binary tests/one_file
 
 soak: $(READY)
-	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary and not dist" --timeout 21600 tests plugins
+	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary and not dist and not real" --timeout 21600 tests plugins
 	$(BIN)/python tests/processors.py --whole
 
 lint: $(READY)

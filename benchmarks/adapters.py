@@ -108,11 +108,12 @@ def decoder_of(given: argparse.Namespace) -> Decoder:
 
 def timed(decoder: Decoder, rows: int, adapters: np.ndarray | None) -> float:
     """Processor seconds of one step, of the quickest half of some steps."""
-    slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
+    wanted, ones, each = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), decoder.pages // rows
+    pages = np.arange(rows * each, dtype=np.int32).reshape(rows, each)
     found = []
     for number in range(STEPS):
         starts = np.full(rows, PROMPT + number, np.int32)
-        step = Step(ones, slots, starts, ones, slots)
+        step = Step(ones, pages, starts, ones, wanted)
         step = step if adapters is None else replace(step, adapters=adapters)
         before = time.process_time()
         decoder.forward(step)

@@ -178,6 +178,21 @@ class Roofline:
     raised: bool = False  # the run itself did more than the bare model in any of them, and its own rate counts
 
 
+@dataclass(frozen=True, slots=True)
+class TextRoofline:
+    """What this machine does at best with a model of text and nothing else running, all cores taken: the two sides of
+    a roofline. A step lasts no shorter than its operations at `flops_per_s`, nor than its bytes at `bytes_per_s`.
+    """
+
+    flops_per_s: float  # of products in steps of `at_rows` rows, the decoder's own or a library's, the better one
+    prompt_flops_per_s: float  # the same in steps of `at_tokens` tokens of prompts
+    bytes_per_s: float  # read from memory, one after another
+    at_rows: int
+    at_tokens: int
+    own_flops_per_s: float  # the decoder's own at `at_rows`: where it is less than `flops_per_s`, its products are slow
+    remembered: bool = False  # an earlier run has measured it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendContext:
     """What a run gives its backend at the start, beside the `Setup` that every plugin is built with."""
@@ -367,6 +382,12 @@ class Backend(Plugin, ABC):
         """
         return None
 
+    async def measure(self, rows: int, seconds: float) -> TextRoofline | None:
+        """Of a model of text: what this machine does with it at best, in steps of so many rows, measured for about so
+        many seconds. Asked once the run is over, with nothing under way. None, the default: it is not known.
+        """
+        return None
+
     def device(self) -> Mapping[str, Any]:
         """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.
 
@@ -375,8 +396,9 @@ class Backend(Plugin, ABC):
         A backend with slots adds `model`, plain facts of what it serves (name, slots, context, estimated_bytes,
         measured_bytes, …), `tokens`, how many it has taken in and drawn until now: {input, output}; and `steps`, what
         they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),
-        echoing_s (without room for the logits of their log-probabilities)}, and of diffusion models what
-        `gpuinfer.unmasked` counts.
+        echoing_s (without room for the logits of their log-probabilities), waited_rows (for pages of the cache),
+        preempted_rows (that gave theirs back), recomputed_tokens (computed again for that)}, and of diffusion models
+        what `gpuinfer.unmasked` counts.
         """
         return {}
 

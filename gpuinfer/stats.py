@@ -115,6 +115,21 @@ class Lane:
         """Where it is now."""
         return self._station
 
+    def rebook(self, source: str, target: str, seconds: float) -> None:
+        """So many seconds of what was booked as one station were another's: it shows only afterwards which."""
+        spent = self._spent.get(source)
+        moved = min(seconds, spent[0]) if spent is not None else 0.0
+        if spent is None or moved <= 0:
+            return
+        ran = self.ran.get(source, 0.0)
+        on_core = ran * moved / spent[0]
+        known = self._spent.setdefault(target, [0.0, 0])
+        spent[0] -= moved
+        known[0] += moved
+        known[1] += 1
+        self.ran[source] = ran - on_core
+        self.ran[target] = self.ran.get(target, 0.0) + on_core
+
     def retire(self) -> None:
         self.retired = True
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-DECISIVE = frozenset({"thorough", "soak", "gpu", "system", "vllm", "docs", "binary", "dist"})
+DECISIVE = frozenset({"thorough", "soak", "gpu", "system", "vllm", "docs", "binary", "dist", "real"})
 """Markers that are given by name alone: what an expression says of others, any file may hold."""
 GIVES = {"sample": "thorough"}  # to all cases of a test but its first: conftest.py
 GIVEN = re.compile(r"pytest\.mark\.(\w+)")

@@ -132,7 +132,7 @@ def run(name: str, tests: Sequence[str]) -> int:
         "--dist",
         "loadfile",
         "-m",
-        "not soak and not gpu and not docs and not binary and not dist",
+        "not soak and not gpu and not docs and not binary and not dist and not real",
     ]
     with tempfile.TemporaryDirectory() as compiled:
         # torch.compile takes what another processor left in its folder for its own, and computes nonsense with it

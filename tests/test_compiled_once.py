@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from gpuinfer.host import compiling
 from gpuinfer.models import compiled_once, kernel_cache
+from gpuinfer.stats import Lane
 
 PROGRAM = '''
 import sys
@@ -165,3 +167,21 @@ def test_what_is_compiled_is_known_meanwhile_and_what_is_loaded_is_not(tmp_path,
 
 def twice(value):
     return value * 2.0
+
+
+def test_what_a_thread_compiles_is_a_station_of_its_lane(tmp_path):
+    lane = Lane("forward 0")
+    lane.enter("sample")
+    with_kernel = kernel_cache.compiler([Path(__file__)])(lambda x: x + 1)
+
+    def first_call():
+        compiling.book_in(lambda: lane)
+        with_kernel(np.float64(1))
+        with_kernel(np.float64(2))
+
+    thread = threading.Thread(target=first_call)
+    thread.start()
+    thread.join(60)
+    assert lane.station == "sample"
+    assert lane.visits()["compile"] == 1
+    assert lane.stations()["compile"] > 0

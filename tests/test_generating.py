@@ -304,7 +304,7 @@ async def test_a_reader_that_leaves_frees_its_slots_at_the_next_step():
         await leaving.aclose()
         gate.open.set()
         assert joined([part async for part in staying]) == list(alone(prompt("c", 9, samples=2)))
-        assert {len(step.slots) for step in generator.decoder.steps[1:]} == {2}
+        assert {len(step.pages) for step in generator.decoder.steps[1:]} == {2}
 
 
 @run

@@ -60,7 +60,7 @@ def test_the_estimate_is_near_what_is_measured(model, device, capsys):
 
 @pytest.mark.thorough
 def test_a_batch_that_does_not_fit_is_told_with_the_largest_that_does():
-    with pytest.raises(UsageError, match=r"60000: .* slots need .*largest that fits is --batch-size \d"):
+    with pytest.raises(UsageError, match=r"60000: .* full rows need .*fits is --batch-size \d.*in 64 pages"):
         run(["memory", "--model", "tiny", "--batch-size", "60000", "--free", FREE, "--no-probe", "--quiet"])
 
 
@@ -146,6 +146,7 @@ DEVICE = {
     "room_bytes": 9 << 30,
     "batch": PARTS,
     "stages": [],
+    "pages": None,
     "also": [],
     "largest": {"batch": 400, "by_estimate": 400, "by_measurement": None, "bound": "memory"},
     "estimated": {**PARTS, "batch": 400},
@@ -216,7 +217,7 @@ def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
 def test_people_see_each_batch_and_who_else_is_on_the_device(monkeypatch):
     found = after(monkeypatch, 0, said(DEVICE), said(TRIED))
     (device,) = found["devices"]
-    assert document.columns(found, device) == ["slots", "4", "100", "400"]
+    assert document.columns(found, device) == ["full rows", "4", "100", "400"]
     shown = document.rows(device)
     assert shown[0] == ("process", "1.0 MiB", "1.0 MiB", "1.0 MiB")
     assert shown[-2:] == [("measured", "–", "100 MiB", "–"), ("ratio", "–", "0.05", "–")]

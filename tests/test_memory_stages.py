@@ -155,6 +155,9 @@ class Three:
 
     describe = facts = warm_up
 
+    def pages(self, free):
+        return None
+
     def layers(self):
         return [(0, 1), (2, 2), (3, 5)]
 
@@ -203,6 +206,7 @@ def a_device(name, largest, *stages):
         "room_bytes": 9 << 30,
         "batch": batch,
         "stages": list(stages),
+        "pages": None,
         "also": [],
         "largest": {"batch": largest, "by_estimate": largest, "by_measurement": None, "bound": "memory"},
         "estimated": {**batch, "batch": largest},

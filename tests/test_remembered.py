@@ -1,16 +1,20 @@
 """Where the bare model was at its best, from run to run."""
 
+import asyncio
+import json
 import os
 import stat
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from gpuinfer.api import ModelSpec, Roofline, Setup
+from gpuinfer.api import ModelSpec, Roofline, Setup, TextRoofline
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendDied
+from gpuinfer.host import machine
 from gpuinfer.models import processor, remembered
-from gpuinfer.models.remembered import FAR, KEPT_S, Found, place_of, recall, remember
+from gpuinfer.models.remembered import FAR, KEPT_S, Found, place_of, recall, recall_text, remember, remember_text
 from gpuinfer.runtime import measuring
 
 FOUND = Found(1024, "2 forwards × 1 thread", 5e5, 300.0)
@@ -202,3 +206,63 @@ def test_of_cuda_nothing_is_kept(asked, monkeypatch):
     monkeypatch.setattr(InProcess, "check", all_is_there)
     assert measured("cuda") == measured("cuda")
     assert [budget for budget, _ in asked] == [measuring.BEFORE_S] * 2
+
+
+TEXT = ModelSpec("tiny", kind="text")
+BEST = TextRoofline(1e11, 2e11, 2e10, 64, 256, 9e10)
+
+
+def test_what_a_machine_does_with_a_model_of_text_is_known_to_the_next_run():
+    assert recall_text(place(spec=TEXT)) is None
+    remember_text(place(spec=TEXT), BEST)
+    assert recall_text(place(spec=TEXT)) == replace(BEST, remembered=True)
+    assert recall(place(spec=TEXT)) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param({"flops_per_s": 0.0}, id="no rate"),
+        pytest.param({"bytes_per_s": "fast"}, id="no number"),
+        pytest.param({"at_rows": 0}, id="no rows"),
+        pytest.param({"at_tokens": 2.5}, id="half a token"),
+    ],
+)
+def test_a_damaged_roofline_of_text_is_measured_again(damage):
+    place(spec=TEXT).write_text(json.dumps({**asdict(BEST), **damage}))
+    assert recall_text(place(spec=TEXT)) is None
+
+
+class Measured(InProcess):
+    """A backend whose model is measured by what a test says."""
+
+    asked: tuple[int, float] | None = None
+    outcome: TextRoofline | Exception | None = BEST
+
+    async def measure(self, rows, seconds):
+        self.asked = rows, seconds
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def test_a_model_of_text_is_measured_after_its_run_for_a_tenth_of_its_time_and_remembered():
+    backend = Measured(Setup(model=TEXT))
+    assert asyncio.run(measuring.text_roofline(backend, 48, 12.0)) == BEST
+    assert backend.asked == (48, pytest.approx(1.2))
+    assert recall_text(measuring.place_of(backend, machine.cores())) == replace(BEST, remembered=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wall_s", "outcome"),
+    [
+        pytest.param(48, 1.0, BEST, id="a run of a second"),
+        pytest.param(0, 60.0, BEST, id="no rows"),
+        pytest.param(48, 60.0, None, id="a backend that cannot"),
+        pytest.param(48, 60.0, BackendDied("gone. Start it again."), id="a model that is gone"),
+    ],
+)
+def test_a_run_goes_on_without_what_cannot_be_measured(rows, wall_s, outcome):
+    backend = Measured(Setup(model=TEXT))
+    backend.outcome = outcome
+    assert asyncio.run(measuring.text_roofline(backend, rows, wall_s)) is None

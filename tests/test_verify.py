@@ -31,7 +31,8 @@ CHECKS = [
     "1 at once = alone",
     "3 at once = alone",
     "any order = alone",
-    "any slot = alone",
+    "any page = alone",
+    "few pages = alone",
     "in chunks = whole",
     "shared beginning = own",
     "drawn, at once = alone",
@@ -56,7 +57,7 @@ class Planted(Witness):
         rows = np.repeat(np.arange(len(ends)), step.lengths)[step.wanted]
         for number, row in enumerate(rows.tolist()):
             if ends[row] == PLANTED + 1:
-                self.alter(logits[number], len(step.slots) > 1)
+                self.alter(logits[number], len(step.pages) > 1)
         return logits
 
 

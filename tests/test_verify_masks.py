@@ -75,7 +75,7 @@ def test_a_row_that_feels_its_company_is_found():
 
     def forward(step: Any) -> Any:
         logits = plain(step)
-        if len(step.slots) > 1:
+        if len(step.pages) > 1:
             logits = logits.clone()
             logits[0, ord("a")] += 50.0
         return logits

@@ -11,6 +11,7 @@ from text.tiny import tiny_checkpoint
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
+from gpuinfer.text.step import PAGE
 from gpuinfer.verifying import asking, peer, positions, rounding
 from gpuinfer.verifying import rig as prompts
 from gpuinfer.verifying.asking import asked
@@ -125,10 +126,16 @@ class Broken(Witness):
         return logits
 
 
-def test_other_slots_are_the_last_ones_first(rig):
+def test_other_pages_are_the_last_ones_first(rig):
     plan = asking.likeliest(rig)
     (places,) = [route.order for _, route in plan.routes if route.order is not None]
-    assert places.tolist() == [2, 1, 0]
+    assert places.tolist() == list(range(rig.decoder.pages))[::-1]
+
+
+def test_few_pages_hold_one_row_and_little_more(rig):
+    (route,) = [route for _, route in asking.likeliest(rig).routes if route.pages is not None]
+    assert rig.decoder.length <= PAGE * (route.pages - 1) < rig.decoder.length + PAGE
+    assert [len(tokens) for (tokens,) in asked(rig, route).tokens] == [4] * len(rig.items)
 
 
 def test_chunks_cut_every_prompt_that_is_long_enough(rig):
@@ -161,9 +168,11 @@ def test_a_tokenizer_that_knows_no_text_gets_tokens(rig):
     assert all(0 < len(item.tokens) <= 20 and item.tokens.max() < 10 for item in items)
 
 
-def test_what_is_allowed_goes_with_the_size_of_a_logit():
-    allowed = tolerance(0.0, None).allowed(np.array([0.0, -20.0, 100.0], np.float32))
-    assert allowed == pytest.approx([1e-4, 1e-4, 4e-4])
+def test_what_is_allowed_goes_with_the_largest_logit_of_a_row():
+    rows = np.array([[0.0, -4.0, 1.0], [0.0, -20.0, 100.0], [50.0, -np.inf, np.nan]], np.float32)
+    allowed = tolerance(0.0, None).allowed(rows)
+    assert allowed.shape == (3, 1)
+    assert allowed[:, 0] == pytest.approx([1e-4, 1.6e-3, 8e-4])
     assert tolerance(0.02, None).least == 0.02
     assert tolerance(0.02, 0.25) == Tolerance(0.25)
 

@@ -37,7 +37,7 @@ from gpuinfer.text.adapter_options import (
     MOST_ADAPTERS,
     AdapterFolders,
 )
-from gpuinfer.text.slot_options import Context, Slots, StepTokens
+from gpuinfer.text.slot_options import Context, Pages, Slots, StepTokens
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -129,6 +129,7 @@ class Central(Remote):
     class Options(api.Options):
         max_rows: MaxRows = None
         slots: Slots = None
+        pages: Pages = None
         context: Context = None
         step_tokens: StepTokens = None
         in_flight: int | None = Field(
@@ -219,6 +220,7 @@ class Central(Remote):
                 compile=given.compile,
                 graphs=given.graphs,
                 slots=given.slots,
+                pages=given.pages,
                 context=given.context,
                 step_tokens=given.step_tokens,
                 adapters=given.adapters,

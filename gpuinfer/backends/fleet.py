@@ -30,7 +30,7 @@ from gpuinfer.text.adapter_options import (
     AdapterFolders,
     folders_given,
 )
-from gpuinfer.text.slot_options import StepTokens
+from gpuinfer.text.slot_options import Pages, StepTokens
 
 if TYPE_CHECKING:
     from gpuinfer.fleet.owned import Owned
@@ -39,7 +39,8 @@ PASSING = 64  # blocks of rows under way at once; how many run is for the replic
 AHEAD = 3  # times as many rows of text as there are slots: one that becomes free finds a row waiting there
 LEAST_AHEAD = 64  # rows, where there are few slots
 PASSED_ON = (
-    *("max_rows", "in_flight", "threads", "slots", "context", "step_tokens", "chunk_rows", "compute", "compile"),
+    *("max_rows", "in_flight", "threads", "slots", "pages", "context", "step_tokens"),
+    *("chunk_rows", "compute", "compile"),
     *("adapters", "max_adapters"),
 )
 
@@ -218,6 +219,7 @@ class FleetBackend(Remote):
         backend: str = Field("inprocess", description="what answers in each replica")
         max_rows: int | None = Field(None, ge=1, description="of a replica: rows in one batch")
         slots: int | None = Field(None, ge=1, le=65_536, description="of a replica, of text: rows generated at once")
+        pages: Pages = None
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
         step_tokens: StepTokens = None
         adapters: AdapterFolders = Field(None, description=ADAPTERS)

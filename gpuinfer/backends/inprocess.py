@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from gpuinfer import api
-from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, enter_station
+from gpuinfer.api import (
+    Backend,
+    BackendContext,
+    Event,
+    Limits,
+    ModelSpec,
+    Request,
+    Result,
+    Setup,
+    TextRoofline,
+    enter_station,
+)
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.host import machine
@@ -42,7 +53,7 @@ from gpuinfer.text.adapter_options import (
 )
 from gpuinfer.text.devices import TextDevices, open_text
 from gpuinfer.text.model import TextModel
-from gpuinfer.text.slot_options import Context, Slots, StepTokens
+from gpuinfer.text.slot_options import Context, Pages, Slots, StepTokens
 
 if TYPE_CHECKING:
     from gpuinfer.models.gradients import OpenedGradients
@@ -59,6 +70,7 @@ class InProcess(Backend):
     class Options(api.Options):
         max_rows: MaxRows = None
         slots: Slots = None
+        pages: Pages = None
         context: Context = None
         step_tokens: StepTokens = None
         adapters: AdapterFolders = Field(None, description=ADAPTERS)
@@ -335,6 +347,10 @@ class InProcess(Backend):
         other = InProcess(replace(self.setup, model=spec, share=share), **options)
         other._gate, other._stands_beside = self._gate, True
         return other
+
+    async def measure(self, rows: int, seconds: float) -> TextRoofline | None:
+        """Of a text model that is whole, on one device."""
+        return await self._text.measure(rows, seconds) if isinstance(self._text, TextModel) else None
 
     def device(self) -> Mapping[str, Any]:
         serving = self._opened or self._gradients or self._text

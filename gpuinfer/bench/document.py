@@ -84,7 +84,7 @@ def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[s
 
 
 def _raised(roofline: Mapping[str, Any]) -> bool:
-    return bool(roofline["raised"] and roofline["measured"])
+    return bool(roofline["raised"] and roofline.get("measured"))
 
 
 def _parity(parity: Parity) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class ServerTuning:
     compile: bool = False
     graphs: bool = True
     slots: int | None = None  # from here on of text
+    pages: int | None = None
     context: int | None = None
     step_tokens: int | None = None
     adapters: Mapping[str, str] | None = None

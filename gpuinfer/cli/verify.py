@@ -16,7 +16,7 @@ NAME = "verify"
 COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
 TEXT = """Check on your own model that a prompt's answer does not depend on how it is asked.
 
-Batched = alone, in any order, in any slot, in chunks = whole, with a shared
+Batched = alone, in any order, in any pages, in chunks = whole, with a shared
 beginning = its own, several samples = one by one, CUDA graphs = eager, the
 compiled decoder = plain torch, and gpuinfer = transformers where that is
 installed.

@@ -6,7 +6,10 @@ looked for, hence kept here by whoever looks (`gpuinfer/models/compiled_once.py`
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 NOTE = "compiling kernels: once on this machine, a minute or two"  # for people
 
@@ -21,6 +24,31 @@ def begin(what: Hashable) -> None:
 def end(what: Hashable) -> None:
     """It is there, or could not be compiled. May be called for what was never begun."""
     _under_way.discard(what)
+
+
+STATION = "compile"  # of the ledger: kernels are loaded from the disk, or compiled
+
+_own = threading.local()
+
+
+def book_in(lane: Callable[[], Any]) -> None:
+    """From now on what the calling thread loads and compiles is a station of its own, in the lane that this names."""
+    _own.lane = lane
+
+
+@contextlib.contextmanager
+def booked() -> Iterator[None]:
+    """Around loading or compiling a kernel, and those that it calls."""
+    lane: Any = getattr(_own, "lane", lambda: None)()
+    station = getattr(lane, "station", STATION)
+    if lane is None or station == STATION:  # within another, or nobody keeps a ledger
+        yield
+        return
+    lane.enter(STATION)
+    try:
+        yield
+    finally:
+        lane.enter(station)
 
 
 def under_way() -> bool:

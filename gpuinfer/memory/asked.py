@@ -52,7 +52,7 @@ class Options(api.Options):
     batch_size: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...] | None = Field(
         None,
         min_length=1,
-        description="rows that go through the model at once, several as 64,256; of text, slots [a run's own]",
+        description="rows that go through the model at once, several as 64,256; of text, full ones [a run's own]",
     )
     context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="of text: tokens of prompt and answer")
     free: Annotated[int | None, BeforeValidator(_size_of)] = Field(

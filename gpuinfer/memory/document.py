@@ -69,6 +69,7 @@ def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tu
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
     yield "largest batch", _largest(device, noun)
+    yield from _pages(document["facts"], device["pages"])
     if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
     if largest["by_measurement"] is not None:
@@ -81,6 +82,21 @@ def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tu
         yield "beside us", f"{one['name'] or 'a process'} (pid {one['pid']}) holds {held} of this device"
     if len(others) > MOST_OTHERS:
         yield "", f"and {len(others) - MOST_OTHERS} more: see --json"
+
+
+def _pages(facts: Mapping[str, Any], own: Mapping[str, int] | None) -> Iterator[tuple[str, str]]:
+    """What a page is, and how many a run has by itself."""
+    if "page_bytes" not in facts:
+        return
+    tokens, each, row = facts["page_tokens"], memory(facts["page_bytes"]), memory(facts["row_bytes"])
+    a_row = f"a row of {facts['context']:,} tokens takes {facts['row_pages']:,} of them, {row}"
+    yield "pages", f"of {tokens} tokens, {each} each; {a_row}"
+    if own is not None:
+        room = f"{own['pages']:,} pages ({memory(own['cache_bytes'])}) for {own['slots']:,} rows at once"
+        yield (
+            "",
+            f"a run has {room}, unless -B pages or --batch-size says otherwise: shorter rows leave room for others",
+        )
 
 
 def _largest(device: Mapping[str, Any], noun: str) -> str:

@@ -62,6 +62,7 @@ class Examination:
             "room_bytes": self._room,
             "batch": self._said(shown),
             "stages": [self._said_of(one) for one in self._subject.stages(shown)],
+            "pages": self._subject.pages(self._free),
             "also": [self._said(batch) for batch in self._also],
             "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
             "estimated": self._said(fitting) if fitting else None,

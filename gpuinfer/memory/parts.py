@@ -16,7 +16,7 @@ class Parts:
 
     process: int  # the interpreter and the libraries, before there is a model; on CUDA none of them is on the device
     weights: int
-    cache: int  # keys and values of all slots
+    cache: int  # keys and values of all rows, full
     activations: int  # of the widest moment of the largest step
     working: int  # beside them: rows as they come, answers, copies, logits
 
@@ -48,7 +48,7 @@ class StageParts:
 
 class Subject(Protocol):
     """A model that can be tried at several batch sizes: one copy of it, or several at once in the same memory. A batch
-    counts what goes through one copy at once: rows, or slots.
+    counts what goes through one copy at once: rows, of text such as fill their context.
     """
 
     process: int  # bytes that are held without the model, and what small batches took beyond their estimate
@@ -71,6 +71,12 @@ class Subject(Protocol):
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         """The same by stage, of a model in stages: those that lie in this memory."""
+        ...
+
+    def pages(self, free: int) -> Mapping[str, int] | None:
+        """Of text: slots, pages, and the bytes of these, that a run has by itself in each copy where so many bytes are
+        free. None: of rows, where not one row of text fits, and where devices share the stages.
+        """
         ...
 
     def run(self, batch: int) -> float:

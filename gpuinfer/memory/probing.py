@@ -92,8 +92,19 @@ def _refuse_unfit(document: Mapping[str, Any]) -> None:
     if document["asked"] is not None and batch["batch"] > largest["batch"]:
         raise UsageError(
             f"--batch-size {batch['batch']}: {batch['batch']:,} {noun}{each} need {needed}, and {may}. "
-            f"The largest that fits is --batch-size {largest['batch']}."
+            f"The largest that fits is --batch-size {largest['batch']}.{_of_shorter(document)}"
         )
+
+
+def _of_shorter(document: Mapping[str, Any]) -> str:
+    """Of text that is not what a run takes at the most."""
+    facts = document["facts"]
+    if "row_pages" not in facts:
+        return ""
+    return (
+        f" A full row has all {facts['context']:,} tokens of its context, in {facts['row_pages']:,} pages: give a "
+        "shorter --context to count shorter ones, of which more fit."
+    )
 
 
 def _smaller(document: Mapping[str, Any]) -> str:
@@ -107,4 +118,4 @@ def _smaller(document: Mapping[str, Any]) -> str:
 
 def rows_of(document: Mapping[str, Any]) -> str:
     """What a batch counts."""
-    return "slots" if document["kind"] == "text" else "rows"
+    return "full rows" if document["kind"] == "text" else "rows"

@@ -83,6 +83,9 @@ class RowsSubject:
     def _held(self, rows: int) -> int:
         return self._allocations.resident_bytes(rows, self._building)
 
+    def pages(self, free: int) -> None:
+        """Rows keep nothing."""
+
     def run(self, batch: int) -> float:
         return at_once([partial(seconds_of, self._opened(batch), self._block(batch)) for _ in range(self._copies)])
 

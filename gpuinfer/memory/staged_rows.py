@@ -105,6 +105,9 @@ class StagedRows:
     def _alone(self) -> bool:
         return bool(self._options["parallel"] == "layers")
 
+    def pages(self, free: int) -> None:
+        """Rows keep nothing."""
+
     def run(self, batch: int) -> float:
         opened = open_staged(self._spec, self._setup, self._tuning())
         try:

@@ -1,4 +1,6 @@
-"""A model of text in stages, tried at numbers of slots. Each stage has its layers' share of the cache."""
+"""A model of text in stages, tried at numbers of rows that fill their context. Each stage has its layers' share of the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,31 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.memory.examining import HEAVY
 from gpuinfer.memory.parts import Parts
-from gpuinfer.memory.text import MOST, answered, cache_bytes, lengths_of, tuning_of, usual_slots, warm_up
+from gpuinfer.memory.text import (
+    MOST,
+    answered,
+    cache_bytes,
+    facts_of_pages,
+    lengths_of,
+    pages_of,
+    tuning_of,
+    usual_slots,
+    warm_up,
+)
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.models.stages.pipeline import ROOM
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.estimate import empty_weights, slot_bytes, weight_bytes, working
-from gpuinfer.text.decoder import own_lanes
+from gpuinfer.text.checkpoint.estimate import (
+    empty_weights,
+    most_copied,
+    page_bytes,
+    refuse_short,
+    row_pages,
+    weight_bytes,
+    working,
+)
+from gpuinfer.text.decoder import own_kernels
+from gpuinfer.text.decoder.sizing import estimate
 from gpuinfer.text.generator import Tuning
 from gpuinfer.text.generator.setup import asked, checked_context
 from gpuinfer.text.stages.open_staged import Cut, Making, cut_by, cut_by_time, cutter_of, layer_bytes, places_for
@@ -40,7 +61,7 @@ class StagedText:
         loaded: bool,
     ) -> None:
         """`loaded`: the weights may be read. Raises `UsageError` for a model that is not there, for a context that is
-        longer than its own, and for stages that its layers do not allow.
+        longer than its own, for pages that do not hold it, and for stages that its layers do not allow.
         """
         self._spec, self._setup, self._loaded = spec, setup, loaded
         self._checkpoint = open_checkpoint(spec)
@@ -51,6 +72,7 @@ class StagedText:
         self._places = places_for(self._checkpoint, setup, self._given)
         self.places: Sequence[str] = [str(place) for place in self._places]
         self.length = checked_context(self._shape, context or tuning.context)
+        refuse_short(tuning.pages, self.length)
         self.most, self.first, self.usual = MOST, 1, tuning.slots or usual_slots(devices[0])
         self._cutter = cutter_of(self._given, self._places)
         self._cut: Cut | None = None
@@ -96,34 +118,51 @@ class StagedText:
         """At micro-batches of so many tokens, of which the largest step has so many; some of them, as vectors, lie
         between this stage and the next.
         """
-        shape, lanes = self._known.portions[number].shape, self._lanes(number)
-        cache = cache_bytes(shape, batch, self.length, self._dtype, lanes)
-        step = working(shape, tokens, batch, self.length, self._dtype, lanes)
+        shape, own = self._known.portions[number].shape, self._own(number)
+        cache = cache_bytes(shape, batch, self.length, self._dtype, own)
+        copied = most_copied(self._places[number])
+        step = working(shape, tokens, batch, self.length, self._dtype, own, copied)
         last = number == len(self.places) - 1
         waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT
         return Parts(0, self._weights[number], cache, step.activations, step.copies + waiting)
 
-    def _lanes(self, number: int) -> int:
-        known = self._known
-        return own_lanes(
-            known.portions[number].shape, self._dtype, self._places[number], known.threads[number], compile=False
+    def _own(self, number: int) -> bool:
+        return own_kernels(self._known.portions[number].shape, self._dtype, self._places[number], compile=False)
+
+    def pages(self, free: int) -> Mapping[str, int] | None:
+        given, place = self._given, self._places[0]
+        if place.type != "cpu":  # each device has stages of its own, and the fullest decides
+            return None
+        return pages_of(
+            lambda: estimate(
+                self._shape,
+                self._dtype,
+                place,
+                free - sum(self._weights),
+                slots=given.slots,
+                pages=given.pages,
+                length=self.length,
+                step_tokens=self._step_tokens,
+                own=own_kernels(self._shape, self._dtype, place, compile=False),
+            )
         )
 
     def run(self, batch: int) -> float:
-        tuning = replace(self._given, slots=batch, context=self.length, step_tokens=self._step_tokens)
+        pages = batch * row_pages(self.length)
+        tuning = replace(self._given, slots=batch, pages=pages, context=self.length, step_tokens=self._step_tokens)
         lengths = lengths_of(self._shape, batch, self.length, self._step_tokens)
         return answered(self._spec, self._setup, tuning, lengths)
 
     def facts(self) -> Mapping[str, Any]:
         each = (
-            slot_bytes(portion.shape, self.length, self._dtype, self._lanes(number))
+            page_bytes(portion.shape, self._dtype, self._own(number))
             for number, portion in enumerate(self._known.portions)
         )
         return {
             "family": self._shape.family,
             "context": self.length,
             "step_tokens": self._step_tokens,
-            "slot_bytes": sum(each),
+            **facts_of_pages(sum(each), self.length),
             "parallel": self._given.parallel,
             "stages": len(self.places),
             "split": self._split_by,

@@ -34,6 +34,10 @@ class Staged(Protocol):
         """What a batch of so many should take in each stage, without the process."""
         ...
 
+    def pages(self, free: int) -> Mapping[str, int] | None:
+        """As `parts.Subject.pages`."""
+        ...
+
     def run(self, batch: int) -> float:
         """As `parts.Subject.run`: with as many batches in flight as a run has."""
         ...
@@ -51,6 +55,7 @@ class StagesHere:
         self.process = 0
         self.first, self.most, self.usual, self.timed = model.first, model.most, model.usual, model.timed
         self.warm_up, self.describe, self.run, self.facts = model.warm_up, model.describe, model.run, model.facts
+        self.pages = model.pages
 
     def parts(self, batch: int) -> Parts:
         return replace(added(one.parts for one in self.stages(batch)), process=self.process)

@@ -1,9 +1,9 @@
-"""A model of text, tried at numbers of slots."""
+"""A model of text, tried at numbers of rows that fill their context."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -16,13 +16,22 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.memory.parts import Parts, StageParts, Stopwatch, at_once
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.estimate import slot_bytes, weight_bytes, working
-from gpuinfer.text.decoder import own_lanes
-from gpuinfer.text.decoder.sizing import CPU_SLOTS, CUDA_SLOTS
+from gpuinfer.text.checkpoint.estimate import (
+    SPARE_PAGES,
+    most_copied,
+    page_bytes,
+    refuse_short,
+    row_pages,
+    weight_bytes,
+    working,
+)
+from gpuinfer.text.decoder import own_kernels
+from gpuinfer.text.decoder.sizing import CPU_SLOTS, CUDA_SLOTS, Sizing, estimate
 from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.setup import asked, checked_context
 from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import PAGE
 
 MOST = 65_536  # slots, as the backend has it
 WARM_UP, MASKED_WARM_UP = "tiny", "tiny-llada"
@@ -44,7 +53,9 @@ class TextSubject:
         copies: int,
         context: int | None,
     ) -> None:
-        """Raises `UsageError` for a model that is not there, and a context that is longer than its own."""
+        """Raises `UsageError` for a model that is not there, a context that is longer than its own, and pages that do
+        not hold it.
+        """
         self._spec, self._setup, self._device, self._copies = spec, setup, device, copies
         self._checkpoint = open_checkpoint(spec)
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
@@ -52,7 +63,8 @@ class TextSubject:
         if not self._shape.layers:
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
         self.length = checked_context(self._shape, context or self._tuning.context)
-        self._lanes = own_lanes(self._shape, self._dtype, device, self._tuning.threads or 1, self._tuning.compile)
+        refuse_short(self._tuning.pages, self.length)
+        self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
         self.most, self.first = MOST, 1
         self.usual = self._tuning.slots or usual_slots(device)
         self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
@@ -64,16 +76,32 @@ class TextSubject:
         """There is nothing that the checkpoint does not say."""
 
     def parts(self, batch: int) -> Parts:
-        cache = cache_bytes(self._shape, batch, self.length, self._dtype, self._lanes)
+        cache = cache_bytes(self._shape, batch, self.length, self._dtype, self._own)
         rows = max(batch, self._tuning.step_tokens or 1)
-        step = working(self._shape, rows, batch, self.length, self._dtype, self._lanes)
+        step = working(self._shape, rows, batch, self.length, self._dtype, self._own, most_copied(self._device))
         return Parts(self.process, self._weights, cache, step.activations, step.copies)
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         return ()
 
+    def pages(self, free: int) -> Mapping[str, int] | None:
+        left, tuning = free // self._copies - self._weights, self._tuning
+        return pages_of(
+            lambda: estimate(
+                self._shape,
+                self._dtype,
+                self._device,
+                left,
+                slots=tuning.slots,
+                pages=tuning.pages,
+                length=self.length,
+                step_tokens=tuning.step_tokens or 1,
+                own=self._own,
+            )
+        )
+
     def run(self, batch: int) -> float:
-        tuning = replace(self._tuning, slots=batch, context=self.length)
+        tuning = replace(self._tuning, slots=batch, pages=batch * row_pages(self.length), context=self.length)
         lengths = lengths_of(self._shape, batch, self.length, self._tuning.step_tokens or 1)
         return answered(self._spec, self._setup, tuning, lengths, self._copies)
 
@@ -82,7 +110,7 @@ class TextSubject:
             "family": self._shape.family,
             "context": self.length,
             "step_tokens": self._tuning.step_tokens,
-            "slot_bytes": slot_bytes(self._shape, self.length, self._dtype, self._lanes),
+            **facts_of_pages(page_bytes(self._shape, self._dtype, self._own), self.length),
         }
 
 
@@ -91,10 +119,24 @@ def tuning_of(options: Mapping[str, Any]) -> Tuning:
     return Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
 
 
-def cache_bytes(shape: Shape, slots: int, length: int, dtype: torch.dtype, lanes: int) -> int:
-    """Of the keys and values of so many slots, as these layers keep them."""
-    spare = 0 if lanes else 1  # a slot that is nobody's (`torch_cache.py`)
-    return (slots + spare) * slot_bytes(shape, length, dtype, lanes)
+def cache_bytes(shape: Shape, rows: int, length: int, dtype: torch.dtype, own: bool) -> int:
+    """Of the keys and values of so many full rows, as these layers keep them."""
+    return (rows * row_pages(length) + (0 if own else SPARE_PAGES)) * page_bytes(shape, dtype, own)
+
+
+def facts_of_pages(size: int, length: int) -> Mapping[str, int]:
+    """Of pages of so many bytes: their tokens, and what a row of `length` tokens takes."""
+    pages = row_pages(length)
+    return {"page_tokens": PAGE, "page_bytes": size, "row_pages": pages, "row_bytes": pages * size}
+
+
+def pages_of(find: Callable[[], Sizing]) -> Mapping[str, int] | None:
+    """The rows at once and the pages that a run has by itself; None where there is no room for those of one row."""
+    try:
+        sizing = find()
+    except UsageError:
+        return None
+    return {"slots": sizing.slots, "pages": sizing.pages, "cache_bytes": sizing.cache_bytes}
 
 
 def usual_slots(device: torch.device) -> int:
@@ -106,17 +148,17 @@ def warm_up(shape: Shape, setup: Setup, tuning: Tuning, copies: int = 1) -> None
     """A small model like this one answers a prompt."""
     spec = ModelSpec(WARM_UP if shape.masking is None else MASKED_WARM_UP, kind="text")
     context = checked_context(open_checkpoint(spec).shape, None)
-    answered(spec, setup, replace(tuning, slots=2, context=min(context, 64)), [8, 1], copies)
+    answered(spec, setup, replace(tuning, slots=2, pages=4, context=min(context, 64)), [8, 1], copies)
 
 
-def lengths_of(shape: Shape, slots: int, length: int, step_tokens: int) -> list[int]:
+def lengths_of(shape: Shape, rows: int, length: int, step_tokens: int) -> list[int]:
     """Of prompts that take as much memory as there may be: a chunk as long as a step takes, beside rows of one token;
     of a diffusion model whole canvases, as many as a step takes.
     """
     longest = max(1, length - NEW_TOKENS)
     if shape.masking is None:
-        return [min(longest, step_tokens), *[1] * (slots - 1)]
-    return [longest] * min(slots, step_tokens // length + 1)
+        return [min(longest, step_tokens), *[1] * (rows - 1)]
+    return [longest] * min(rows, step_tokens // length + 1)
 
 
 def answered(spec: ModelSpec, setup: Setup, tuning: Tuning, lengths: Sequence[int], copies: int = 1) -> float:
@@ -131,7 +173,7 @@ def answered(spec: ModelSpec, setup: Setup, tuning: Tuning, lengths: Sequence[in
 
 
 def _answer(generator: Any, lengths: Sequence[int]) -> float:
-    generator.decoder.empty()  # which takes every page of the cache
+    generator.decoder.empty()  # which has every page of the cache resident
     watch = Stopwatch()
     sampling = Sampling(max_tokens=min(NEW_TOKENS, generator.decoder.length - 1), top_p=0.9, ignore_eos=True)
     prompts = [Prompt(tokens=(0,) * length, sampling=sampling) for length in lengths]

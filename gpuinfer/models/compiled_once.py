@@ -88,7 +88,7 @@ def compiled_once(function: Any, folder: Path) -> Any:
         return found
 
     def compile_and_give(*signature: Any) -> Any:
-        with global_compiler_lock:
+        with compiling.booked(), global_compiler_lock:
             try:
                 return compile_it(*signature)
             finally:

@@ -22,6 +22,7 @@ import numpy as np
 import platformdirs
 from numba.core.caching import UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
@@ -51,6 +52,15 @@ def cache_folder(parts: Iterable[bytes]) -> Path:
             if make_ours(folder):
                 return folder
     raise UsageError("no folder for compiled kernels can be written. Set XDG_CACHE_HOME to one that can.")
+
+
+def load_compiler() -> None:
+    """What Numba needs once before it loads the first kernel. It takes part of a second, which another thread can
+    spend while this one waits for a disk.
+    """
+    with global_compiler_lock:
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
 
 
 def take_carried(folder: Path) -> None:

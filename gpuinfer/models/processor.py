@@ -46,6 +46,11 @@ def has_bfloat16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None 
     return bool(BFLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_BFLOAT16, environment)
 
 
+def excludes_bfloat16() -> bool:
+    """Whether a library has been set to compute as a processor without products of bfloat16 would."""
+    return _emulated(WITHOUT_BFLOAT16, None)
+
+
 def has_float16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
     """Whether products of float16 are one instruction here; no where the system does not tell."""
     return bool(FLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_FLOAT16, environment)

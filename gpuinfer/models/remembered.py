@@ -17,13 +17,14 @@ from typing import Any
 
 import platformdirs
 
-from gpuinfer.api import ModelSpec, Roofline
+from gpuinfer.api import ModelSpec, Roofline, TextRoofline
 from gpuinfer.host import files
 from gpuinfer.models import processor
 
 KEPT_S = 7 * 24 * 3600.0  # then it is looked for again: kernels and microcode change unseen
 AHEAD_S = 60.0  # by which the clock of a file system may be ahead of ours
 MOST_BYTES = 4096
+RATES = ("flops_per_s", "prompt_flops_per_s", "bytes_per_s", "own_flops_per_s")  # of `TextRoofline`
 FAR = 1.5  # a rate that is higher or lower by this factor is not of the same machine, or not of the same model
 
 
@@ -69,17 +70,25 @@ def place_of(spec: ModelSpec, *, dtype: str, compute: str, cores: int, determini
 
 def recall(place: Path | None) -> Found | None:
     """What is kept there; None where that is nothing, too old, or not as `remember` writes it."""
+    return _read(_kept(place))
+
+
+def _kept(place: Path | None) -> Any:
     try:
         if place is None or not -AHEAD_S <= time.time() - place.stat().st_mtime <= KEPT_S:
             return None
         with place.open("rb") as file:
-            return _read(json.loads(file.read(MOST_BYTES)))
+            return json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def remember(place: Path | None, found: Found) -> None:
     """Keep it there, and nothing else that is too old. What cannot be kept is looked for again by the next run."""
+    _keep(place, asdict(found))
+
+
+def _keep(place: Path | None, told: Mapping[str, Any]) -> None:
     if place is None:
         return
     with contextlib.suppress(OSError):
@@ -87,7 +96,26 @@ def remember(place: Path | None, found: Found) -> None:
             if time.time() - other.stat().st_mtime > KEPT_S:
                 other.unlink()
     with contextlib.suppress(OSError):
-        files.write_whole(place, json.dumps(asdict(found)).encode())
+        files.write_whole(place, json.dumps(told).encode())
+
+
+def recall_text(place: Path | None) -> TextRoofline | None:
+    """The same of a model of text: what an earlier run has measured, marked so."""
+    told = _kept(place)
+    if not isinstance(told, Mapping):
+        return None
+    rates = {name: told.get(name) for name in RATES}
+    sizes = {name: told.get(name) for name in ("at_rows", "at_tokens")}
+    if not all(isinstance(rate, float) and 0 < rate < float("inf") for rate in rates.values()):
+        return None
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        return None
+    return TextRoofline(**rates, **sizes, remembered=True)  # type: ignore[arg-type]
+
+
+def remember_text(place: Path | None, found: TextRoofline) -> None:
+    """Keep it there, as `remember` does."""
+    _keep(place, asdict(found))
 
 
 def _read(told: Any) -> Found | None:

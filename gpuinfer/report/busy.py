@@ -15,6 +15,7 @@ from gpuinfer.report.waits import more_rows
 UNEXPLAINED = 0.05  # of the lanes' time: above it the ledger is not to be trusted
 SATURATED = 0.90  # of the roofline
 FULL = 0.90  # of the cores
+UNUSED = 0.2  # of the cores: so much is idle in no run that is saturated
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 WORTH = 1.15  # what a larger batch must promise before its size is to blame
 BUSY = 0.80  # of the lanes' time: more cannot be had of lanes that take turns with those who ask
@@ -57,7 +58,26 @@ def forwards(case: Case) -> Verdict | None:
     if case.curve and best > run.rows_mean > 0 and case.faster(best) > WORTH:
         return cap_too_small(case, best) if limit == "cap" else more_rows(case, case.curve.enough())
     why = f"The forward lanes were busy {run.busy(run.forwards):.0%} of the time, {run.rows_mean:,.0f} rows a batch"
+    if (idle := _idle_cores(case, why)) is not None:
+        return idle
     return _saturated(run, why + (f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."))
+
+
+def _idle_cores(case: Case, why: str) -> Verdict | None:
+    """The forward lanes are busy, and too few, or of too few threads, for the cores that there are."""
+    run = case.run
+    if run.idle_cores <= UNUSED * run.cores or not any(lane.get("ran") for lane in run.answering):
+        return None
+    why += f", and {run.idle_cores:.1f} of {run.cores} cores were idle."
+    gain = Gain.up_to(_left(run, run.cores / max(run.cores - run.idle_cores, 1.0)))
+    lanes = max(len(run.forwards), 1)
+    if run.threads is not None and run.threads * lanes < run.cores:
+        why += f" A forward has {run.threads} thread{'' if run.threads == 1 else 's'}."
+        change = run.change("-B", run.cores // lanes, "threads")
+        return Verdict("idle cores", "forward", why, "Let forwards compute on all cores.", change, gain)
+    places = max(1, len({place(lane["name"]) for lane in run.forwards}))
+    change = run.change("-B", lanes // places + 1, "in_flight")
+    return Verdict("idle cores", "forward", why, "Compute more batches at once.", change, gain)
 
 
 def _transfer(case: Case, moving: float, computing: float) -> Verdict:

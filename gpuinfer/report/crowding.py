@@ -30,6 +30,7 @@ YIELDS = (
     "client-bound",
     "too few rows outstanding",  # of games that are all in flight, say
     "host-bound",
+    "below the roofline",
     "inconclusive",
 )
 """Classes that neighbours alone can make, where no change of ours would mend them."""
@@ -109,7 +110,8 @@ def neighbours(run: Evidence) -> float | None:
 
 
 def _let_alone(run: Evidence, why: str, high: float) -> Verdict:
-    advice = "Let it run alone, or with fewer threads and workers than there are cores left."
+    ours = "threads and workers" if run.work else "threads"
+    advice = f"Let it run alone, or with fewer {ours} than there are cores left."
     most = min(high, 1 / run.efficiency if run.efficiency else high)
     return Verdict("oversubscribed CPUs", run.largest(), why, advice, None, Gain.up_to(most))
 

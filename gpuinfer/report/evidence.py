@@ -11,6 +11,7 @@ from gpuinfer.api import Roofline
 from gpuinfer.config.change import Change, Flag
 
 LEAST_LEFT = 0.1  # cores that a run has, whatever others take
+HERE = 0.3  # of the answering lanes' time, on a core: with less they wait for something else
 MOST_WAITED = 0.2  # of a lane's time: so much is taken for work, however long threads have waited
 
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
@@ -35,6 +36,7 @@ class Evidence:
     queue_wait_s: float = 0.0  # mean
     longest_wait_s: float = 0.0  # in the queue, of all but a few
     roofline: Roofline | None = None
+    text_roofline: Mapping[str, Any] = field(default_factory=dict)  # of a model of text: the report's `roofline`
     facts: Mapping[str, float] = field(default_factory=dict)  # what the workload says of itself: `Progress.facts`
     total: int | None = None  # of the work that this run began with: `Progress.total` without what was done before
     cores: int = 1
@@ -42,6 +44,7 @@ class Evidence:
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
     others_cores: float | None = None  # cores that other programs had, on average; None: not known
     stolen_cores: float | None = None  # that the machine below this one gave to others, on average; None: not known
+    unused_cores: float | None = None  # that nobody wanted, on average; None: not known
     staged: Mapping[str, Any] = field(default_factory=dict)  # of a model in stages: `report.stages.of_stages`
     on_cpu: bool = True
     dtype: str = "float32"
@@ -116,6 +119,29 @@ class Evidence:
     def cores_left(self) -> float:
         """Cores that others left to this run, on average: those that it had, at least."""
         return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores), LEAST_LEFT)
+
+    @property
+    def idle_cores(self) -> float:
+        """Cores, on average, that computed nothing while nobody else had them: no thread wanted them, or one of ours
+        waited there, actively, for the other threads of a step. 0 where it is not known, or the model is elsewhere.
+        """
+        if not self.on_cpu or not (self.cpu_s or self.unused_cores is not None) or not self.computes_here:
+            return 0.0
+        unused = self.unused_cores
+        if unused is None:
+            unused = max(0.0, self.cores - self.cores_busy - (self.others or 0.0))
+        waited, computed = (self.steps.get(f"threads_{what}_s", 0.0) / self.wall_s for what in ("waited", "busy"))
+        return min(unused + min(waited, max(0.0, self.cores_busy - computed)), float(self.cores))
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether the lanes that answer run on cores of this machine while they are busy, and do not wait for another
+        process or device; so it is taken where nobody tells.
+        """
+        if not any("ran" in lane for lane in self.answering):
+            return True
+        ran = math.fsum(seconds for lane in self.answering for seconds in lane.get("ran", {}).values())
+        return ran >= HERE * busy_s(self.answering) / self.stretched
 
     @property
     def waited(self) -> float:

@@ -111,13 +111,19 @@ def _reference(run: Evidence) -> tuple[str, Change | None]:
     inline = run.options.get("--", {}).get("reference") == "inline"
     if inline:
         return "Let the pass go beside play.", run.change("--", "deferred", "reference")
-    return "A smaller --ref-model, or fewer tokens a game.", None
+    smaller = "A smaller --ref-model, or fewer" if run.options.get("--", {}).get("ref_model") else "Fewer"
+    return f"{smaller} tokens a game.", None
 
 
 def _concurrency(run: Evidence) -> tuple[str, Change | None]:
     change = _more_groups(run)
     many = f"Play {change.value} groups at once: so many fill the slots." if change else "Play more groups at once."
     return many, change
+
+
+def _another_engine(run: Evidence) -> str:
+    replicas = run.options.get("-B", {}).get("replicas")
+    return f"More replicas than {replicas}" if replicas else "Another engine (--backend fleet -B replicas=2)"
 
 
 CURES: Mapping[str, Callable[[Evidence], tuple[str, Change | None]]] = {
@@ -128,7 +134,7 @@ CURES: Mapping[str, Callable[[Evidence], tuple[str, Change | None]]] = {
     "cold start": lambda run: ("Nothing needs mending: it is paid once, and by a longer run the less.", None),
     "constraint": lambda run: ("Lists of what is legal cost least, patterns and grammars more.", None),
     "engine saturated": lambda run: (
-        "Another engine (--backend fleet -B replicas=2), a smaller model, or fewer tokens a game.",
+        f"{_another_engine(run)}, a smaller model, or fewer tokens a game.",
         None,
     ),
     "environment slow": lambda run: ("Make its calls quicker, or play more groups at once.", _more_groups(run)),

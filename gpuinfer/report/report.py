@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from importlib import metadata, resources
 from typing import Any
 
-from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.api import Progress, Reason, Roofline, Setup, TextRoofline
 from gpuinfer.config.change import Flag
 from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import learning, models, sharing, strength, training
+from gpuinfer.report import learning, models, sharing, strength, text_roofline, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.report.stages import of_stages
@@ -43,6 +43,7 @@ class Run:
     progress: Progress
     counts_before: Mapping[str, float] = field(default_factory=dict)  # when the clock started
     roofline: Roofline | None = None
+    text_roofline: TextRoofline | None = None  # of a model of text
     cores: CoreTime | None = None  # while the clock ran; None: not known
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = "gpuinfer"
@@ -79,6 +80,7 @@ def build(run: Run) -> dict[str, Any]:
         "throughput": throughput(run),
         "batches": batches(snapshot),
         "unmasking": unmasking(snapshot),
+        "pages": pages(snapshot),
         "stages": of_stages(snapshot, run.wall_s),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
@@ -197,6 +199,13 @@ def unmasking(snapshot: Snapshot) -> dict[str, float] | None:
     return found.plain() if found else None
 
 
+def pages(snapshot: Snapshot) -> dict[str, float] | None:
+    """What it came to that pages of the cache ran short; None where nothing has them."""
+    steps = snapshot.device.get("steps") or {}
+    counts = ("waited_rows", "preempted_rows", "recomputed_tokens")
+    return {name: steps.get(name, 0) for name in counts} if "preempted_rows" in steps else None
+
+
 def slots_of_a_lane(snapshot: Snapshot) -> float:
     """The most rows of one forward step: each replica has a lane, and slots of its own."""
     return snapshot.slots / max(1, sum(is_forward(lane["name"]) for lane in snapshot.lanes))
@@ -264,6 +273,11 @@ def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dic
 
 
 def against_roofline(run: Run) -> dict[str, Any] | None:
+    """Rows of the bare model; of a model of text the least time of its steps."""
+    if run.text_roofline is not None:
+        device = run.snapshot.device
+        drawn = (device.get("tokens") or {}).get("output", 0.0)
+        return text_roofline.against(device.get("steps") or {}, run.text_roofline, run.wall_s, drawn)
     if run.roofline is None:
         return None
     return {
@@ -328,6 +342,7 @@ def evidence(run: Run) -> Evidence:
         queue_wait_s=summarise(snapshot.queue_wait).get("mean", 0.0),
         longest_wait_s=summarise(snapshot.queue_wait).get("p95", 0.0),
         roofline=run.roofline,
+        text_roofline=(against_roofline(run) or {}) if run.text_roofline is not None else {},
         facts=run.progress.facts,
         total=None if run.progress.total is None else run.progress.total - run.progress.before,
         cores=machine.cores(),
@@ -335,6 +350,7 @@ def evidence(run: Run) -> Evidence:
         cpu_wait_s=snapshot.cpu_wait_s,
         others_cores=_on_average(run, "others_s"),
         stolen_cores=_on_average(run, "stolen_s"),
+        unused_cores=_on_average(run, "idle_s"),
         staged=of_stages(snapshot, run.wall_s) or {},
         on_cpu=on_cpu,
         dtype=run.setup.dtype,

@@ -78,7 +78,8 @@ def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, Change | Non
     if decoder in SCHEDULED:
         steps = _in_force(run, "steps")
         in_force = f"and the schedule has {steps:,} steps" if steps else "and the schedule has a step for each token"
-        advice = "Commit every token that the model is sure of, in as few steps as that takes; or give fewer --steps."
+        advice = "Commit every token that the model is sure of, in as few steps as that takes"
+        advice += "; or give fewer --steps." if "steps" in run.options.get("--", {}) else "."
         return in_force, advice, run.change("--", "threshold", "decoder")
     threshold, usual = _in_force(run, "threshold"), CONFIDENT.get(decoder)
     if usual is None or threshold is None or threshold <= usual:

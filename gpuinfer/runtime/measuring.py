@@ -7,9 +7,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from gpuinfer.api import Backend, ModelSpec, Roofline
-from gpuinfer.errors import BackendError, WorkError
+from gpuinfer.api import Backend, ModelSpec, Roofline, TextRoofline
+from gpuinfer.errors import BackendError, GpuinferError, WorkError
 from gpuinfer.host import machine
 from gpuinfer.models import remembered
 from gpuinfer.models.roofline import Measurer
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 BEFORE_S = 6.0  # at most, the search for the best arrangement included
 KNOWN_S = 1.0  # where an earlier run has found that
+LEAST_TEXT_S, MOST_TEXT_S = 0.4, 2.0  # for a model of text, measured after the run alone
+LONGEST_TEXT_S = 60.0  # for a model whose steps take long: a few of them
 AFTER_SHARE = 0.1  # of the run's time, for measuring after it
 LEAST_AFTER_S, AFTER_S = 0.5, 1.5
 LONGER = 8 / 3  # times that, when the run has done more than both
@@ -30,9 +33,42 @@ Again = Callable[[float], Roofline | None]
 
 
 def has_roofline(backend: Backend) -> bool:
-    """Whether the bare model can be measured: there is no roofline yet for models of text."""
+    """Whether a process of its own can measure the bare model: one of text is measured where it lies."""
     spec = backend.setup.model
     return spec is not None and spec.kind == "rows"
+
+
+def is_text(backend: Backend) -> bool:
+    """Whether the backend serves a model of text, whose roofline it measures itself."""
+    spec = backend.setup.model
+    return spec is not None and spec.kind == "text"
+
+
+def place_of(backend: Backend, cores: int) -> Path | None:
+    """Where what is found out about a backend's model is remembered; None where that cannot be told or kept."""
+    setup = backend.setup
+    if setup.model is None or machine.wants_cuda(setup.devices):  # which of several CUDA devices only torch knows
+        return None
+    return remembered.place_of(
+        setup.model, dtype=setup.dtype, compute=backend.compute, cores=cores, deterministic=setup.deterministic
+    )
+
+
+async def text_roofline(backend: Backend, rows: int, wall_s: float) -> TextRoofline | None:
+    """The model of text of a run that lasted `wall_s` measured where it lies, once the run is over, in steps of so many
+    rows, and remembered. None where that cannot be had, or would take long beside the run.
+    """
+    seconds = min(MOST_TEXT_S, AFTER_SHARE * wall_s)
+    if seconds < LEAST_TEXT_S or rows < 1:
+        return None
+    try:
+        found = await asyncio.wait_for(backend.measure(rows, seconds), LONGEST_TEXT_S)
+    except (GpuinferError, TimeoutError) as error:
+        log.debug("the roofline could not be measured: %s", error)
+        return None
+    if found is not None:
+        await asyncio.to_thread(remembered.remember_text, place_of(backend, machine.cores()), found)
+    return found
 
 
 class BareModel:
@@ -53,14 +89,7 @@ class BareModel:
             deterministic=setup.deterministic,
             compute=compute,
         )
-        # Which of several CUDA devices it would be is not known without asking torch.
-        self._place = (
-            None
-            if machine.wants_cuda(setup.devices)
-            else remembered.place_of(
-                spec, dtype=setup.dtype, compute=compute, cores=cores, deterministic=setup.deterministic
-            )
-        )
+        self._place = place_of(backend, cores)
         self.known = remembered.recall(self._place)
         """Where an earlier run found it to be at its best."""
         with contextlib.suppress(BackendError):  # which is said when it is needed

@@ -16,12 +16,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gpuinfer import errors
-from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, Workload
+from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, TextRoofline, Workload
 from gpuinfer.config import blame
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
-from gpuinfer.host import compiling, loop, neighbours, signals
+from gpuinfer.host import compiling, loop, machine, neighbours, signals
 from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.models import remembered
 from gpuinfer.report import report, sharing
 from gpuinfer.runtime import measuring
 from gpuinfer.runtime.session import Session
@@ -62,6 +63,7 @@ class Update:
     phase: str  # for people: "measuring the roofline", "running", "stopping", or the workload's own note
     roofline: Roofline | None
     cores: Mapping[str, Any] | None = None  # whose they were, as in the report; None while the run prepares
+    text_roofline: TextRoofline | None = None  # of a model of text, as an earlier run has measured it
 
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
@@ -166,6 +168,8 @@ class _Execution:
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.roofline: Roofline | None = None  # once it is measured in this run, or given
         self._bare: measuring.BareModel | None = None
+        self.text_roofline: TextRoofline | None = None  # of an earlier run, until it is measured after this one
+        self._measures_text = False
         self._clock_from: float | None = None  # None while the run prepares
         self._clock_to: float | None = None
         self._final: Snapshot | None = None  # once the clock has stopped
@@ -209,6 +213,10 @@ class _Execution:
         """
         if isinstance(wanted, Roofline):
             self.roofline = self.session.roofline = wanted
+        elif wanted and measuring.is_text(self.backend):
+            self._measures_text = True
+            place = measuring.place_of(self.backend, machine.cores())
+            self.text_roofline = await asyncio.to_thread(remembered.recall_text, place)
         elif wanted and measuring.has_roofline(self.backend):
             self._bare = measuring.BareModel(self.backend)
             if self.workload.prepares and self._bare.known is not None and self._bare.fits_beside:
@@ -234,6 +242,8 @@ class _Execution:
         """Hold the run against its roofline, and measure that again if it was measured, unless the user has stopped the
         run.
         """
+        if self._measures_text and not self.session.stopping.is_set():
+            await self._measure_text()
         before, bare = self.roofline, self._bare
         if before is None or self.wall_s() <= 0:
             return
@@ -254,6 +264,23 @@ class _Execution:
         task = asyncio.create_task(asyncio.to_thread(reconciled))
         await self._watch(task, lambda: False)
         self.roofline = self.session.roofline = task.result()
+
+    async def _measure_text(self) -> None:
+        """The model of text, now that nothing of it is under way. Of answers that are on a screen already nobody waits
+        for the report.
+        """
+        sizes = self.snapshot().batch_s
+        steps_s = math.fsum(seconds for _, seconds in sizes.values())
+        if self.workload.shows_answers or not steps_s:
+            return
+        rows = round(math.fsum(rows * seconds for rows, (_, seconds) in sizes.items()) / steps_s)
+        self.phase = MEASURING
+        task = asyncio.create_task(measuring.text_roofline(self.backend, rows, self.wall_s()))
+        await self._watch(task, self.session.stopping.is_set)
+        if task.done():
+            self.text_roofline = task.result() or self.text_roofline
+        else:
+            task.cancel()
 
     async def work(self) -> None:
         """Follow the workload to its end, or to ours."""
@@ -415,7 +442,9 @@ class _Execution:
                 log.warning("%s", notice)
         elapsed_s, setup_s = self.wall_s(), self.setup_s()
         cores = sharing.cores(snapshot, *self._used()) if elapsed_s else None
-        return Update(self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores)
+        return Update(
+            self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores, text_roofline=self.text_roofline
+        )
 
     def _used(self) -> tuple[float, CoreTime | None]:
         """For how long somebody has had the cores, and who: as of a little ago, since asking takes its time."""
@@ -443,6 +472,7 @@ class _Execution:
                 progress=self.progress,
                 counts_before=self._counts_before,
                 roofline=self.roofline,
+                text_roofline=self.text_roofline,
                 cores=self.cores(),
                 max_failures=self._max_failures,
                 settings=settings,

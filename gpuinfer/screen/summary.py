@@ -179,6 +179,9 @@ def _class(found: Mapping[str, Any]) -> str:
 def _roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
     if not roofline:
         return
+    if "least_s" in roofline:
+        yield from _text_roofline(roofline)
+        return
     best = f"{number(roofline['rows_per_s'])} rows/s at {whole(roofline['at_rows'])} rows, {roofline['arrangement']}"
     efficiency = roofline.get("efficiency")
     if roofline.get("raised"):
@@ -188,6 +191,19 @@ def _roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
         return
     yield PanelRow(
         "roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong"
+    )
+
+
+def _text_roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
+    """Of a model of text: how much of what the machine can do with it, and what limits that."""
+    what = "memory bandwidth" if roofline["limited_by"] == "memory" else "products"
+    earlier = "; measured by an earlier run" if roofline["remembered"] else ""
+    rate = f"{number(roofline['tokens_per_s'])} tokens/s"
+    yield PanelRow(
+        "roofline",
+        f"{roofline['efficiency']:.0%} of what this machine can do with this model at {whole(roofline['at_rows'])} "
+        f"rows ({rate}); limited by {what}{earlier}",
+        "strong",
     )
 
 

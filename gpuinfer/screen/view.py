@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.host import compiling
+from gpuinfer.report import text_roofline
 from gpuinfer.report.report import doublings
 from gpuinfer.screen import rollouts, strength, training
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
@@ -199,6 +200,10 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
         share = rate / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
+    if update.text_roofline is not None:
+        steps = snapshot.device.get("steps") or {}
+        if found := text_roofline.against(steps, update.text_roofline, update.elapsed_s, 0.0):
+            parts.append(f"{found['efficiency']:.0%} of what this machine can do with this model")
     return parts
 
 

@@ -46,15 +46,13 @@ def computes_in_here(setup: Setup) -> str:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor does, and there is a library that has it do so: MKL, on processors of its own maker. On an
-    AMD it took 16 times as long as our own kernels for a row of bfloat16.
-    """
-    if not processor.has_bfloat16_in_mkl():
+    """Whether the processor does, in its matrix unit or its vectors, by products of ours."""
+    if not processor.has_bfloat16():
         return False  # known without importing torch
     import gpuinfer.text.passive  # noqa: F401  before torch
-    from gpuinfer.text.decoder import blas
+    from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
 
-    return blas.find() is not None
+    return kind_of_bfloat16() != "none"
 
 
 def notices(setup: Setup, compute: str) -> tuple[str, ...]:
@@ -74,9 +72,4 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
             "on this machine a text model in bfloat16 has its weights rounded to bfloat16 and is computed with in "
             "float32, which is faster here.",
         )
-    if widens(setup.dtype, deterministic=setup.deterministic):
-        return ()
-    return (
-        "in bfloat16 what shares a step with an answer may change it here, in its last bits; --deterministic computes "
-        "in float32, where nothing does.",
-    )
+    return ()

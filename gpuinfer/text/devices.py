@@ -299,11 +299,12 @@ def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _facts(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
-    """Of one model on several devices: slots and bytes add up."""
+    """Of one model on several devices: slots, pages and bytes add up."""
     added = {
         name: sum(part[name] for part in parts)
         for name in parts[0]
-        if (name == "slots" or name.endswith("_bytes")) and all(isinstance(part.get(name), int) for part in parts)
+        if (name in ("slots", "pages") or name.endswith("_bytes"))
+        and all(isinstance(part.get(name), int) for part in parts)
     }
     least = {name: min(part[name] for part in parts) for name in ("context",) if name in parts[0]}
     return {**parts[0], **added, **least, "device": ",".join(labels)}

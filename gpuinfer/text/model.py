@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer import unmasked
-from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, forward_lane, prompts_lane
+from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, TextRoofline, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 
@@ -28,8 +28,14 @@ FEW = 8  # prompts that are understood where they arrive, if they are short: ano
 SHORT = 4096  # characters of such a one: about a millisecond
 LONG = 100_000  # characters of one that others do not wait for
 COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
-OPTIONS = ("slots", "context", "step_tokens", "threads", "stages")  # facts that are the values of a backend's options
-TOLD = ("steps", "seconds", "prompt_tokens", "held_s", "echoing_s")  # of the counters, beside those of diffusion models
+# Facts that are the values of a backend's options.
+OPTIONS = ("slots", "pages", "context", "step_tokens", "threads", "stages")
+TOLD = (  # of the counters, those of diffusion models come besides
+    *("steps", "seconds", "prompt_tokens", "output_tokens", "held_s", "echoing_s", "faults", "first_touch_s"),
+    *("flops", "bytes", "attention_flops", "prefill_flops", "prefill_bytes"),
+    *("with_constraints", "with_lists", "with_stop", "with_logprobs", "with_penalties", "read_as_they_grow"),
+    *("waited_rows", "preempted_rows", "recomputed_tokens"),
+)
 STEPS = 64  # that are told at once, when no answer is due before
 TELL_S = 0.2  # or after so long: somebody may be looking on
 
@@ -95,14 +101,21 @@ class TextModel:
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
         steps = {name: counted[name] for name in (*TOLD, *unmasked.COUNTS) if name in counted}
+        usage = self._usage()
+        steps |= {f"threads_{name}": usage[name] for name in ("busy_s", "waited_s") if name in usage}
         told = {
-            "model": dict(self.facts),
+            "model": {**self.facts, **({"decoder_threads": usage["threads"]} if "threads" in usage else {})},
             "computes_in": self.facts.get("computes_in"),
             "tokens": drawn,
             "steps": steps,
             "in_force": {name: value for name, value in self.facts.items() if name in OPTIONS},
         }
         return {**self._gauge(), **told}
+
+    def _usage(self) -> Mapping[str, float]:
+        """What the decoder's threads did with their time, where it tells."""
+        usage = getattr(getattr(self._driver.generator, "decoder", None), "usage", None)
+        return {} if usage is None else usage()
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes, in parts where they are wanted. A prompt that cannot be served gets an error; one
@@ -171,6 +184,12 @@ class TextModel:
         """As `Backend.unload`."""
         async with self._updating:
             await asyncio.wrap_future(self._driver.unload_adapter(name))
+
+    async def measure(self, rows: int, seconds: float) -> TextRoofline | None:
+        """As `Backend.measure`; of a model in stages it is not known."""
+        if self.facts.get("stages"):
+            return None
+        return await asyncio.wrap_future(self._driver.measure(rows, seconds))
 
     async def close(self) -> None:
         """Stop after the step under way; what is unfinished fails."""
@@ -326,12 +345,14 @@ def _drive(
 ) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
     """The model at work, what reads its device, and what tells whom it waits for."""
     import gpuinfer.text.passive  # noqa: F401  before torch
-    from gpuinfer.models.device import Gauge
+    from gpuinfer.models.device import Gauge, resolve_dtype
+    from gpuinfer.text.cost import StepCost
     from gpuinfer.text.generator import Driver, open_generator
     from gpuinfer.text.stages.decoder import StagedDecoder
 
     generator = open_generator(spec, setup, options, lane)
-    driver, decoder = Driver(generator, place=place), generator.decoder
+    decoder = generator.decoder
+    driver = Driver(generator, place=place, cost=StepCost(decoder.shape, resolve_dtype(setup.dtype).itemsize))
     if isinstance(decoder, StagedDecoder):
         return driver, decoder.reading, decoder.waits_for
     return driver, Gauge(generator.device).read, lambda: ""

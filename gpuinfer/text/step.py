@@ -1,7 +1,8 @@
 """One forward step over tokens of many rows, and what a decoder promises about it.
 
-Each row has a slot of the cache. A step takes segments: a run of new tokens of one slot, prompt or answer alike, so
-that a long prompt goes through in chunks beside rows that are one token further.
+The keys and values of a row lie in pages of the cache, which the step names (Kwon et al. 2023, "PagedAttention"). A
+step takes segments: a run of new tokens of one row, prompt or answer alike, so that a long prompt goes through in
+chunks beside rows that are one token further.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PAGE = 32  # positions in a page of the cache, in every decoder
+
+
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """Embeddings that stand in the place of some tokens' own."""
@@ -30,12 +34,16 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to compute next. Segment i brings `lengths[i]` tokens of slot `slots[i]`, at positions `starts[i]` onwards;
-    the positions before are in the cache. No slot comes twice. Arrays are int32 and contiguous.
+    """What to compute next. Segment i brings `lengths[i]` tokens of one row, at positions `starts[i]` onwards; the
+    positions before are in the cache. No row comes twice. Arrays are int32 and contiguous.
+
+    Position p of segment i lies in page `pages[i, p // PAGE]`, at `p % PAGE`. Entries behind the last position that a
+    segment brings or sees are not looked at. Segments may have their first pages in common: if two of them have the
+    same page in the same column, all columns before are the same too. No page that a step writes into has two segments.
     """
 
     tokens: NDArray[np.int32]  # [all tokens], segment after segment
-    slots: NDArray[np.int32]  # [segments]
+    pages: NDArray[np.int32]  # [segments, columns] numbers of pages, 0 to before `Decoder.pages`
     starts: NDArray[np.int32]  # [segments]
     lengths: NDArray[np.int32]  # [segments], each 1 or more
     wanted: NDArray[np.int32]  # [outputs] indices into `tokens`, ascending: whose logits are asked for
@@ -43,18 +51,21 @@ class Step:
         None  # [segments] the number of each one's adapter, 0: none; None: none has any
     )
     sees: NDArray[np.int32] | None = None
-    """[all tokens] how many positions of its slot each token attends to, from 0 on: those of this step and those in the
+    """[all tokens] how many positions of its row each token attends to, from 0 on: those of this step and those in the
     cache. They may lie after its own, also beyond the segment: such are in the cache. What lies behind all that a step
-    sees of a slot is forgotten. None: each up to itself."""
+    sees of a row is forgotten. None: each up to itself."""
     vectors: Vectors | None = None
 
 
 class Decoder(Protocol):
-    """A transformer with its cache of slots. All calls but those of `pack` come from one thread."""
+    """A transformer with its cache: a pool of pages. Which row has which page is the caller's business. All calls but
+    those of `pack` come from one thread.
+    """
 
     shape: Shape
-    slots: int
-    length: int  # positions in a slot
+    slots: int  # rows that one step may have, at most
+    pages: int  # in the cache, of PAGE positions each
+    length: int  # positions of a row, at most
     device: Any  # torch.device
     computes_in: str  # the number format that rows have when they meet the weights, by name
 
@@ -67,8 +78,8 @@ class Decoder(Protocol):
         """
         ...
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give the target slots the first `length` positions of the source slot."""
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give each target page what the source page at the same place of the list holds. No target is a source."""
         ...
 
     def embedding(self) -> Tensor:
@@ -96,7 +107,7 @@ class Decoder(Protocol):
         ...
 
     def cache_bytes(self) -> int:
-        """What the cache takes, all slots."""
+        """What the cache takes, all pages."""
         ...
 
     def use(self, threads: int) -> None:

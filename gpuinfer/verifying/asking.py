@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.text.step import PAGE
 from gpuinfer.verifying.rig import Item, Rig
 from gpuinfer.verifying.witness import History, Sight, Witness
 
@@ -44,7 +45,8 @@ class Route:
     batch: int = 1
     alone: bool = False
     step_tokens: int | None = None  # None: whole prompts
-    order: NDArray[np.int32] | None = None  # of the slots
+    order: NDArray[np.int32] | None = None  # of the pages
+    pages: int | None = None  # None: all that there are
     decoder: Decoder | None = None  # None: the rig's
 
 
@@ -61,7 +63,7 @@ class Answers:
 
 def asked(rig: Rig, route: Route, watched: Collection[History] = ()) -> Answers:
     """Ask everything on the route. Raises `WorkError` when a prompt fails."""
-    witness = Witness(route.decoder or rig.decoder, route.order, watched)
+    witness = Witness(route.decoder or rig.decoder, route.order, watched, route.pages)
     answers = Answers(route, sights=witness.sights, rows=witness.rows)
     for asks in [[ask] for ask in route.asks] if route.alone else [route.asks]:
         generator = _generator(rig, witness, route.step_tokens or rig.longest + rig.largest_batch)
@@ -93,7 +95,7 @@ def redrawn(rig: Rig, sampling: Sampling, ask: Question, sample: int, position: 
 
 
 def _generator(rig: Rig, witness: Witness, step_tokens: int) -> Generator:
-    """A new one over the old decoder: it knows of nothing that the slots hold."""
+    """A new one over the old decoder: it knows of nothing that the pages hold."""
     from gpuinfer.text.generator import Generator
 
     return Generator(
@@ -175,14 +177,15 @@ def likeliest(rig: Rig) -> Way:
     some = min(SOME, rig.decoder.slots)
     draw = np.random.default_rng(rig.setup.seed)
     mixed = [items[i] for i in draw.permutation(len(items))]
-    places = np.arange(rig.decoder.slots, dtype=np.int32)[::-1]
+    places = np.arange(rig.decoder.pages, dtype=np.int32)[::-1]
     alone = Route("alone", asks(items) + asks(shared, first=len(items)), sampling, alone=True)
     return Way(
         alone,
         [
             *((f"{size} at once = alone", filled(rig, sampling, size)) for size in rig.options.batch_sizes),
             ("any order = alone", Route("another order", asks(mixed, items), sampling, some)),
-            ("any slot = alone", Route("other slots", asks(items), sampling, some, order=places)),
+            ("any page = alone", Route("other pages", asks(items), sampling, some, order=places)),
+            ("few pages = alone", Route("few pages", asks(items), sampling, some, pages=few_pages(rig))),
             ("in chunks = whole", Route("in chunks", asks(items), sampling, some, step_tokens=chunk(rig.longest))),
             ("shared beginning = own", Route("shared", lent(items, shared), sampling, some)),
         ],
@@ -236,6 +239,11 @@ def lent(items: list[Item], shared: list[Item]) -> list[Question]:
         if len(ask.item.tokens) >= SHARED:
             found.append(next(others))
     return found + found[::-1]
+
+
+def few_pages(rig: Rig) -> int:
+    """Hardly more than one row takes, so that others wait, or give theirs back and are computed again."""
+    return min(rig.decoder.pages, -(-rig.decoder.length // PAGE) + 1)
 
 
 def chunk(longest: int) -> int:

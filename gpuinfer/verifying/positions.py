@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.verifying.asking import Answers, Question
 from gpuinfer.verifying.judging import Difference, Divergence, Row
 from gpuinfer.verifying.rig import Rig, Tolerance
@@ -58,26 +58,27 @@ def sequences(rig: Rig, reference: Answers) -> Iterator[tuple[Question, Tokens]]
 
 
 def logits(decoder: Decoder, tokens: Tokens) -> Pieces:
-    """Those of every position, computed in slot 0."""
+    """Those of every position, computed in the first pages."""
     size, masking = piece(decoder.shape.vocabulary), decoder.shape.masking
+    pages = np.arange(-(-len(tokens) // PAGE), dtype=np.int32)[None]
     if masking is not None:
-        yield from _of_canvas(decoder, tokens, masking.block, size)
+        yield from _of_canvas(decoder, tokens, pages, masking.block, size)
         return
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
-        one = np.array([0, start, len(part)], np.int32)
-        step = Step(part, one[:1].copy(), one[1:2].copy(), one[2:].copy(), np.arange(len(part), dtype=np.int32))
+        begin, count = np.array([start], np.int32), np.array([len(part)], np.int32)
+        step = Step(part, pages, begin, count, np.arange(len(part), dtype=np.int32))
         yield decoder.forward(step).float().cpu().numpy().copy()
 
 
-def _of_canvas(decoder: Decoder, tokens: Tokens, block: int | None, size: int) -> Pieces:
+def _of_canvas(decoder: Decoder, tokens: Tokens, pages: Tokens, block: int | None, size: int) -> Pieces:
     """Where tokens see those after them all go through together, for each piece of the logits anew."""
     count, zero = len(tokens), np.zeros(1, np.int32)
     places = np.arange(count, dtype=np.int32)
     sees = np.full(count, count, np.int32) if block is None else np.minimum(count, (places // block + 1) * block)
     for start in range(0, count, size):
         wanted = places[start : start + size]
-        step = Step(tokens, zero, zero, np.array([count], np.int32), wanted, sees=sees.astype(np.int32))
+        step = Step(tokens, pages, zero, np.array([count], np.int32), wanted, sees=sees.astype(np.int32))
         yield decoder.forward(step).float().cpu().numpy().copy()
 
 
@@ -112,6 +113,6 @@ def _compared(
         why = (
             f"a tie: the two logits are {gap:.2g} apart"
             if tie
-            else f"the logits differ by {worst[at]:.2g}, and {tolerance.allowed(ours[at, pair[1:]])[0]:.2g} is allowed"
+            else f"the logits differ by {worst[at]:.2g}, and {tolerance.allowed(ours[at])[0]:.2g} is allowed"
         )
         yield start + at, pair, values, tie, why

@@ -181,7 +181,14 @@ class Verification:
         shape, device = rig.checkpoint.shape, rig.decoder.device
         weights = rig.checkpoint.weights(resolve_dtype(self.setup.dtype))
         plain = TorchDecoder(
-            shape, weights, device, resolve_dtype(dtype), slots=1, length=rig.decoder.length, graphs=False
+            shape,
+            weights,
+            device,
+            resolve_dtype(dtype),
+            slots=1,
+            pages=rig.decoder.pages,
+            length=rig.decoder.length,
+            graphs=False,
         )
         try:
             yield plain

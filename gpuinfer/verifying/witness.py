@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.step import PAGE, Decoder, Step
 from gpuinfer.text.weights import Adapter, Weights
 
 if TYPE_CHECKING:
@@ -37,34 +37,41 @@ def history(tokens: Iterable[int], before: History = 0) -> History:
 class Witness:
     """A `step.Decoder` that passes everything on to another one, which it does not own, and remembers.
 
-    `order` gives the slots other places: slot i is the other decoder's `order[i]`. Of the histories in `watched` whole
-    rows of logits are kept.
+    `order` gives the pages other places: page i is the other decoder's `order[i]`. Of the histories in `watched` whole
+    rows of logits are kept. `pages`: no more than the first so many.
     """
 
     def __init__(
-        self, decoder: Decoder, order: NDArray[np.int32] | None = None, watched: Collection[History] = ()
+        self,
+        decoder: Decoder,
+        order: NDArray[np.int32] | None = None,
+        watched: Collection[History] = (),
+        pages: int | None = None,
     ) -> None:
         self._decoder, self._watched = decoder, watched
-        self._order = np.arange(decoder.slots, dtype=np.int32) if order is None else order
-        self._told: list[list[History]] = [[] for _ in range(decoder.slots)]  # of each slot, after each position
+        self._order = np.arange(decoder.pages, dtype=np.int32) if order is None else order
+        self._told: list[list[History]] = [
+            [0] * PAGE for _ in range(decoder.pages)
+        ]  # of each page, after each position
         self.sights: dict[History, list[Sight]] = defaultdict(list)
         self.rows: dict[History, list[NDArray[np.float32]]] = defaultdict(list)
         self.shape, self.slots, self.length = decoder.shape, decoder.slots, decoder.length
+        self.pages = decoder.pages if pages is None else pages
         self.device: Any = decoder.device
         self.computes_in = decoder.computes_in
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         logits = self._decoder.forward(
-            Step(step.tokens, self._order[step.slots], step.starts, step.lengths, step.wanted, step.adapters)
+            Step(step.tokens, self._order[step.pages], step.starts, step.lengths, step.wanted, step.adapters)
         )
         self._note(self._heard(step), logits)
         return logits
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        for target in targets:
-            self._told[target][:] = self._told[source][:length]
-        self._decoder.copy(int(self._order[source]), [int(self._order[target]) for target in targets], length)
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._told[target][:] = self._told[source]
+        self._decoder.copy_pages(self._order[list(sources)].tolist(), self._order[list(targets)].tolist())
 
     def embedding(self) -> Tensor:
         return self._decoder.embedding()
@@ -100,14 +107,11 @@ class Witness:
         """The history of each token whose logits are asked for."""
         found: list[History] = []
         first = 0
-        for slot, start, length in zip(step.slots.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True):
-            told = self._told[slot]
-            del told[start:]
-            before = told[-1] if told else 0
-            for token in step.tokens[first : first + length].tolist():
-                before = history((token,), before)
-                told.append(before)
-            found += told[start:]
+        for pages, start, length in zip(step.pages.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True):
+            before = self._told[pages[(start - 1) // PAGE]][(start - 1) % PAGE] if start else 0
+            for at, token in enumerate(step.tokens[first : first + length].tolist(), start):
+                before = self._told[pages[at // PAGE]][at % PAGE] = history((token,), before)
+                found.append(before)
             first += length
         return [found[index] for index in step.wanted.tolist()]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from msgspec import structs
 
@@ -15,7 +16,6 @@ from gpuinfer.text.language.grammars import grammar_of, key_of
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Decoder
 from gpuinfer.vllm import sampling as mapping
 
 
@@ -32,12 +32,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What `prepare` reads of a decoder."""
+class EngineLimits:
+    """What an engine holds at most. vLLM makes rows wait for its own pages: ours never refuse one."""
 
     shape: Shape
     slots: int
     length: int
+    pages: int = sys.maxsize
 
 
 class Prompts:
@@ -56,14 +57,14 @@ class Prompts:
         self._processed = processed
         self.slots, self.facts = slots, facts
         self._language, self._constrains = language, constrains
-        self._room = cast(Decoder, Room(shape, slots, length))
+        self._limits = EngineLimits(shape, slots, length)
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Asked | Exception]:
         """Each ready to be asked, or the `BadPrompt` that says why not. Thread-safe."""
         plain = [one if one.adapter is None else structs.replace(one, adapter=None) for one in prompts]
-        found = prepare(self._language, plain, self._room, enter)
+        found = prepare(self._language, plain, self._limits, enter)
         return [
             one if isinstance(one, Exception) else self._asked(prompt, one)
             for prompt, one in zip(prompts, found, strict=True)
@@ -73,7 +74,7 @@ class Prompts:
         try:
             sampling = prompt.sampling
             check_sampling(
-                structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), self._room.shape.vocabulary
+                structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), self._limits.shape.vocabulary
             )
             mapping.check(sampling, bool(prepared.begun), self._processed)
             grammar = self._grammar(sampling.constraint)

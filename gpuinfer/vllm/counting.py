@@ -83,6 +83,7 @@ class Counting:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "preempted_rows": self.preemptions,
             "held_s": self.held_s,
             "echoing_s": 0.0,
         }

@@ -11,7 +11,7 @@ import torch
 from random_adapters import merged, random_adapter
 from text.decoders import DECODERS, each_decoder
 from text.random_models import LLAMA, VARIANTS, random_weights
-from text.steps import seeing, step_of
+from text.steps import COLUMNS, seeing, step_of
 
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.step import Vectors
@@ -27,7 +27,9 @@ def with_adapters(step, numbers):
 
 def oracle(shape, weights, adapter=None):
     weights = weights if adapter is None else merged(weights, adapter)
-    return TorchDecoder(shape, weights, torch.device("cpu"), torch.float32, slots=8, length=64, graphs=False)
+    return TorchDecoder(
+        shape, weights, torch.device("cpu"), torch.float32, slots=8, pages=8 * COLUMNS, length=64, graphs=False
+    )
 
 
 def loaded(decoder, adapters):
@@ -139,7 +141,7 @@ def test_on_a_gpu_a_row_with_an_adapter_is_that_of_the_merged_model(options):
     """Steps of one token a row come again and again, so that those without adapters are captured as graphs between."""
     shape, weights, adapter = LLAMA, random_weights(LLAMA), random_adapter(LLAMA)
     cuda = torch.device("cuda", 0)
-    decoder = TorchDecoder(shape, weights, cuda, torch.float32, slots=4, length=64, **options)
+    decoder = TorchDecoder(shape, weights, cuda, torch.float32, slots=4, pages=4 * COLUMNS, length=64, **options)
     loaded(decoder, {1: adapter})
     merged_one, plain_one = oracle(shape, weights, adapter), oracle(shape, weights)
     for number in range(6):

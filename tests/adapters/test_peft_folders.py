@@ -171,6 +171,6 @@ def test_gpt2_is_adapted_under_its_own_names(tmp_path):
 def test_what_one_takes_is_known_before_it_is_packed(checkpoint, tmp_path):
     adapter = read_adapter(checkpoint, str(peft_folder(tmp_path / "one", checkpoint.shape, 16)))
     assert adapter_bytes(adapter) == adapter.nbytes
-    plain, more = (checkpoint.estimate(4, 64, torch.float32, beside) for beside in (0, adapter_bytes(adapter)))
+    plain, more = (checkpoint.estimate(4, 8, 64, torch.float32, beside) for beside in (0, adapter_bytes(adapter)))
     assert more.peak_bytes - plain.peak_bytes == more.weights_bytes - plain.weights_bytes == adapter.nbytes
     assert len(ALL) == 7

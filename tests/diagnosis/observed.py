@@ -1,11 +1,13 @@
-"""Runs a command as its user does, and writes what the verdict said of it: `observed.py FILE SECONDS SECONDS WORDS…`.
+"""Runs a command as its user does, and writes what the verdict said of it: `observed.py FILE S S MB WORDS…`.
 
-The two are how much longer a write and a sync of the output take than they do: a disk as slow as that.
+The first two are how much longer a write and a sync of the output take than they do: a disk as slow as that. The third
+is how much memory every other step of a decoder touches for the first time.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import time
@@ -20,6 +22,22 @@ def slow(call, seconds: float):
     return slowly
 
 
+def touch(megabytes: int) -> None:
+    """Every other forward of the decoder writes to so much memory that nobody has touched before."""
+    from gpuinfer.text.decoder.cpu import CpuDecoder
+
+    forward, steps = CpuDecoder.forward, iter(range(1 << 60))
+
+    def forward_and_touch(self, step):
+        if next(steps) % 2:
+            with mmap.mmap(-1, megabytes << 20) as fresh:
+                for place in range(0, len(fresh), mmap.PAGESIZE):
+                    fresh[place] = 1
+        return forward(self, step)
+
+    CpuDecoder.forward = forward_and_touch
+
+
 def main() -> None:
     from keeping import judged, to_plain
 
@@ -27,7 +45,9 @@ def main() -> None:
     from gpuinfer.report import report
     from gpuinfer.workloads.generate import writing
 
-    target, write_s, sync_s, *words = sys.argv[1:]
+    target, write_s, sync_s, touched_mb, *words = sys.argv[1:]
+    if int(touched_mb):
+        touch(int(touched_mb))
     disk = type(os)("os")
     disk.__dict__.update(os.__dict__)
     disk.write, disk.fsync = slow(os.write, float(write_s)), slow(os.fsync, float(sync_s))

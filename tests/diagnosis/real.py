@@ -33,6 +33,7 @@ class Command:
     drain_s: float = 0.0  # between two looks of whoever reads standard output
     write_s: float = 0.0  # that each write of the output takes longer
     sync_s: float = 0.0  # that each sync takes longer
+    touched_mb: int = 0  # of memory that every other step touches for the first time
     neighbours: int = 0  # programs that want a core all the time
 
     def adding(self, *words: str) -> Command:
@@ -50,6 +51,15 @@ def generate(chance: random.Random, rows: int = 300, words: int = 12, tokens: in
     return Command(
         ["generate", "--model", "tiny", *files, "--max-new-tokens", str(tokens), "--quiet", "--ignore-eos"], asked
     )
+
+
+def answered(chance: random.Random, rows: int = 400, words: int = 12, tokens: int = 96) -> Command:
+    """Long enough for its steps to be seen; what the machine did in an earlier run is not to be the judge."""
+    return generate(chance, rows, words, tokens).adding("--no-roofline")
+
+
+def prompt_heavy(chance: random.Random) -> Command:
+    return answered(chance, rows=24, words=400, tokens=8)
 
 
 def diffusion(chance: random.Random) -> Command:
@@ -152,8 +162,21 @@ REAL = {
     "masks, one a step": Real(
         "few tokens a forward", diffusion, lambda base, chance: base.adding("--decoder", chance.choice(SCHEDULES))
     ),
-    "text, long prompts": Real(
-        "device-saturated", generate, lambda base, chance: generate(chance, rows=24, words=400, tokens=8), "prefill"
+    "text, long prompts": Real("device-saturated", answered, lambda base, chance: prompt_heavy(chance), "prefill"),
+    "text, fewer threads than cores": Real(
+        "idle cores", answered, lambda base, chance: base.adding("-B", "threads=1"), "forward"
+    ),
+    "text, first touch": Real(
+        "first touch", answered, lambda base, chance: replace(base, touched_mb=64), "first touch"
+    ),
+    "text, neighbours": Real(
+        "oversubscribed CPUs", answered, lambda base, chance: replace(base, neighbours=2 * (os.cpu_count() or 1))
+    ),
+    "text, three prompts": Real(
+        "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=3, tokens=96)
+    ),
+    "text, one row": Real(
+        "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=1, tokens=200)
     ),
 }
 
@@ -171,6 +194,7 @@ def observe(command: Command) -> dict[str, Any]:
             str(seen),
             str(command.write_s),
             str(command.sync_s),
+            str(command.touched_mb),
             *words,
         ]
         with Path(folder, "said").open("wb+") as said, contextlib.ExitStack() as stack:

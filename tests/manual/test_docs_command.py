@@ -28,7 +28,7 @@ def test_a_word_shows_its_passage_and_where_else_it_stands(gpuinfer):
     assert (code, err) == (0, "")
     assert "gpuinfer docs " in out.splitlines()[0]
     assert "Also" in out
-    assert "  decisions/roofline " in out
+    assert "  reference/contract" in out
 
 
 def test_a_page_is_shown_whole(gpuinfer):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from text.steps import COLUMNS
 
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
@@ -21,11 +22,20 @@ from gpuinfer.text.stages.open_staged import open_in_stages
 from gpuinfer.text.step import Decoder
 from gpuinfer.text.weights import Weights
 
-Make = Callable[..., Decoder]  # shape, weights, dtype, slots=, length=
+Make = Callable[..., Decoder]  # shape, weights, dtype, slots=, length=, and the pages of `steps.py` for so many rows
 
 
-def on_the_cpu(shape: Shape, weights: Weights, dtype: torch.dtype, **options: object) -> TorchDecoder:
-    return TorchDecoder(shape, weights, torch.device("cpu"), dtype, **options)
+def on_the_cpu(
+    shape: Shape, weights: Weights, dtype: torch.dtype, slots: int, pages: int | None = None, **options: object
+) -> TorchDecoder:
+    of_all = pages or slots * COLUMNS
+    return TorchDecoder(shape, weights, torch.device("cpu"), dtype, slots=slots, pages=of_all, **options)
+
+
+def kernels(
+    shape: Shape, weights: Weights, dtype: torch.dtype, slots: int, pages: int | None = None, **options: object
+) -> CpuDecoder:
+    return CpuDecoder(shape, weights, dtype, slots=slots, pages=pages or slots * COLUMNS, **options)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ def in_stages(
     *,
     slots: int,
     length: int,
+    pages: int | None = None,
     places: tuple[str, ...] = ("cpu",),
     deterministic: bool = True,
 ) -> StagedDecoder:
@@ -58,6 +69,7 @@ def in_stages(
         Setup(devices=places, deterministic=deterministic),
         tuning,
         slots=slots,
+        pages=pages or slots * COLUMNS,
         length=length,
         step_tokens=64,
         lane=BackendContext().lane,
@@ -71,8 +83,8 @@ DECODERS: dict[str, Make] = {
     "torch, deterministic": partial(on_the_cpu, deterministic=True),
 }
 if available(torch.float32):
-    DECODERS["kernels"] = partial(CpuDecoder, threads=1)
-    DECODERS["kernels on two lanes"] = partial(CpuDecoder, threads=2)
+    DECODERS["kernels"] = partial(kernels, threads=1)
+    DECODERS["kernels on two threads"] = partial(kernels, threads=2)
     DECODERS["in stages"] = in_stages
 
 STAGES = [pytest.mark.thorough]  # each hand-over takes a while on a busy machine; the quick ones: test_stages_of_text

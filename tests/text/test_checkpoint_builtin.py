@@ -71,7 +71,7 @@ def test_null_takes_no_memory() -> None:
     weights = checkpoint.weights(torch.float32)
     assert checkpoint.shape.family == "null"
     assert weights.layers == ()
-    assert checkpoint.estimate(256, 2048, torch.float32).cache_bytes == 0
+    assert checkpoint.estimate(256, 64, 2048, torch.float32).cache_bytes == 0
 
 
 def test_tiny_is_written_for_other_programs(tmp_path: Path) -> None:
@@ -91,10 +91,9 @@ def test_tiny_is_written_for_other_programs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, "tiny", *MASKED])
 def test_the_estimate_is_what_the_weights_take(family: str, dtype: torch.dtype) -> None:
     checkpoint = opened(family if family.startswith("tiny") else tiny_checkpoint(family))
-    estimate, shape = checkpoint.estimate(3, 100, dtype), checkpoint.shape
+    estimate, shape = checkpoint.estimate(3, 12, 100, dtype), checkpoint.shape
     assert estimate.weights_bytes == sizes(checkpoint.weights(dtype))[1]
-    positions = 128  # 100, in whole portions
-    assert estimate.cache_bytes == 3 * positions * 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    assert estimate.cache_bytes == 12 * 32 * 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
     assert estimate.peak_bytes > estimate.weights_bytes + estimate.cache_bytes
 
 
@@ -112,26 +111,28 @@ FITS = Estimate(weights_bytes=10_000_000_000, cache_bytes=8_000_000_000, peak_by
 
 def refusal(free: float, dtype: torch.dtype = torch.float32) -> str:
     with pytest.raises(UsageError) as refused:
-        refuse_unfit("m", FITS, int(free), slots=64, length=2048, dtype=dtype)
+        refuse_unfit("m", FITS, int(free), pages=4096, length=2048, dtype=dtype)
     return str(refused.value)
 
 
 def test_a_model_that_fits_is_let_through() -> None:
-    refuse_unfit("m", FITS, 19_000_000_000, slots=64, length=2048, dtype=torch.float32)
+    refuse_unfit("m", FITS, 19_000_000_000, pages=4096, length=2048, dtype=torch.float32)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     message = refusal(15e9)
-    for number in ("10 GB", "8 GB", "19 GB", "15 GB", "64 slots", "2048 positions"):
+    for number in ("10 GB", "8 GB", "19 GB", "15 GB", "4,096 pages", "2,048 tokens", "64 pages"):
         assert number in message
 
 
 @pytest.mark.parametrize(
     ("free", "dtype", "cure"),
     [
-        pytest.param(15e9, torch.float32, "--batch-size 32 or a shorter context or --dtype bfloat16", id="fewer slots"),
-        pytest.param(15e9, torch.bfloat16, "Use --batch-size 32 or a shorter context.", id="narrow already"),
-        pytest.param(9e9, torch.float32, "--dtype bfloat16", id="not one slot"),
+        pytest.param(15e9, torch.float32, "Use -B pages=2048 or --dtype bfloat16", id="fewer pages"),
+        pytest.param(15e9, torch.bfloat16, "Use -B pages=2048.", id="narrow already"),
+        pytest.param(11.05e9, torch.bfloat16, "Use --context 800.", id="pages for less than one row"),
+        pytest.param(18.5e9, torch.bfloat16, "-B pages=3840", id="almost"),
+        pytest.param(9e9, torch.float32, "Not even one page fits beside the weights", id="not one page"),
         pytest.param(9e9, torch.bfloat16, "smaller model", id="too large by far"),
         pytest.param(1e9, torch.float32, "smaller model", id="too large even in half"),
     ],

@@ -296,12 +296,12 @@ def test_all_stored_tensors_become_weights_and_are_read_in_any_dtype(family: str
         if layer.mixture is not None:
             assert layer.mixture.router.dtype == torch.float32
             assert layer.mixture.up.dtype == torch.bfloat16
-    assert checkpoint.estimate(3, 100, torch.float32).weights_bytes == 4 * values_of(weights)
+    assert checkpoint.estimate(3, 12, 100, torch.float32).weights_bytes == 4 * values_of(weights)
 
 
 def test_a_step_takes_more_where_a_token_goes_through_more_experts() -> None:
     few, many = (opened(tiny_diffusion("llada-moe", num_experts_per_tok=chosen)) for chosen in (2, 6))
-    one, other = (checkpoint.estimate(3, 100, torch.float32) for checkpoint in (few, many))
+    one, other = (checkpoint.estimate(3, 12, 100, torch.float32) for checkpoint in (few, many))
     assert one.weights_bytes == other.weights_bytes
     assert one.peak_bytes < other.peak_bytes
 

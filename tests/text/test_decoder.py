@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from decoders import each_decoder, opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import greedy, logits_of
-from steps import step_of
+from steps import COLUMNS, copy_row, scattered, step_of, table_of
 from tiny import VOCABULARY, tiny_checkpoint
 
 LENGTH = 208
@@ -112,10 +113,37 @@ def test_a_prefix_that_is_copied(make, model):
     other = long[:60] + middle[:20]
     with decoder_of(make, model) as decoder:
         decoder.forward(step_of((1, 0, long), (3, 0, middle)))  # the third slot has a row of its own before
-        decoder.copy(1, [0, 3], 60)
+        copy_row(decoder, 1, [0, 3])
         found = decoder.forward(step_of((3, 60, other[60:]), (0, 60, long[60:64])))
         assert_alike(found[:20], expected(model, other)[60:])
         assert_alike(found[20:], expected(model, long)[60:64])
+
+
+def sharing(step, prefix):
+    """The same where all segments have the first pages of slot 0, as many as `prefix`."""
+    pages = step.pages.copy()
+    pages[:, :prefix] = table_of([0])[:, :prefix]
+    return replace(step, pages=pages)
+
+
+@each_decoder
+@each_model
+def test_rows_that_share_their_first_pages(make, model):
+    """Some of one length, one of another, one that shares fewer, and one of its own."""
+    long, own = PROMPTS[0], PROMPTS[1]
+    first, more = long[:128], [long[128:130], long[150:158], long[140:141]]
+    fewer = long[:64] + own[:9]
+    with decoder_of(make, model, slots=6) as decoder:
+        decoder.forward(step_of((0, 0, first)))
+        runs = [(slot, 128, run) for slot, run in enumerate(more, 1)]
+        together = sharing(step_of(*runs, (4, 64, fewer[64:]), (5, 0, own)), 4)
+        pages = together.pages.copy()
+        pages[3, 2:4], pages[4] = table_of([4])[0, 2:4], table_of([5])[0]
+        found = decoder.forward(replace(together, pages=pages))
+        wanted = [expected(model, first + run)[128:] for run in more]
+        assert_alike(found, torch.cat([*wanted, expected(model, fewer)[64:], expected(model, own)]))
+        again = decoder.forward(sharing(step_of(*((slot, 128 + len(run), [7]) for slot, run in enumerate(more, 1))), 4))
+        assert_alike(again, torch.cat([expected(model, [*first, *run, 7])[-1:] for run in more]))
 
 
 @each_decoder
@@ -161,24 +189,25 @@ def schedules(draw):
     return steps
 
 
-def check_any_schedule(make, model, steps, slots):
+def check_any_schedule(make, model, steps, slots, order):
     with decoder_of(make, model, slots=6) as decoder:
         decoder.forward(step_of(*((slot, 0, PROMPTS[0]) for slot in range(6))))  # none is as it was made
         for segments in steps:
             step = step_of(*((slots[n], start, PROMPTS[n][start:end]) for n, start, end in segments))
+            step = scattered(step, order)
             wanted = [expected(model, PROMPTS[n])[start:end] for n, start, end in segments]
             assert_alike(decoder.forward(step), torch.cat(wanted))
 
 
-any_schedule = given(steps=schedules(), slots=st.permutations(range(6)))
+any_schedule = given(steps=schedules(), slots=st.permutations(range(6)), order=st.permutations(range(6 * COLUMNS)))
 MIXED = ["mistral, window", "gpt2"]
 
 
 @each_decoder
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @any_schedule
-def test_any_chunks_in_any_slots_in_any_company(make, steps, slots):
-    check_any_schedule(make, MIXED[0], steps, slots)
+def test_any_chunks_in_any_pages_in_any_company(make, steps, slots, order):
+    check_any_schedule(make, MIXED[0], steps, slots, order)
 
 
 @pytest.mark.soak
@@ -186,8 +215,8 @@ def test_any_chunks_in_any_slots_in_any_company(make, steps, slots):
 @each_model
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @any_schedule
-def test_any_chunks_in_any_slots_in_any_company_of_every_model(make, model, steps, slots):
-    check_any_schedule(make, model, steps, slots)
+def test_any_chunks_in_any_pages_in_any_company_of_every_model(make, model, steps, slots, order):
+    check_any_schedule(make, model, steps, slots, order)
 
 
 @each_decoder

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
-from steps import step_of
+from steps import COLUMNS, copy_row, scattered, step_of, table_of
 
-from gpuinfer.text.decoder import cpu, cpu_adapters, cpu_math, cpu_sizes
+from gpuinfer.text.decoder import cpu, cpu_math, cpu_sizes
 from gpuinfer.text.decoder.cpu import CpuDecoder, available
-from gpuinfer.text.decoder.cpu_product import aligned
-from gpuinfer.text.decoder.cpu_weights import lanes_for
+from gpuinfer.text.decoder.cpu_panels import aligned
 from gpuinfer.text.shape import Rope
+from gpuinfer.text.step import PAGE
 
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
 
@@ -34,9 +34,8 @@ TOKENS = list(np.random.default_rng(0).integers(0, LLAMA.vocabulary, 90))
 
 
 def decoder(shape=LLAMA, dtype=torch.float32, slots=4, length=96, threads=2, **options):
-    return CpuDecoder(
-        shape, random_weights(shape, dtype), dtype, slots=slots, length=length, threads=threads, **options
-    )
+    weights, pages = random_weights(shape, dtype), slots * max(COLUMNS, -(-length // PAGE))
+    return CpuDecoder(shape, weights, dtype, slots=slots, pages=pages, length=length, threads=threads, **options)
 
 
 def alone(shape, dtype, tokens, **options):
@@ -47,12 +46,19 @@ def alone(shape, dtype, tokens, **options):
     return torch.cat(found)
 
 
-@each_dtype
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    [
+        pytest.param(torch.float32, False, id="float32"),
+        pytest.param(torch.bfloat16, True, id="bfloat16, widened"),
+        pytest.param(torch.bfloat16, False, id="bfloat16, by the processor if it can"),
+    ],
+)
 @pytest.mark.parametrize("shape", CASES)
-def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(shape, dtype):
-    expected = alone(shape, dtype, TOKENS, deterministic=True)
+def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(shape, dtype, deterministic):
+    expected = alone(shape, dtype, TOKENS, deterministic=deterministic)
     other = list(reversed(TOKENS))
-    several = decoder(shape, dtype, deterministic=True)
+    several = decoder(shape, dtype, deterministic=deterministic)
     first = several.forward(step_of((0, 0, other[:7]), (2, 0, TOKENS[:40]))).clone()
     second = several.forward(step_of((2, 40, TOKENS[40:43]), (1, 0, other[:20]), (0, 7, other[7:8]))).clone()
     third = several.forward(step_of((2, 43, TOKENS[43:]))).clone()
@@ -64,13 +70,12 @@ def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(sha
 @pytest.mark.parametrize("shape", [*CASES, pytest.param(UNEVEN, id="sizes that no vector divides")])
 def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     found = []
-    for threads in (1, 2, 4):
+    for threads in (1, 2, 3, 5):
         several = decoder(shape, dtype, threads=threads, deterministic=True)
         prompt = several.forward(step_of((0, 0, TOKENS[:20]), (2, 0, TOKENS[:3]))).clone()
         found.append(torch.cat([prompt, several.forward(step_of((0, 20, TOKENS[20:21])))]))
         several.close()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -93,11 +98,11 @@ def expected():
     return alone(LLAMA, torch.float32, TOKENS)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_a_copied_prefix_goes_on_as_its_source_does(length):
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 40])
+def test_a_row_on_copied_pages_goes_on_as_their_source_does(length):
     several = decoder()
     several.forward(step_of((0, 0, TOKENS[:40])))
-    several.copy(0, [1, 3], length)
+    copy_row(several, 0, [1, 3])
     found = several.forward(step_of((1, length, TOKENS[length:50]), (3, length, TOKENS[length:45])))
     rest = len(TOKENS[length:50])
     assert torch.equal(found[:rest], expected()[length:50])
@@ -105,7 +110,14 @@ def test_a_copied_prefix_goes_on_as_its_source_does(length):
     several.close()
 
 
-def test_what_a_slot_held_before_does_not_matter():
+def test_pages_may_lie_anywhere():
+    several = decoder()
+    order = np.random.default_rng(3).permutation(several.pages).tolist()
+    assert torch.equal(several.forward(scattered(step_of((2, 0, TOKENS)), order)), expected())
+    several.close()
+
+
+def test_what_pages_held_before_does_not_matter():
     several = decoder(slots=1)
     several.forward(step_of((0, 0, list(reversed(TOKENS)))))
     assert torch.equal(several.forward(step_of((0, 0, TOKENS))), expected())
@@ -128,7 +140,7 @@ def test_a_step_may_want_no_logits():
     several.close()
 
 
-def test_lanes_that_have_gone_to_sleep_wake_up():
+def test_threads_that_have_gone_to_sleep_wake_up():
     several = decoder()
     for at in range(4):
         assert torch.equal(several.forward(step_of((0, at, TOKENS[at : at + 1]))), expected()[at : at + 1])
@@ -139,14 +151,14 @@ def test_lanes_that_have_gone_to_sleep_wake_up():
 def asleep(several):
     """Wait until the second thread sleeps: for a minute at most."""
     until = time.monotonic() + 60
-    while not several._threads._control[cpu_sizes.ASLEEP + 8]:
+    while not several._threads._control[cpu_sizes.OF_THREAD + cpu_sizes.LINE + cpu_sizes.ASLEEP]:
         assert time.monotonic() < until
         time.sleep(0.001)
 
 
 @each_dtype
 @pytest.mark.parametrize("shape", [*CASES, pytest.param(UNEVEN, id="sizes that no vector divides")])
-def test_fewer_threads_than_lanes_give_the_same_bits_and_may_change_from_step_to_step(shape, dtype):
+def test_how_many_threads_take_part_may_change_from_step_to_step(shape, dtype):
     several = decoder(shape, dtype, threads=4, deterministic=True)
     found = []
     for at, threads in enumerate([4, 1, 2, 3, 1, 1, 4, 2]):
@@ -168,17 +180,17 @@ def test_what_memory_held_before_does_not_show(shape, dtype, monkeypatch):
         found.view(np.uint8)[...] = 0xFF  # NaN as any float
         return found
 
-    for module in (cpu, cpu_adapters):
-        monkeypatch.setattr(module, "aligned", dirty)
+    monkeypatch.setattr(cpu, "aligned", dirty)
     several = decoder(shape, dtype, deterministic=True)
+    several._pool._pages[...] = 0xFF
     prompt = several.forward(step_of((1, 0, TOKENS[:39]))).clone()
     found = torch.cat([prompt, several.forward(step_of((1, 39, TOKENS[39:40])))])
     several.close()
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (9, 4)])
-def test_as_many_threads_take_part_as_share_out_the_lanes_evenly(wanted, taken):
+@pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
+def test_as_many_threads_take_part_as_there_are_at_most(wanted, taken):
     several = decoder(threads=4)
     several.use(wanted)
     several.forward(step_of((0, 0, TOKENS[:3])))
@@ -207,23 +219,40 @@ def test_close_ends_the_threads_and_is_harmless_twice():
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "threads", "lanes"),
-    [(8, 4, 2, 2), (8, 4, 16, 8), (8, 1, 4, 4), (12, 12, 8, 6), (14, 2, 2, 2), (7, 7, 2, 1), (6, 4, 4, 2)],
-)
-def test_lanes_are_as_many_as_the_heads_divide_into(heads, kv_heads, threads, lanes):
-    assert lanes_for(replace(LLAMA, heads=heads, kv_heads=kv_heads), threads) == lanes
+@pytest.mark.parametrize(("heads", "kv_heads", "threads"), [(9, 3, 2), (14, 2, 4), (7, 1, 3), (3, 3, 8), (71, 1, 2)])
+def test_heads_that_threads_do_not_divide_are_shared_out_all_the_same(heads, kv_heads, threads):
+    shape = replace(LLAMA, heads=heads, kv_heads=kv_heads, head_dim=8, rope=Rope((1.0, 0.3, 0.1, 0.02)))
+    several = decoder(shape, threads=threads)
+    found = several.forward(step_of((0, 0, TOKENS[:33]), (1, 0, TOKENS[:5])))
+    assert torch.equal(found[:33], alone(shape, torch.float32, TOKENS[:33]))
+    several.close()
+
+
+def test_usage_counts_what_the_threads_computed_and_how_long_they_waited():
+    several = decoder(threads=2)
+    assert several.usage()["busy_s"] == 0
+    several.forward(step_of((0, 0, TOKENS)))
+    used = several.usage()
+    assert used["threads"] == 2
+    assert used["busy_s"] > 0
+    assert used["waited_s"] > 0
+    several.close()
+    assert several.usage()["busy_s"] >= used["busy_s"] / 2  # what closed threads did still counts
 
 
 @pytest.mark.parametrize("length", [4, 300])
 def test_a_row_of_any_step_is_found_where_it_was_before(length):
     """Steps of all sizes in one decoder: buffers that grow lose nothing of the cache."""
     several = decoder(length=512)
-    tokens = (TOKENS * 6)[: length + 1]
-    several.forward(step_of((1, 0, tokens[:length])))
-    found = several.forward(step_of((1, length, tokens[length:])))
-    assert torch.equal(found, alone(LLAMA, torch.float32, tokens, length=512)[length:])
+    tokens, pages = (TOKENS * 6)[: length + 1], table_of([1], 16)
+    several.forward(replace(step_of((1, 0, tokens[:length])), pages=pages))
+    found = several.forward(replace(step_of((1, length, tokens[length:])), pages=pages))
+    one = decoder(slots=1, length=512, threads=1)
+    steps = (replace(step_of((0, at, [token])), pages=table_of([0], 16)) for at, token in enumerate(tokens))
+    logits = [one.forward(step).clone() for step in steps]
+    assert torch.equal(found, logits[-1])
     several.close()
+    one.close()
 
 
 def test_exp_is_right_to_seven_digits():

@@ -1,19 +1,39 @@
-"""Our own matrix products: right, and the same bits whatever comes along, on every processor that this runs on."""
+"""Products of compiled kernels: close to the exact sums, and of the same bits in any company, for every kind that this
+processor has.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from gpuinfer.text.decoder.cpu import available
-from gpuinfer.text.decoder.cpu_product import aligned, panels_of, product_with
+from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
+from gpuinfer.text.decoder.cpu_panels import aligned, panel_bytes, panels_of
+from gpuinfer.text.decoder.cpu_product import product_with
+from gpuinfer.text.decoder.cpu_vectors import FEATURES
 
-pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
+BUILT_FOR = FEATURES.split(",")  # what Numba compiles for
+pytestmark = pytest.mark.skipif("+fma" not in BUILT_FOR, reason="this processor has no FMA")
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+HAS = {
+    "float32": True,
+    "widened": True,
+    "avx512": "+avx512bf16" in BUILT_FOR,
+    "amx": kind_of_bfloat16() == "amx",
+}
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.skipif(not has, reason=f"this processor has no products of kind {kind}"))
+        for kind, has in HAS.items()
+    ],
+)
 UNTOUCHED = 7.0
 
 
@@ -21,36 +41,109 @@ def drawn(*size, seed=0):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def product(rows, weight, panels=None):
-    """rows · weight as the decoder would compute it, into rows that lie further apart than they are long."""
-    panels = panels_of(weight) if panels is None else panels
-    columns, inner = weight.shape
-    given = rows.contiguous().numpy()
+def formats(kind):
+    """Those of rows and of weights."""
+    return (
+        torch.bfloat16 if kind in ("avx512", "amx") else torch.float32,
+        torch.float32 if kind == "float32" else torch.bfloat16,
+    )
+
+
+def bits(rows):
+    return rows.view(torch.int16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
+
+
+def product(kind, rows, columns, panels, start=0):
+    """rows · weight, of so many columns from panel `start` on, into rows that lie further apart than they are long."""
+    inner = rows.shape[1]
+    given = bits(rows.contiguous())
     found = np.full((len(rows), columns + 3), UNTOUCHED, np.float32)
-    address = product_with(panels.dtype).ctypes
-    address(len(rows), columns, inner, given.ctypes.data, inner, panels.ctypes.data, found.ctypes.data, columns + 3)
+    weight = panels.ctypes.data + start * panel_bytes(inner, panels.itemsize)
+    function = product_with(kind).ctypes
+    function(len(rows), columns, inner, given.ctypes.data, inner, weight, found.ctypes.data, columns + 3)
     assert (found[:, columns:] == UNTOUCHED).all()
     return torch.from_numpy(found[:, :columns].copy())
 
 
-@each_dtype
-@pytest.mark.parametrize(("columns", "inner"), [(1, 1), (16, 33), (40, 300), (61, 32), (130, 768), (7, 4864)])
-def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_any_place(columns, inner, dtype):
-    weight, rows = drawn(columns, inner).to(dtype), drawn(140, inner, seed=1)
+SIZES = [(1, 1), (16, 33), (40, 100), (61, 32), (130, 768), (7, 4864), (100, 3000), (64, 31), (33, 2)]
+
+
+@each_kind
+@pytest.mark.parametrize(("columns", "inner"), SIZES)
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_any_place(columns, inner, kind):
+    of_rows, of_weights = formats(kind)
+    weight, rows = drawn(columns, inner).to(of_weights), drawn(140, inner, seed=1).to(of_rows)
     panels = panels_of(weight)
-    whole = product(rows, weight, panels)
+    whole = product(kind, rows, columns, panels)
     exact = rows.double() @ weight.double().T
     torch.testing.assert_close(whole.double(), exact, rtol=0, atol=2e-6 * inner)
-    for count in (*range(1, 20), 33, 64, 65, 128):
-        assert torch.equal(product(rows[140 - count :], weight, panels), whole[140 - count :])
+    for count in (*range(1, 41), 64, 65, 128):
+        assert torch.equal(product(kind, rows[140 - count :], columns, panels), whole[140 - count :])
 
 
-@each_dtype
-def test_a_column_has_the_same_bits_among_any_others(dtype):
-    weight, rows = drawn(100, 50).to(dtype), drawn(9, 50, seed=1)
-    whole = product(rows, weight)
-    for begin, end in ((0, 16), (16, 100), (3, 20), (99, 100)):
-        assert torch.equal(product(rows, weight[begin:end]), whole[:, begin:end])
+@each_kind
+@pytest.mark.parametrize("inner", range(1, 100, 7))
+def test_terms_of_any_number_are_summed(inner, kind):
+    of_rows, of_weights = formats(kind)
+    weight, rows = drawn(20, inner).to(of_weights), drawn(13, inner, seed=1).to(of_rows)
+    exact = rows.double() @ weight.double().T
+    found = product(kind, rows, 20, panels_of(weight))
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6 * inner)
+
+
+@each_kind
+@pytest.mark.parametrize("count", [1, 9, 35, 70])
+def test_a_column_has_the_same_bits_in_any_share_of_the_panels(count, kind):
+    of_rows, of_weights = formats(kind)
+    weight, rows = drawn(200, 2100).to(of_weights), drawn(count, 2100, seed=1).to(of_rows)
+    panels = panels_of(weight)
+    whole = product(kind, rows, 200, panels)
+    for first, columns in ((0, 16), (1, 16), (3, 96), (5, 120), (12, 8), (4, 3)):
+        part = product(kind, rows, columns, panels, first)
+        assert torch.equal(part, whole[:, 16 * first : 16 * first + columns])
+
+
+@each_kind
+def test_threads_compute_the_same_bits_at_once(kind):
+    of_rows, of_weights = formats(kind)
+    weight, rows = drawn(160, 300).to(of_weights), drawn(40, 300, seed=1).to(of_rows)
+    panels = panels_of(weight)
+    whole = product(kind, rows, 160, panels)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: product(kind, rows, 160, panels), range(20)):
+            assert torch.equal(found, whole)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("count", "columns", "inner"), [(1, 5, 3), (7, 16, 33), (19, 40, 31), (35, 70, 97), (3, 1, 64)]
+)
+def test_nothing_beyond_the_arrays_is_read_or_written(count, columns, inner, kind):
+    of_rows, of_weights = formats(kind)
+    weight, rows = drawn(columns, inner).to(of_weights), drawn(count, inner, seed=1).to(of_rows)
+    panels = panels_of(weight)
+    expected = product(kind, rows, columns, panels)
+    pages = [AtTheEdge(array) for array in (bits(rows), panels, np.zeros((count, columns), np.float32))]
+    a, b, c = (page.address for page in pages)
+    product_with(kind).ctypes(count, columns, inner, a, inner, b, c, columns)
+    assert np.array_equal(pages[2].values(np.float32), expected.numpy().ravel())
+
+
+class AtTheEdge:
+    """A copy of an array that ends where memory begins that may not be touched."""
+
+    def __init__(self, array):
+        whole = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, whole + mmap.PAGESIZE)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address, self._size = begin + whole - array.nbytes, array.nbytes
+        ctypes.memmove(self.address, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert protect(begin + whole, mmap.PAGESIZE, 0) == 0
+
+    def values(self, kind):
+        return np.frombuffer(ctypes.string_at(self.address, self._size), kind)
 
 
 def test_a_product_has_the_same_bits_on_every_processor():
@@ -59,11 +152,28 @@ def test_a_product_has_the_same_bits_on_every_processor():
         torch.from_numpy(((np.arange(size * inner) * 7919 % 1009 - 504) / 997).astype(np.float32).reshape(size, inner))
         for size in (count, columns)
     )
-    found = [hashlib.sha256(product(rows, weight.to(dtype)).numpy()).hexdigest()[:16] for dtype in EXPECTED]
-    assert found == list(EXPECTED.values())
+    found = {
+        kind: hashlib.sha256(product(kind, rows, columns, panels_of(weight.to(formats(kind)[1]))).numpy()).hexdigest()
+        for kind in EXPECTED
+    }
+    assert {kind: digest[:16] for kind, digest in found.items()} == EXPECTED
 
 
-EXPECTED = {torch.float32: "126b365d78151acb", torch.bfloat16: "b5d0265c9876d25b"}
+EXPECTED = {"float32": "126b365d78151acb", "widened": "b5d0265c9876d25b"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("out", "inner"), [(1, 1), (16, 32), (37, 45), (2000, 300)])
+def test_panels_have_16_columns_side_by_side_and_zeros_behind_the_last(out, inner, dtype):
+    wider = drawn(out, inner + 5).to(dtype)
+    for weight in (wider[:, :inner], wider[:, :inner].contiguous(), wider.T.contiguous().T[:, :inner]):
+        panels = panels_of(weight)
+        together = 2 if dtype == torch.bfloat16 else 1
+        terms = panel_bytes(inner, panels.itemsize) // panels.itemsize // 16
+        padded = torch.zeros(-(-out // 16) * 16, terms, dtype=dtype)
+        padded[:out, :inner] = weight
+        expected = padded.reshape(-1, 16, terms // together, together).transpose(1, 2).reshape(len(panels), -1)
+        assert np.array_equal(panels.view(bits(expected).dtype), bits(expected))
 
 
 def test_arrays_begin_where_a_cache_line_does():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from decoders import in_stages
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
-from steps import seeing, step_of
+from steps import COLUMNS, seeing, step_of
 
 from gpuinfer.text.decoder.sizing import estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -33,7 +33,8 @@ STEPS = [
 
 
 def decoder(shape=LLAMA, dtype=torch.float32, device=CUDA, slots=5, length=160, **options):
-    return TorchDecoder(shape, random_weights(shape, dtype), device, dtype, slots=slots, length=length, **options)
+    options = {"pages": slots * COLUMNS, "length": length, **options}
+    return TorchDecoder(shape, random_weights(shape, dtype), device, dtype, slots=slots, **options)
 
 
 def all_logits(some, steps=STEPS):
@@ -85,7 +86,8 @@ def test_captured_graphs_compute_with_the_weights_that_are_exchanged(graphs):
     found, other = decoder(graphs=graphs), random_weights(LLAMA, seed=9)
     all_logits(found)
     found.swap(found.pack(other))
-    wanted = TorchDecoder(LLAMA, other, CUDA, torch.float32, slots=5, length=160, graphs=graphs)
+    options = {"slots": 5, "pages": 5 * COLUMNS, "length": 160, "graphs": graphs}
+    wanted = TorchDecoder(LLAMA, other, CUDA, torch.float32, **options)
     torch.testing.assert_close(all_logits(found), all_logits(wanted), atol=1e-4, rtol=0)
 
 
@@ -152,21 +154,23 @@ def test_what_torch_compiles_gives_what_is_not_compiled():
     torch.testing.assert_close(all_logits(decoder(compile=True)), all_logits(decoder()), atol=1e-4, rtol=0)
 
 
-def test_slots_are_found_by_trying_and_the_estimate_is_near():
+def test_pages_are_found_by_trying_and_the_estimate_is_near():
     shape = replace(
         LLAMA, layers=8, heads=16, kv_heads=8, head_dim=64, hidden=1024, intermediate=2048, vocabulary=32000
     )
     shape = replace(shape, rope=replace(shape.rope, inverse_frequencies=tuple(0.9**i for i in range(32))))
     some = decoder(shape, torch.bfloat16, slots=1, length=1024)
-    sizing = estimate(shape, torch.bfloat16, CUDA, free_memory(CUDA), slots=64, length=1024, step_tokens=512)
-    some, sizing = open_and_try(some, sizing, 512)
+    wanted = {"slots": 64, "pages": None, "length": 1024, "step_tokens": 512}
+    some, sizing = open_and_try(some, estimate(shape, torch.bfloat16, CUDA, free_memory(CUDA), **wanted), 512)
     assert some.slots == sizing.slots == 64
+    assert some.pages == sizing.pages == 64 * 32
     assert some.cache_bytes() < sizing.measured_bytes < 2 * sizing.estimated_bytes
 
 
-def test_when_memory_runs_out_there_are_fewer_slots_and_the_work_goes_on(caplog):
+def test_when_memory_runs_out_there_are_fewer_pages_and_the_work_goes_on(caplog):
     some = decoder(slots=1, length=4096)
-    sizing = estimate(LLAMA, torch.float32, CUDA, 1 << 60, slots=64, length=4096, step_tokens=64)
+    wanted = {"slots": 64, "pages": None, "length": 4096, "step_tokens": 64}
+    sizing = estimate(LLAMA, torch.float32, CUDA, 1 << 60, **wanted)
     needed = sizing.estimated_bytes
     free, total = torch.cuda.mem_get_info(CUDA)
     torch.cuda.set_per_process_memory_fraction((total - free + needed // 2) / total, CUDA)
@@ -174,6 +178,6 @@ def test_when_memory_runs_out_there_are_fewer_slots_and_the_work_goes_on(caplog)
         some, sizing = open_and_try(some, sizing, 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
-    assert 1 <= some.slots < 64
+    assert 128 <= some.pages < 64 * 128
     assert "going on with" in caplog.messages[0]
     assert some.forward(step_of((0, 0, TOKENS))).isfinite().all()

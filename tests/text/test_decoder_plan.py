@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import table_of
 
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.text.decoder import torch_batch
-from gpuinfer.text.decoder.segments import ends_of, positions_of, sees_of
+from gpuinfer.text.decoder.segments import ends_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_batch import back, parts_of, reach_buckets, row_buckets, rows_of, tiles
 from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.step import Step
@@ -24,7 +25,7 @@ def steps(draw):
     runs = draw(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), min_size=1, max_size=12))
     starts, lengths = (np.array(part, np.int32) for part in zip(*runs, strict=True))
     tokens = np.arange(int(lengths.sum()), dtype=np.int32)
-    return Step(tokens, np.arange(len(runs), dtype=np.int32), starts, lengths, tokens[:0])
+    return Step(tokens, table_of(range(len(runs)), 16), starts, lengths, tokens[:0])
 
 
 @st.composite
@@ -44,7 +45,7 @@ def seeing_steps(draw):
 @given(seeing_steps())
 def test_each_segment_is_in_one_group_that_holds_it(step):
     ends = ends_of(step)
-    tokens = np.repeat(np.arange(len(step.slots)), step.lengths)
+    tokens = np.repeat(np.arange(len(step.lengths)), step.lengths)
     seen = []
     for part in parts_of(step, ROOM):
         seen += part.segments.tolist()
@@ -56,7 +57,7 @@ def test_each_segment_is_in_one_group_that_holds_it(step):
             assert (step.starts[part.segments] == 0).all()
         elif part.order == "whole":
             assert (sees_of(step)[np.isin(tokens, part.segments)] == part.reach).all()
-    assert sorted(seen) == list(range(len(step.slots)))
+    assert sorted(seen) == list(range(len(step.lengths)))
 
 
 @given(steps())
@@ -70,7 +71,7 @@ def test_a_row_finds_its_own_among_what_the_groups_give(step):
 def test_a_group_is_no_larger_than_its_masks_may_be(monkeypatch):
     monkeypatch.setattr(torch_batch, "LARGEST_GROUP", 2 * 4 * 128)
     ones = np.ones(7, np.int32)
-    step = Step(np.zeros(28, np.int32), np.arange(7, dtype=np.int32), 100 * ones, 4 * ones, ones[:0])
+    step = Step(np.zeros(28, np.int32), table_of(range(7)), 100 * ones, 4 * ones, ones[:0])
     assert [len(part.segments) for part in parts_of(step, ROOM)] == [2, 2, 2, 1]
 
 
@@ -87,7 +88,7 @@ def test_a_decode_step_is_padded_to_a_little_more(most, data):
 
 @given(steps(), st.integers(1, 20))
 def test_tiles_hold_each_token_once_after_those_before_it(step, size):
-    positions, segments = positions_of(step), np.repeat(step.slots, step.lengths)
+    positions, segments = positions_of(step), segments_of(step)
     reaches = reach_buckets(ROOM)
     done = step.starts.copy()
     for members, reach in tiles(positions + 1, size, reaches):

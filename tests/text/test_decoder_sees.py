@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_attention import masked_logits
 from random_models import LLAMA, VARIANTS, random_weights
-from steps import seeing, step_of
+from steps import COLUMNS, scattered, seeing, step_of
 
 from gpuinfer.text.shape import Masking
 
@@ -80,7 +80,7 @@ def test_blocks_one_after_another_are_the_whole_seen_up_to_each_ones_block(make)
 
 
 @each_decoder
-def test_a_row_after_a_longer_one_in_its_slot_sees_nothing_of_it(make):
+def test_a_row_after_a_longer_one_in_its_pages_sees_nothing_of_it(make):
     weights, poison = random_weights(LLAMA), 60
     weights.embedding[poison] = torch.nan
     healthy = [token for token in TOKENS if token != poison]
@@ -108,7 +108,7 @@ def test_short_runs_of_about_the_same_length_are_padded_to_a_fixed_shape(lengths
     with decoder_of(DECODERS["torch in fixed shapes"], replace(LLAMA, masking=Masking(0)), slots=5) as decoder:
         step = seeing(*((slot, 0, TOKENS[:length], [length] * length) for slot, length in enumerate(lengths)))
         found = decoder._static.form_of_runs(step)
-        assert (found and found[0].width) == width
+        assert (found and found.width) == width
 
 
 @pytest.mark.parametrize("sharing", [1, 2, 4])
@@ -154,12 +154,17 @@ def canvases(draw):
 
 @each_decoder
 @settings(max_examples=examples(25), deadline=None)
-@given(rows=st.lists(canvases(), min_size=1, max_size=4), slots=st.permutations(range(4)))
-def test_whatever_tokens_see(make, rows, slots):
+@given(
+    rows=st.lists(canvases(), min_size=1, max_size=4),
+    slots=st.permutations(range(4)),
+    order=st.permutations(range(4 * COLUMNS)),
+)
+def test_whatever_tokens_see(make, rows, slots, order):
     weights = random_weights(LLAMA)
     with decoder_of(make) as decoder:
         decoder.forward(seeing(*(whole(slot, TOKENS[: 40 + 30 * slot]) for slot in range(4))))
-        found = decoder.forward(seeing(*((slot, 0, *row) for slot, row in zip(slots, rows, strict=False))))
+        step = seeing(*((slot, 0, *row) for slot, row in zip(slots, rows, strict=False)))
+        found = decoder.forward(scattered(step, order))
         assert_alike(found, torch.cat([masked_logits(LLAMA, weights, *row) for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""How many slots there are, and which decoder has them."""
+"""How many slots and pages there are, and which decoder has them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import numpy as np
 import pytest
 import torch
 from random_models import LLAMA, random_weights
-from steps import step_of
+from steps import COLUMNS, step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.estimate import working_bytes
+from gpuinfer.text.checkpoint.estimate import CPU_COPIED, CUDA_COPIED, page_bytes, working_bytes
 from gpuinfer.text.decoder import open_decoder, open_sized, sizing
 from gpuinfer.text.decoder.open_decoder import NullDecoder
-from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try, slot_bytes
+from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Masking
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SLOT = slot_bytes(LLAMA, 128, torch.float32)
+PAGE_BYTES = page_bytes(LLAMA, torch.float32)
 PLENTY = 1 << 40
 
 
-def estimated(free, *, slots=None, device=CPU, dtype=torch.float32, length=128):
-    return estimate(LLAMA, dtype, device, free, slots=slots, length=length, step_tokens=256)
+def estimated(free, *, slots=None, pages=None, device=CPU, length=128, shape=LLAMA, **options):
+    wanted = {"slots": slots, "pages": pages, "length": length, "step_tokens": 256, **options}
+    return estimate(shape, torch.float32, device, free, **wanted)
 
 
 @dataclass
@@ -37,51 +38,96 @@ class Opened:
         return random_weights(self.shape, dtype)
 
 
-def opened(dtype=torch.float32, shape=LLAMA, slots=3, **changes):
+def opened(dtype=torch.float32, shape=LLAMA, slots=3, pages=3 * COLUMNS, **changes):
     options = {"length": 64, "threads": 1, "deterministic": False, "compile": False, "graphs": True, **changes}
-    return open_sized(Opened(shape), dtype, CPU, slots=slots, **options)
+    return open_sized(Opened(shape), dtype, CPU, slots=slots, pages=pages, **options)
 
 
-def test_a_slot_takes_its_keys_and_values():
-    assert 2 * 128 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 4 == SLOT
-    assert slot_bytes(LLAMA, 100, torch.bfloat16) == SLOT // 2  # positions are rounded up
+def test_a_page_takes_its_keys_and_values():
+    assert 2 * 32 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 4 == PAGE_BYTES
+    assert page_bytes(LLAMA, torch.bfloat16) == PAGE_BYTES // 2
+    narrow = replace(LLAMA, head_dim=24)  # our own kernels have heads of 16, 32, 48… values
+    assert page_bytes(narrow, torch.float32, own=True) * 24 == page_bytes(narrow, torch.float32) * 32
 
 
 @pytest.mark.parametrize(
     ("device", "slots"),
     [pytest.param(CPU, 64, id="64 on the CPU"), pytest.param(CUDA, 1024, id="1024 on CUDA")],
 )
-def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while(device, slots):
-    assert estimated(PLENTY, device=device).slots == slots
+def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while_and_pages_for_all(device, slots):
+    found = estimated(PLENTY, device=device, length=100)
+    assert (found.slots, found.pages) == (slots, slots * 4)
 
 
 @pytest.mark.parametrize(("device", "share"), [(CPU, 0.5), (CUDA, 0.9)])
-def test_little_memory_bounds_the_slots(device, share):
-    needed = estimated(PLENTY, slots=20).estimated_bytes
-    found = estimated(int(needed / share) + 1, device=device)
-    assert found.slots == 20
-    assert found.estimated_bytes == needed <= found.free_bytes * share
-    assert estimated(int(needed / share) - 2, device=device).slots == 19
+def test_little_memory_bounds_the_pages_and_not_the_rows(device, share):
+    step = estimated(PLENTY, slots=20).working_bytes
+    found = estimated(int((step + 37.5 * PAGE_BYTES) / share), slots=20, device=device)
+    assert (found.slots, found.pages) == (20, 37)
+    assert found.estimated_bytes == step + 37 * PAGE_BYTES <= found.free_bytes * share
 
 
-def test_slots_that_were_asked_for_are_given_when_they_fit():
-    assert estimated(PLENTY, slots=5000).slots == 5000
+def test_long_rows_leave_slots_and_context_as_they_are():
+    found = estimated(100 << 20, length=4096)
+    assert found.slots == 64
+    assert 4096 // 32 <= found.pages < 64 * 4096 // 32
 
 
-@pytest.mark.parametrize("slots", [None, 8])
-def test_what_does_not_fit_is_refused_with_the_numbers(slots):
-    words = rf"{slots or 1} slots? of 128 positions need \d+ MiB .*only 0 MiB are free.*--dtype bfloat16"
-    with pytest.raises(UsageError, match=words):
-        estimated(1000, slots=slots)
+def test_models_that_find_the_same_memory_free_share_it():
+    alone, together = (estimated(100 << 20, length=4096, sharing=count) for count in (1, 2))
+    assert together.pages < 0.55 * alone.pages
+
+
+def test_where_one_row_takes_more_than_the_share_it_has_pages_all_the_same():
+    step = estimated(PLENTY, slots=1, length=4096).working_bytes
+    assert estimated(step + 128 * PAGE_BYTES, slots=1, length=4096).pages == 128
+
+
+def test_slots_that_would_take_the_pages_place_are_fewer():
+    wide = replace(LLAMA, vocabulary=1 << 20)
+    found = estimated(4 << 30, shape=wide, length=4096)
+    assert 1 < found.slots < 64
+    assert found.working_bytes < found.free_bytes / 4
+    assert estimated(4 << 30, slots=64, shape=wide, length=4096).slots == 64, "who asks for them gets them"
+
+
+def test_slots_and_pages_that_were_asked_for_are_given_when_they_fit():
+    found = estimated(PLENTY, slots=5000, pages=77_777)
+    assert (found.slots, found.pages) == (5000, 77_777)
+    assert estimated(PLENTY, slots=64, pages=5, length=16).slots == 5, "a row takes a page at least"
+
+
+@pytest.mark.parametrize(
+    ("pages", "said"),
+    [
+        pytest.param(
+            None, "4 pages of 32 tokens need .* only 0 MiB are free.* takes 4 pages.*shorter --context", id="row"
+        ),
+        pytest.param(1 << 20, "1,048,576 pages .* need 16,384 MiB .*fewer -B pages", id="more than fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(pages, said):
+    with pytest.raises(UsageError, match=said):
+        estimated(1000, slots=8, pages=pages)
+
+
+def test_torch_copies_keys_of_so_many_positions_at_once_and_no_more():
+    few, many = (working_bytes(LLAMA, 2048, slots, 4096, torch.float32) for slots in (100, 200))
+    logits = 100 * LLAMA.vocabulary * 4 * 6
+    assert many - few == logits
+    cuda = working_bytes(LLAMA, 2048, 2000, 4096, torch.float32, copied=CUDA_COPIED)
+    assert cuda - working_bytes(LLAMA, 2048, 2000, 4096, torch.float32) == 2 * 4 * (CUDA_COPIED - CPU_COPIED)
 
 
 def test_the_largest_steps_fill_every_slot_to_its_end():
-    for step in largest_steps(LLAMA, 5, 64, 40):
+    for step in largest_steps(LLAMA, 5, 7, 64, 40):
+        assert step.pages.shape == (5, 2)
+        assert step.pages.max() == 6
         assert (step.starts + step.lengths == 64).all()
         assert len(step.tokens) == step.lengths.sum()
         assert len(step.wanted) == 5
-    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 64, 40)] == [5, 40]
-    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 64, 3)] == [5]
+    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 10, 64, 40)] == [5, 40]
+    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 10, 64, 3)] == [5]
 
 
 MASKED = replace(LLAMA, masking=Masking(0))
@@ -89,12 +135,12 @@ MASKED = replace(LLAMA, masking=Masking(0))
 
 @pytest.mark.parametrize(("step_tokens", "canvases"), [(40, 1), (64, 1), (200, 3), (10_000, 5)])
 def test_the_largest_step_of_a_diffusion_model_is_of_whole_canvases(step_tokens, canvases):
-    (step,) = largest_steps(MASKED, 5, 64, step_tokens)
+    (step,) = largest_steps(MASKED, 5, 10, 64, step_tokens)
     assert step.lengths.tolist() == [64] * canvases
     assert (step.sees == 64).all()
     assert len(step.wanted) == len(step.tokens) == 64 * canvases
     wide = replace(MASKED, vocabulary=2**21)
-    assert len(largest_steps(wide, 5, 48, step_tokens)[0].wanted) == min(64, 48 * max(1, step_tokens // 48))
+    assert len(largest_steps(wide, 5, 10, 48, step_tokens)[0].wanted) == min(64, 48 * max(1, step_tokens // 48))
 
 
 def test_a_step_of_a_diffusion_model_has_room_for_the_logits_of_many_positions():
@@ -102,14 +148,15 @@ def test_a_step_of_a_diffusion_model_has_room_for_the_logits_of_many_positions()
     logits = 4096 * 126_464 * 4
     assert logits < working_bytes(large, 512, 4, 4096, torch.float32) < 2 * logits
     assert working_bytes(large, 512, 4, 64, torch.float32) < logits // 3
-    decoder = TorchDecoder(MASKED, random_weights(MASKED), CPU, torch.float32, slots=3, length=64)
+    decoder = TorchDecoder(MASKED, random_weights(MASKED), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
     assert largest_step_bytes(decoder, 128) == decoder.held_bytes()
     assert not decoder._cache.keys.any()
 
 
 def test_trying_the_largest_step_leaves_nothing_behind():
     tried, fresh = (
-        TorchDecoder(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, length=64) for _ in range(2)
+        TorchDecoder(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
+        for _ in range(2)
     )
     assert largest_step_bytes(tried, 32) == tried.held_bytes() > tried.cache_bytes()
     assert not tried._cache.keys.any()
@@ -118,33 +165,34 @@ def test_trying_the_largest_step_leaves_nothing_behind():
 
 
 class Small(TorchDecoder):
-    """There is memory for steps of so many slots."""
+    """There is memory for so many pages."""
 
     room = 10
 
     def forward(self, step):
-        if len(step.slots) > self.room:
+        if self.pages > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd more.")
         return super().forward(step)
 
 
-def small(slots=20):
-    decoder = Small(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=1, length=64)
+def small(slots=10):
+    decoder = Small(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=1, pages=1, length=64)
     return decoder, estimated(PLENTY, slots=slots, length=64)
 
 
-def test_when_memory_runs_out_there_are_fewer_slots_and_a_word(caplog):
+def test_when_memory_runs_out_there_are_fewer_pages_and_a_word(caplog):
     decoder, found = open_and_try(*small(), step_tokens=32)
-    assert decoder.slots == found.slots == 9  # 20, 16, 12, 9
+    assert decoder.pages == found.pages == 9  # 20, 16, 12, 9
+    assert decoder.slots == found.slots == 9
     assert found.measured_bytes == decoder.held_bytes()
     assert len(caplog.records) == 3
-    assert "no room for 20 slots (CUDA out of memory" in caplog.messages[0]
-    assert "going on with 16" in caplog.messages[0]
+    assert "no room for 20 pages and steps of 10 rows (CUDA out of memory" in caplog.messages[0]
+    assert "going on with 16 and 10. Set -B pages=16 to start there" in caplog.messages[0]
 
 
-def test_no_room_for_one_slot_is_refused(monkeypatch):
+def test_no_room_for_one_row_is_refused(monkeypatch):
     monkeypatch.setattr(Small, "room", 0)
-    with pytest.raises(UsageError, match="1 slots of 64 positions need"):
+    with pytest.raises(UsageError, match="2 pages of 32 tokens need"):
         open_and_try(*small(3), step_tokens=32)
 
 
@@ -172,14 +220,16 @@ def test_which_decoder_the_cpu_has(monkeypatch, kernels, options, name):
     decoder, found = opened(**options)
     assert type(decoder).__name__ == name
     assert decoder.slots == found.slots == 3
+    assert decoder.pages == found.pages == 3 * COLUMNS
     assert decoder.length == 64
     assert decoder.forward(step_of((2, 0, [1, 2, 3]))).shape == (3, LLAMA.vocabulary)
     decoder.close()
 
 
-def test_without_a_wish_the_cpu_has_64_slots():
-    decoder, found = opened(slots=None)
+def test_without_a_wish_the_cpu_has_64_slots_and_pages_for_all_of_them():
+    decoder, found = opened(slots=None, pages=None)
     assert decoder.slots == found.slots == 64
+    assert decoder.pages == found.pages == 128
     decoder.close()
 
 
@@ -192,6 +242,7 @@ def test_the_null_model_has_a_decoder_that_computes_nothing():
         torch.float32,
         CPU,
         slots=None,
+        pages=None,
         length=64,
         threads=1,
         deterministic=False,
@@ -200,7 +251,8 @@ def test_the_null_model_has_a_decoder_that_computes_nothing():
     )
     assert isinstance(decoder, NullDecoder)
     assert decoder.cache_bytes() == 0
-    decoder.copy(0, [1], 3)
+    assert (decoder.slots, decoder.pages) == (1024, 2048)
+    decoder.copy_pages([0], [1])
     decoder.close()
 
 
@@ -209,7 +261,7 @@ def test_the_null_model_has_a_decoder_that_computes_nothing():
     [pytest.param((256,), ord("a"), id="a letter"), pytest.param((ord("a"), 0), 1, id="no end token")],
 )
 def test_the_null_decoder_always_says_one_token_that_ends_nothing(ends, token):
-    decoder = NullDecoder(replace(NULL, end_tokens=ends), slots=2, length=8)
+    decoder = NullDecoder(replace(NULL, end_tokens=ends), slots=2, pages=2, length=8)
     for _ in range(2):
         logits = decoder.forward(step_of((0, 0, [1, 2]), (1, 0, [3])))
         assert logits.dtype == torch.float32

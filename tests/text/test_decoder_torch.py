@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
-from steps import step_of
+from steps import COLUMNS, copy_row, scattered, step_of, table_of
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -24,7 +26,8 @@ OTHER = TOKENS[::-1]
 
 
 def decoder(shape=LLAMA, dtype=torch.float32, slots=4, length=160, **options):
-    return TorchDecoder(shape, random_weights(shape, dtype), CPU, dtype, slots=slots, length=length, **options)
+    options = {"pages": slots * COLUMNS, "length": length, **options}
+    return TorchDecoder(shape, random_weights(shape, dtype), CPU, dtype, slots=slots, **options)
 
 
 def alone(shape, dtype=torch.float32, tokens=TOKENS, **options):
@@ -51,13 +54,19 @@ def bits():
 
 
 @settings(max_examples=10, deadline=None)
-@given(cuts=st.lists(st.integers(1, 149), max_size=6, unique=True), slot=st.integers(0, 3), company=st.integers(0, 30))
-def test_any_chunks_any_slot_and_any_company_give_the_same_bits(bits, cuts, slot, company):
+@given(
+    cuts=st.lists(st.integers(1, 149), max_size=6, unique=True),
+    slot=st.integers(0, 3),
+    company=st.integers(0, 30),
+    order=st.permutations(range(4 * COLUMNS)),
+)
+def test_any_chunks_any_pages_and_any_company_give_the_same_bits(bits, cuts, slot, company, order):
     several = decoder(deterministic=True)
     edges, found = [0, *sorted(cuts), len(TOKENS)], []
     for begin, end in itertools.pairwise(edges):
         others = [((slot + 1) % 4, 0, OTHER[:company])] if company else []
-        found.append(several.forward(step_of(*others, (slot, begin, TOKENS[begin:end])))[company:].clone())
+        step = scattered(step_of(*others, (slot, begin, TOKENS[begin:end])), order)
+        found.append(several.forward(step)[company:].clone())
     assert torch.equal(torch.cat(found), bits)
 
 
@@ -81,34 +90,121 @@ def test_fixed_shapes_give_what_shapes_that_fit_give(slots):
 
 
 @pytest.mark.parametrize("slots", [[0, 2, 4], [6], [5, 6]], ids=str)
-def test_rows_that_only_fill_up_write_to_no_slot(slots):
+def test_rows_that_only_fill_up_write_to_no_page_of_another(slots):
     several = decoder(slots=7, graphs=True)
     several.forward(step_of(*((slot, 0, TOKENS[:9]) for slot in range(7))))
-    before = several._cache.keys[:, :7].clone(), several._cache.values[:, :7].clone()
+    count = several.pages
+    before = several._cache.keys[:, :count].clone(), several._cache.values[:, :count].clone()
     several.forward(step_of(*((slot, 9, [3]) for slot in slots)))
     for held, was in zip((several._cache.keys, several._cache.values), before, strict=True):
-        changed = (held[:, :7] != was).any(0).flatten(2).any(-1)  # [slots, positions]
-        assert changed.nonzero().tolist() == [[slot, 9] for slot in sorted(slots)]
+        changed = (held[:, :count] != was).any(0).flatten(2).any(-1)  # [pages, positions]
+        assert changed.nonzero().tolist() == [[slot * COLUMNS, 9] for slot in sorted(slots)]
+        assert not held[:, several._cache.blank].any()
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
-def test_a_row_that_turns_into_nan_harms_neither_neighbours_nor_who_has_its_slot_next(options):
+def test_a_row_that_turns_into_nan_harms_neither_neighbours_nor_who_has_its_pages_next(options):
     weights, poison = random_weights(LLAMA), 60
     weights.embedding[poison] = torch.nan
-    several = TorchDecoder(LLAMA, weights, CPU, torch.float32, slots=3, length=160, **options)
+    several = TorchDecoder(LLAMA, weights, CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=160, **options)
     healthy = [token for token in TOKENS if token != poison]
     expected = several.forward(step_of((2, 0, healthy[:30]))).clone()
     found = several.forward(step_of((0, 0, [1, poison] * 30), (1, 0, healthy[:20])))
     assert found[1].isnan().all()
     torch.testing.assert_close(found[60:], expected[:20], atol=1e-5, rtol=0)
     several.forward(step_of((0, 60, [1]), (1, 20, healthy[20:21])))
-    several.copy(1, [0], 20)
+    copy_row(several, 1, [0])
     found = several.forward(step_of((0, 20, healthy[20:21]), (1, 21, healthy[21:22])))
     torch.testing.assert_close(found, expected[20:22], atol=1e-5, rtol=0)
     several.forward(step_of((0, 0, [poison] * 30)))
+    copy_row(several, 0, [2])
+    for at in range(3):
+        found = several.forward(step_of((2, at, healthy[at : at + 1]), (1, 0, [poison])))
+        torch.testing.assert_close(found[:1], expected[at : at + 1], atol=1e-5, rtol=0)
     for at in range(3):
         found = several.forward(step_of((0, at, healthy[at : at + 1])))
         torch.testing.assert_close(found, expected[at : at + 1], atol=1e-5, rtol=0)
+
+
+def shared(rows):
+    """Rows of one token after 70 that they have in common, in pages of which the first two are the same for all; what
+    is in the third is copied. A decoder that has computed them, and the step.
+    """
+    several = decoder(slots=rows, deterministic=True)
+    several.forward(step_of((0, 0, TOKENS[:70])))
+    table = table_of(range(rows))
+    several.copy_pages([int(table[0, 2])] * (rows - 1), table[1:, 2].tolist())
+    table[1:, :2] = table[0, :2]
+    step = step_of(*((slot, 70, [slot]) for slot in range(rows)))
+    return several, replace(step, pages=table)
+
+
+def test_pages_that_rows_share_do_not_show_in_any_bit():
+    several, step = shared(4)
+    found = several.forward(step)
+    for slot in range(4):
+        own = decoder(slots=1, deterministic=True)
+        own.forward(step_of((0, 0, TOKENS[:70])))
+        assert torch.equal(own.forward(step_of((0, 70, [slot])))[0], found[slot])
+
+
+def test_what_one_row_writes_into_its_copy_of_a_page_no_other_sees():
+    several, step = shared(2)
+    before = several.forward(step).clone()
+    for at in range(71, 96):
+        several.forward(replace(step_of((1, at, [5])), pages=step.pages[1:]))
+    assert torch.equal(several.forward(replace(step_of((0, 70, [0])), pages=step.pages[:1]))[0], before[0])
+
+
+def test_a_page_that_is_copied_brings_at_most_what_its_source_had():
+    """Of a row that turned into NaN behind what is taken from it."""
+    weights, poison = random_weights(LLAMA), 60
+    weights.embedding[poison] = torch.nan
+    healthy = [token for token in TOKENS if token != poison]
+    for options in ({"graphs": False}, {"graphs": True}, {"deterministic": True}):
+        several = TorchDecoder(LLAMA, weights, CPU, torch.float32, slots=2, pages=16, length=160, **options)
+        expected = several.forward(step_of((0, 0, healthy[:21])))[20:].clone()
+        several.forward(step_of((0, 20, [poison] * 60)))
+        several.copy_pages([0, 1, 2], [8, 9, 10])
+        found = several.forward(step_of((1, 20, healthy[20:21])))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
+def test_entries_behind_what_a_step_brings_are_not_looked_at(options):
+    weights, poison = random_weights(LLAMA), 60
+    weights.embedding[poison] = torch.nan
+    several = TorchDecoder(LLAMA, weights, CPU, torch.float32, slots=2, pages=16, length=160, **options)
+    several.forward(step_of((1, 0, [poison] * 150)))
+    step = step_of((0, 0, [1, 2, 3]))
+    expected = several.forward(step).clone()
+    pages = step.pages.copy()
+    pages[0, 1:] = 8 + np.arange(7)
+    assert torch.equal(several.forward(replace(step, pages=pages)), expected)
+    assert torch.equal(several.forward(replace(step, pages=pages[:, :1].copy())), expected)
+
+
+@pytest.mark.parametrize("most", [1, 200, 1 << 20])
+def test_how_much_is_copied_at_once_changes_nothing(most):
+    whole, cut = (decoder(slots=7, graphs=graphs) for graphs in (False, True))
+    cut._cache.most_copied = most
+    for step in (
+        step_of(*((slot, 0, TOKENS[: 20 + 9 * slot]) for slot in range(7))),
+        step_of(*((slot, 20 + 9 * slot, [3 + slot]) for slot in range(7))),
+    ):
+        torch.testing.assert_close(cut.forward(step), whole.forward(step), atol=1e-5, rtol=0)
+
+
+def test_the_cache_takes_memory_where_it_is_written():
+    resident = Path("/proc/self/statm")
+    if not resident.exists():
+        pytest.skip("this system does not say what is resident")
+    before = int(resident.read_text().split()[1])
+    several = decoder(slots=64, pages=1 << 16)  # 512 MiB
+    assert several.cache_bytes() > 500 << 20
+    several.forward(step_of((0, 0, TOKENS)))
+    assert (int(resident.read_text().split()[1]) - before) * mmap.PAGESIZE < 100 << 20
+    several.close()
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
@@ -141,24 +237,24 @@ def test_a_step_that_is_taken_again_gives_the_same():
 
 
 @pytest.mark.parametrize("end", [159, 160])
-def test_the_last_positions_of_a_slot(end):
+def test_the_last_positions_of_a_row(end):
     several, longer = decoder(), decoder(length=200)
     tokens = [*TOKENS, *OTHER][:end]
     torch.testing.assert_close(
         several.forward(step_of((3, 0, tokens))), longer.forward(step_of((0, 0, tokens))), atol=1e-5, rtol=0
     )
-    several.copy(3, [0], end)
+    copy_row(several, 3, [0])
     again = several.forward(step_of((3, end - 1, tokens[-1:]), (0, end - 1, tokens[-1:])))
     torch.testing.assert_close(again[0], again[1], atol=1e-5, rtol=0)
 
 
-def test_another_number_of_slots_starts_empty():
+def test_another_number_of_slots_and_pages_starts_empty():
     several = decoder(slots=2)
     expected = several.forward(step_of((1, 0, TOKENS))).clone()
     bytes_before = several.cache_bytes()
-    several.resize(5)
-    assert several.slots == 5
-    assert several.cache_bytes() == bytes_before * 6 // 3  # with the spare slot
+    several.resize(5, 5 * COLUMNS)
+    assert (several.slots, several.pages) == (5, 5 * COLUMNS)
+    assert several.cache_bytes() == bytes_before * (5 * COLUMNS + 2) // (2 * COLUMNS + 2)  # two are no row's
     assert torch.equal(several.forward(step_of((4, 0, TOKENS))), expected)
 
 

@@ -245,7 +245,7 @@ def test_a_row_that_is_larger_than_a_step_goes_alone():
     decoder = scripted("a" * 30, prompt="")
     outcomes = run(generator_over(decoder, step_tokens=4), [prompt_of("ab", 6)] * 3)
     assert all(isinstance(outcome, Generation) for outcome in outcomes)
-    assert {len(step.slots) for step in decoder.steps} == {1}
+    assert {len(step.pages) for step in decoder.steps} == {1}
 
 
 def test_who_is_cancelled_leaves_his_slots_at_once():
@@ -261,6 +261,30 @@ def test_who_is_cancelled_leaves_his_slots_at_once():
     stepped = [generator.step() for _ in range(4)]
     assert [ticket for one in stepped for ticket, _ in one.finished] == ["plain"]
     assert not generator.busy
+
+
+def test_canvases_wait_for_pages_and_give_them_back():
+    """A canvas has all of its pages when it begins: two of 40 positions do not fit into three, nor a guided one."""
+    decoder = scripted("a" * 40, slots=4, prompt="", pages=3)
+    generator = generator_over(decoder, step_tokens=1000)
+    ready = generator.prepare([prompt_of("ab", 38), prompt_of("ab", 38), prompt_of("ab", 20, cfg_scale=1.0)])
+    for number, prepared in enumerate(ready):
+        generator.add(number, prepared)
+    first = generator.step()
+    assert (first.rows, first.waited) == (1, 1)
+    finished = []
+    while generator.busy:
+        finished += [(ticket, outcome.completions[0].text) for ticket, outcome in generator.step().finished]
+    assert finished == [(0, "a" * 38), (1, "a" * 38), (2, "a" * 20)]
+    assert len(generator._slots.pool) == 3
+
+
+def test_a_canvas_that_all_pages_would_not_hold_is_refused_with_the_cure():
+    generator = generator_over(scripted("a" * 40, prompt="", pages=3))
+    fits, guided = generator.prepare([prompt_of("ab", 60), prompt_of("ab", 38, cfg_scale=1.0)])
+    assert not isinstance(fits, Exception)
+    assert "-B pages=4" in str(guided)
+    assert "twice" in str(guided)
 
 
 def test_guided_rows_wait_for_two_slots_and_may_be_cancelled_there():
@@ -481,7 +505,7 @@ def test_when_memory_runs_out_fewer_rows_go_at_once():
     decoder = scripted("hello", slots=4, room=16)
     outcomes = run(generator_over(decoder, step_tokens=1000), [prompt_of("ab", 5)] * 4)
     assert all(outcome.completions[0].text == "hello" for outcome in outcomes)
-    assert max(len(step.slots) for step in decoder.steps) == 2
+    assert max(len(step.pages) for step in decoder.steps) == 2
 
 
 def test_a_row_for_which_there_is_no_memory_at_all_fails_and_the_others_go_on():

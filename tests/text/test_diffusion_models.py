@@ -12,6 +12,7 @@ import torch
 from text.decoders import Make, each_decoder, opened
 from text.diffusion_oracle import embedding_of, logits_of, predictions
 from text.diffusion_oracle import opened as stored
+from text.steps import table_of
 from text.tiny_diffusion import FAMILIES, MASK, tiny_diffusion
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def step_of(shape: Shape, *segments: tuple[int, int, Sequence[int], int]) -> Ste
     sees = [one for _, start, run, canvas in segments for one in sees_of(shape, start, len(run), canvas)]
     slots, starts = [slot for slot, *_ in segments], [start for _, start, *_ in segments]
     lengths = [len(run) for _, _, run, _ in segments]
-    arrays = [np.array(part, np.int32) for part in (tokens, slots, starts, lengths, range(len(tokens)))]
+    arrays = [np.array(part, np.int32) for part in (tokens, table_of(slots), starts, lengths, range(len(tokens)))]
     return Step(*arrays, sees=np.array(sees, np.int32))
 
 

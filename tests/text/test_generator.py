@@ -34,34 +34,18 @@ def test_a_beginning_that_another_row_is_computing_is_computed_once():
     prompts = [prompt(LONG + ending) for ending in (" one", " two", " three")]
     outcomes = run(generator, prompts)
     assert answers(outcomes) == [alone(one) for one in prompts]
-    assert [outcome.cached_tokens for outcome in outcomes] == [0, 41, 42]  # " two" and " three" begin alike
-    assert generator.decoder.computed == 44 + 3 + 4 + 3 * 5
+    assert [outcome.cached_tokens for outcome in outcomes] == [0, 32, 32]  # a page
+    assert generator.decoder.computed == 44 + 12 + 14 + 3 * 5
 
 
-def test_a_finished_rows_slot_is_gone_on_with_where_it_lies():
+def test_a_prompt_goes_on_after_a_finished_prompt_and_its_answer():
     generator = toy_generator()
     [first] = run(generator, [prompt("what is a fox? ")])
     again = prompt("what is a fox? " + first.completions[0].text[:-1] + " and then")
     [second] = run(generator, [again])
     assert second.completions == alone(again)
     assert second.cached_tokens == 15 + 5  # the answer, too, but for its last token
-    assert generator.decoder.copied == 0
-
-
-def test_more_than_half_of_a_slots_content_is_not_lost_to_a_short_beginning():
-    generator = toy_generator(slots=2)
-    run(generator, [prompt(LONG + " whole")])
-    outcomes = run(generator, [prompt(LONG[:17]), prompt(LONG + " whole and more")])
-    assert [outcome.cached_tokens for outcome in outcomes] == [16, 46]
-    assert answers(outcomes) == [alone(prompt(LONG[:17])), alone(prompt(LONG + " whole and more"))]
-
-
-def test_the_content_that_was_used_longest_ago_goes_first():
-    generator = toy_generator(slots=2)
-    for text in ("the first of all prompts", "the second of the prompts", "the first of all prompts, again"):
-        run(generator, [prompt(text)])
-    [third, first] = run(generator, [prompt("quite another prompt, this"), prompt("the first of all prompts, still")])
-    assert (third.cached_tokens, first.cached_tokens) == (0, 26)
+    assert generator.decoder.copied == 1  # page, that is not full
 
 
 def test_samples_share_their_prefill_and_draw_each_for_itself():
@@ -137,28 +121,6 @@ def test_who_waited_for_a_cancelled_rows_prefill_takes_over_what_there_is():
         outcomes.update(generator.step().finished)
     assert outcomes[1].completions == alone(prompt(LONG + " two"))
     assert outcomes[1].cached_tokens == 20
-
-
-def test_a_slot_that_others_copy_from_is_copied_before_it_gets_a_new_row():
-    """The second slot's content is wanted elsewhere, and the slot itself gets a copy, in one and the same admission."""
-    generator = toy_generator(slots=5)
-    one, two = "beginning number one, and some more of it", "beginning of another kind, which is as long"
-    run(generator, [prompt(one), prompt(two)])
-    prompts = [prompt(text) for text in (one[:18] + "a", two[:18] + "b", one[:18] + "c", one[:18] + "d")]
-    outcomes = run(generator, prompts)
-    assert answers(outcomes) == [alone(one) for one in prompts]
-    assert [outcome.cached_tokens for outcome in outcomes] == [18] * 4
-
-
-def test_content_that_was_copied_from_counts_as_used():
-    generator = toy_generator(slots=3)
-    run(generator, [prompt(LONG), prompt("something else that is as long as the first")])
-    run(generator, [prompt(LONG[:18] + "!"), prompt("quite another prompt")])
-    [outcome] = run(generator, [prompt(LONG + "?")])
-    assert outcome.cached_tokens == 40
-    run(generator, [prompt("yet another prompt, and a longer one")])
-    [outcome] = run(generator, [prompt("something else that is as long as ever")])
-    assert outcome.cached_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -381,12 +343,12 @@ def test_a_device_that_is_lost_is_not_tried_again(monkeypatch):
 
 def test_a_copy_that_fails_costs_only_time(monkeypatch, caplog):
     generator = toy_generator()
-    prompts = [prompt(LONG + ending) for ending in (" one", " two", " three")]
+    prompts = [prompt(LONG[:20] + ending) for ending in (" one", " two", " three")]
 
-    def fail(source, targets, length):
+    def fail(sources, targets):
         raise RuntimeError("no copies today")
 
-    monkeypatch.setattr(generator.decoder, "copy", fail)
+    monkeypatch.setattr(generator.decoder, "copy_pages", fail)
     assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
     assert "no copies today" in caplog.text
 
@@ -398,8 +360,8 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(monkeypatch):
     def spoilt(step):
         logits = forward(step)
         place = {int(token): place for place, token in enumerate(step.wanted)}
-        for slot, end in zip(step.slots, np.cumsum(step.lengths), strict=True):
-            if slot == 1 and int(end) - 1 in place:
+        for page, end in zip(step.pages[:, 0], np.cumsum(step.lengths), strict=True):
+            if page == generator._table.pages[1, 0] and int(end) - 1 in place:
                 logits[place[int(end) - 1], 3] = np.nan
         return logits
 

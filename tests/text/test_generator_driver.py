@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from concurrent.futures import Future
@@ -10,9 +11,12 @@ from functools import partial
 import pytest
 from text.toy import alone, toy_generator
 
+from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, Closed
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.stats import Lane
+from gpuinfer.text import bare
+from gpuinfer.text.cost import StepCost
 from gpuinfer.text.generator import Driver
 
 WAIT_S = 60.0
@@ -224,3 +228,93 @@ def test_threads_may_submit_at_the_same_time(driver):
         thread.join(WAIT_S)
     for asked, answered in zip(prompts, futures, strict=True):
         assert [future.result(WAIT_S).completions for future in answered] == [alone(one) for one in asked]
+
+
+def test_what_steps_cost_at_least_and_what_prompts_ask_for_is_counted(generator):
+    driver = Driver(generator, cost=StepCost(generator.decoder.shape, 4))
+    plain = prompt("abc")
+    sampling = Sampling(max_tokens=6, ignore_eos=True, stop=("never",), logprobs=1, presence_penalty=0.5)
+    stopping = Prompt(text="abd", key="abd", sampling=sampling)
+    try:
+        for future in submitted(driver, plain, stopping):
+            future.result(WAIT_S)
+        counted = driver.counters()
+    finally:
+        driver.close()
+    assert counted["flops"] > counted["prefill_flops"] > 0
+    assert counted["bytes"] > counted["prefill_bytes"] > 0
+    asked = ("stop", "logprobs", "penalties", "constraints", "lists")
+    assert [counted[f"with_{name}"] for name in asked] == [1, 1, 1, 0, 0]
+    assert counted["read_as_they_grow"] == 0
+
+
+def test_memory_that_a_step_touches_first_is_a_station_of_its_own(generator):
+    """Every other step touches so much that it takes longer than the step."""
+    forward, steps = generator.decoder.forward, iter(range(1 << 30))
+
+    def touching(step):
+        if next(steps) % 2:
+            with mmap.mmap(-1, 32 << 20) as fresh:
+                for place in range(0, len(fresh), mmap.PAGESIZE):
+                    fresh[place] = 1
+        return forward(step)
+
+    generator.decoder.forward = touching
+    lane = Lane("forward 0")
+    driver = Driver(generator, lane=lane)
+    try:
+        submitted(driver, prompt("abc", max_tokens=40))[0].result(WAIT_S)
+        counted = driver.counters()
+    finally:
+        driver.close()
+    assert counted["faults"] > 0
+    assert lane.stations().get("first touch", 0.0) == pytest.approx(counted["first_touch_s"], abs=0.05)
+
+
+def test_the_model_is_measured_when_nothing_is_under_way_and_answers_are_the_same_after_it(generator, monkeypatch):
+    best = TextRoofline(1.0, 1.0, 1.0, 1, 1, 1.0)
+    seen = []
+    monkeypatch.setattr(bare, "measure", lambda decoder, rows, tokens, seconds: seen.append((rows, seconds)) or best)
+    driver = Driver(generator)
+    try:
+        before = submitted(driver, prompt("abc"))[0].result(WAIT_S)
+        assert driver.measure(3, 0.5).result(WAIT_S) == best
+        after = submitted(driver, prompt("abc"))[0].result(WAIT_S)
+    finally:
+        driver.close()
+    assert seen == [(3, 0.5)]
+    assert before.completions[0].tokens == after.completions[0].tokens
+
+
+def test_a_measurement_that_nobody_waits_for_any_more_ends_nothing(generator, monkeypatch):
+    measuring, go_on = threading.Event(), threading.Event()
+
+    def slowly(*given):
+        measuring.set()
+        assert go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(bare, "measure", slowly)
+    driver = Driver(generator)
+    try:
+        first, second = driver.measure(3, 0.5), driver.measure(3, 0.5)
+        assert measuring.wait(WAIT_S)
+        assert second.cancel()
+        first.cancel()  # too late for that
+        go_on.set()
+        assert submitted(driver, prompt("abc"))[0].result(WAIT_S).completions
+    finally:
+        driver.close()
+
+
+def test_a_model_that_cannot_be_measured_goes_on(generator, monkeypatch):
+    def fails(*given):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(bare, "measure", fails)
+    driver = Driver(generator)
+    try:
+        with pytest.raises(RuntimeError, match="no room"):
+            driver.measure(3, 0.5).result(WAIT_S)
+        assert submitted(driver, prompt("abc"))[0].result(WAIT_S).completions
+    finally:
+        driver.close()

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec import structs
+from text.pages_held import all_free, check_pages
 from text.test_generator_properties import prompts
 from text.toy import LETTERS, alone, joined, toy_generator
 
@@ -26,10 +27,13 @@ class Served(RuleBasedStateMachine):
     """`asked`: what is open, with its weights; `expected`: what has been asked, None where weights changed within."""
 
     @initialize(
-        slots=st.integers(2, 5), step_tokens=st.sampled_from([1, 3, 16, 300]), gather_steps=st.sampled_from([0, 2])
+        slots=st.integers(2, 5),
+        step_tokens=st.sampled_from([1, 3, 16, 300]),
+        gather_steps=st.sampled_from([0, 2]),
+        pages=st.sampled_from([None, 2, 3, 5]),
     )
-    def start(self, slots, step_tokens, gather_steps):
-        self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps)
+    def start(self, slots, step_tokens, gather_steps, pages):
+        self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps, pages=pages)
         self.generator.decoder.poison = POISON
         self.open: dict[int, Prompt] = {}
         self.given: dict[int, list] = {}
@@ -120,10 +124,11 @@ class Served(RuleBasedStateMachine):
             return
         admission, table = self.generator._admission, self.generator._table
         living = [row for row in table.rows if row is not None]
-        assert len(admission._places) == table.slots - len(living)
+        check_pages(self.generator)
+        assert len(admission._free) == table.slots - len(living)
         assert admission._reserved == sum(work.prepared.samples for work in admission._pending)
         assert table.readers == int(table.read.sum()) == sum(row.given is not None for row in living)
-        assert all(table.rows[row.slot] is row for row in admission.prefilling)
+        assert all(table.rows[row.slot] is row for row in [*admission.prefilling, *admission._queue])
         assert (table.prompt[[row.slot for row in living]] > 0).all()
         assert {row.work.ticket for row in living} <= set(self.generator._settling.works)
         assert not np.array([table.decodes[slot] for slot in range(table.slots) if table.rows[slot] is None]).any()
@@ -139,6 +144,7 @@ class Served(RuleBasedStateMachine):
             self.take(self.generator.step())
         assert not self.open
         assert self.generator.free_slots == self.generator.slots
+        all_free(self.generator)
         assert not self.generator.sampler._slots.penalised
         self.generator.close()
 

@@ -40,6 +40,33 @@ def answers(generator, prompts):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_rows_that_give_back_their_pages_have_the_bits_that_they_would_have_had(family):
+    """Four pages: those of one row that is as long as the context, and one more."""
+    folder, found = tiny_checkpoint(family), []
+    sampling = Sampling(max_tokens=40, top_p=0.95, repetition_penalty=1.1, logprobs=1, ignore_eos=True)
+    prompts = [
+        Prompt(text=text, key=text, samples=1 + number % 2, sampling=sampling) for number, text in enumerate(TEXTS)
+    ]
+    for pages in (None, 4):
+        generator = open_generator(
+            ModelSpec(name=str(folder), kind="text"),
+            Setup(devices=("cpu",), dtype="float32", deterministic=True),
+            Tuning(slots=4, pages=pages, context=96, step_tokens=24, threads=1),
+        )
+        preempted, outcomes, waiting = 0, {}, list(enumerate(generator.prepare(prompts)))
+        while waiting or generator.busy:
+            while waiting and waiting[0][1].samples <= generator.free_slots:
+                generator.add(*waiting.pop(0))
+            stepped = generator.step()
+            preempted += stepped.preempted
+            outcomes.update(stepped.finished)
+        found.append([outcomes[number].completions for number in range(len(prompts))])
+        generator.close()
+        assert bool(preempted) == (pages is not None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_greedy_text_is_that_of_transformers(family):
     transformers = pytest.importorskip("transformers")
     folder = tiny_checkpoint(family)
@@ -135,6 +162,8 @@ def test_what_the_tuning_says_comes_before_what_the_model_s_arguments_say():
     ("tuning", "message"),
     [
         pytest.param(Tuning(context=10**6), "--context N", id="a context that the model was not made for"),
+        pytest.param(Tuning(pages=3), "Use -B pages=64, or --context 96", id="pages for less than one row"),
+        pytest.param(Tuning(threads=10**5), "-B threads=N with N from 1 to", id="more threads than cores"),
         pytest.param(Tuning(slots=0), "slots is 0", id="no slots"),
         pytest.param(Tuning(slots=10**9), "does not fit", id="slots that fit nowhere"),
     ],
@@ -152,12 +181,16 @@ def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():
     from gpuinfer.text.generator.setup import fitted
 
     checkpoint = open_checkpoint(ModelSpec(name="tiny", kind="text"))
-    whole, _ = fitted(checkpoint, 64, None, torch.float32, 10**12)
-    needed = checkpoint.estimate(64, 512, torch.float32).peak_bytes
-    shorter, estimate = fitted(checkpoint, 64, None, torch.float32, int(needed / 0.9) + 2)
+    whole, _ = fitted(checkpoint, 64, None, None, torch.float32, 10**12)
+    needed = checkpoint.estimate(64, 16, 512, torch.float32).peak_bytes
+    shorter, estimate = fitted(checkpoint, 64, None, None, torch.float32, int(needed / 0.9) + 2)
     assert (whole, shorter, estimate.peak_bytes) == (2048, 512, needed)
     with pytest.raises(UsageError, match="does not fit"):
-        fitted(checkpoint, 64, 2048, torch.float32, int(needed / 0.9) + 2)
+        fitted(checkpoint, 64, None, 2048, torch.float32, int(needed / 0.9) + 2)
+    with pytest.raises(UsageError, match="hold 480, and one row of 512 tokens takes 16 pages"):
+        fitted(checkpoint, 64, 15, 512, torch.float32, 10**12)
+    with pytest.raises(UsageError, match=r"4,000,000 pages[^\n]*\nUse -B pages=\d+ or"):
+        fitted(checkpoint, 64, 4_000_000, 512, torch.float32, 10**10)
 
 
 def test_prompts_that_cannot_be_served_fail_before_they_take_a_slot():

@@ -11,6 +11,7 @@ import pytest
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from text.pages_held import all_free, check_pages
 from text.toy import LETTERS, alone, joined, toy_generator
 
 from gpuinfer.errors import BackendError
@@ -70,6 +71,7 @@ mixes = {
     "length": st.sampled_from([58, 64, 90]),
     "gather_steps": st.sampled_from([0, 0, 3]),
     "most_parts_s": st.sampled_from([math.inf, 2000.0, 1e-9]),
+    "pages": st.sampled_from([None, None, 3, 4, 6]),  # 3 hold the longest row
 }
 
 
@@ -87,6 +89,7 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, **mo
             generator.add(number, replace(prepared[number], parts=coming[number].parts))
         dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
         stepped = generator.step()
+        check_pages(generator)
         for number, part in stepped.parts:
             assert number not in outcomes
             given[number].append(part)
@@ -102,6 +105,7 @@ def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, **mo
         assert outcome.prompt_tokens == len(prepared[number].tokens)
         assert joined(given[number]) == (list(outcome.completions) if coming[number].parts else [])
     assert generator.free_slots == slots
+    all_free(generator)
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])

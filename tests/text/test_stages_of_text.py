@@ -122,7 +122,7 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
     places = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1)))), np.int32)
     step = Step(
         np.arange(total, dtype=np.int32) * 7,
-        np.arange(len(starts), dtype=np.int32)[::-1].copy(),
+        np.arange(2 * len(starts), dtype=np.int32)[::-1].reshape(-1, 2).copy(),
         starts,
         lengths,
         wanted,
@@ -135,8 +135,8 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
         parts = cutter.cut(step)
         assert np.array_equal(np.concatenate([part.tokens for part in parts]), step.tokens)
         assert np.array_equal(np.concatenate([positions_of(part) for part in parts]), positions_of(step))
-        slots = [np.repeat(part.slots, part.lengths) for part in parts]
-        assert np.array_equal(np.concatenate(slots), np.repeat(step.slots, step.lengths))
+        pages = [np.repeat(part.pages, part.lengths, 0) for part in parts]
+        assert np.array_equal(np.concatenate(pages), np.repeat(step.pages, step.lengths, 0))
         adapters = [np.repeat(part.adapters, part.lengths) for part in parts]
         assert np.array_equal(np.concatenate(adapters), np.repeat(step.adapters, step.lengths))
         assert [token for part in parts for token in part.tokens[part.wanted].tolist()] == (7 * wanted).tolist()
@@ -146,7 +146,7 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
         assert [value for _, own in vectors for value in own.values[:, 0].tolist()] == places.tolist()
         assert all(part.lengths.min() > 0 for part in parts)
         if whole_segments:
-            assert sum(len(part.slots) for part in parts) == len(starts)
+            assert sum(len(part.lengths) for part in parts) == len(starts)
             assert np.array_equal(np.concatenate([part.sees for part in parts]), step.sees)
         elif rows is not None:
             assert max(len(part.tokens) for part in parts) <= rows
@@ -156,7 +156,7 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
         assert all(
             a is b
             for one, other in zip(parts, cutter.cut(step), strict=True)
-            for a, b in ((one.slots, other.slots), (one.lengths, other.lengths), (one.adapters, other.adapters))
+            for a, b in ((one.pages, other.pages), (one.lengths, other.lengths), (one.adapters, other.adapters))
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ from gpuinfer.api import Backend
 from gpuinfer.generation import Completion, Part, Prompt, Sampling
 from gpuinfer.text.devices import TextDevices
 from gpuinfer.text.generator import Driver, Generator
+from gpuinfer.text.generator.pages import pages_for
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
 from gpuinfer.text.model import TextModel
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.versions import until
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
@@ -55,15 +57,16 @@ def mixed(history: np.uint64, token: int, position: int, weights: int = 0) -> np
 
 
 class ToyDecoder:
-    """`step.Decoder`. The cache holds one number for a position, of all tokens up to it: a wrong slot, position or copy
-    changes all that follows. It checks what a step must be.
+    """`step.Decoder`. The cache holds two numbers for a position, of all tokens up to it and of all before it: a wrong
+    page, position or copy is found, as these form no chain. It checks what a step must be.
     """
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(self, slots: int, length: int, pages: int | None = None) -> None:
         self.shape, self.slots, self.length, self.device = SHAPE, slots, length, torch.device("cpu")
-        self.cache = np.random.default_rng(0).integers(0, 2**63, (slots, length)).astype(np.uint64)
+        self.pages = 2 * slots * pages_for(length) if pages is None else pages
+        self.cache = np.random.default_rng(0).integers(0, 2**63, (self.pages * PAGE, 2)).astype(np.uint64)
         self.steps: list[Step] = []
-        self.copied = 0  # positions
+        self.copied = 0  # pages
         self.closed = False
         self.poison: int | None = None  # a token that no step survives
         self.room: int | None = None  # tokens of a step for which there is memory
@@ -78,36 +81,56 @@ class ToyDecoder:
         if self.poison is not None and self.poison in step.tokens:
             raise RuntimeError("a token that this model cannot stand")
         found, place = [], 0
-        adapters = np.zeros_like(step.slots) if step.adapters is None else step.adapters
-        for slot, start, length, adapter in zip(step.slots, step.starts, step.lengths, adapters.tolist(), strict=True):
-            history = self.cache[slot, start - 1] if start else NOWHERE
+        adapters = np.zeros_like(step.starts) if step.adapters is None else step.adapters
+        for pages, start, length, adapter in zip(step.pages, step.starts, step.lengths, adapters.tolist(), strict=True):
+            at = places(pages, start + length)
+            history = self.cache[at[start - 1], 0] if start else NOWHERE
             weights = self.weights ^ (self.loaded[adapter] if adapter else 0)
             for position in range(start, start + length):
-                history = self.cache[slot, position] = mixed(history, int(step.tokens[place]), position, weights)
+                before, history = history, mixed(history, int(step.tokens[place]), position, weights)
+                self.cache[at[position]] = history, before
                 found.append(history)
                 place += 1
         self.steps.append(
-            Step(*(part.copy() for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted)))
+            Step(*(part.copy() for part in (step.tokens, step.pages, step.starts, step.lengths, step.wanted)))
         )
         return logits_of(np.array(found, np.uint64)[step.wanted])
 
     def check(self, step: Step) -> None:
-        for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted):
+        for part in (step.tokens, step.pages, step.starts, step.lengths, step.wanted):
             assert part.dtype == np.int32
             assert part.flags.c_contiguous
-        assert len(set(step.slots.tolist())) == len(step.slots) == len(step.starts) == len(step.lengths)
+        assert len(step.pages) == len(step.starts) == len(step.lengths) <= self.slots
         assert step.lengths.min() >= 1
         assert step.lengths.sum() == len(step.tokens)
         assert (step.starts >= 0).all()
         assert (step.starts + step.lengths).max() <= self.length
         assert (np.diff(step.wanted) > 0).all()
         assert ((step.tokens >= 0) & (step.tokens < VOCABULARY)).all()
+        assert ((step.pages >= 0) & (step.pages < self.pages)).all()
+        self.check_pages(step)
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        assert source not in targets
-        for target in targets:
-            self.cache[target, :length] = self.cache[source, :length]
-            self.copied += length
+    def check_pages(self, step: Step) -> None:
+        """Rows share their first pages alone, none that is written, and what the cache holds of a row is whole."""
+        before: dict[int, tuple[int, ...]] = {}  # each page, and those before it
+        used, written = Counter(), []
+        for pages, start, end in zip(step.pages, step.starts, step.starts + step.lengths, strict=True):
+            own = pages[: pages_for(end)].tolist()
+            for column, page in enumerate(own):
+                assert before.setdefault(page, tuple(own[:column])) == tuple(own[:column])
+            used.update(own)
+            written += own[start // PAGE :]
+            chain = self.cache[places(pages, start)]
+            assert (chain[:-1, 0] == chain[1:, 1]).all()
+            assert not start or chain[0, 1] == NOWHERE
+        assert all(used[page] == 1 for page in written)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert len(sources) == len(targets) == len(set(targets))
+        assert not set(sources) & set(targets)
+        for source, target in zip(sources, targets, strict=True):
+            self.cache[places([target], PAGE)] = self.cache[places([source], PAGE)]
+        self.copied += len(targets)
 
     def pack(self, weights: int) -> int:
         return weights
@@ -139,6 +162,12 @@ class ToyDecoder:
         return sum(len(step.tokens) for step in self.steps)
 
 
+def places(pages: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    """Where the first `count` positions of these pages lie in the cache."""
+    positions = np.arange(count)
+    return np.asarray(pages)[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+
+
 def logits_of(histories: np.ndarray) -> torch.Tensor:
     """Float32 [histories, vocabulary] from 0 to 6."""
     with np.errstate(over="ignore"):
@@ -158,9 +187,10 @@ def toy_generator(
     gather_steps: int = 0,
     most_parts_s: float = math.inf,
     max_adapters: int = 8,
+    pages: int | None = None,
 ) -> Generator:
     return Generator(
-        ToyDecoder(slots, length),
+        ToyDecoder(slots, length, pages),
         toy_language(),
         seed=seed,
         end_tokens=(END,),

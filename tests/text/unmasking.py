@@ -17,6 +17,7 @@ from text.toy import LETTERS
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
 from gpuinfer.text.diffusion.generator import DiffusionGenerator
+from gpuinfer.text.generator.pages import pages_for
 from gpuinfer.text.generator.setup import Tuning, open_generator
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.subwords import Characters
@@ -111,6 +112,12 @@ def answered(generator: DiffusionGenerator, prompt: Prompt) -> Completion:
     return completion
 
 
+def ends_of(step: Step) -> list[int]:
+    """So many positions of each segment's row a step brings or sees."""
+    seen = np.maximum.reduceat(step.sees, np.cumsum(step.lengths) - step.lengths)
+    return np.maximum(seen, step.starts + step.lengths).tolist()
+
+
 @dataclass
 class Scripted:
     """`step.Decoder` that says the same at each position, whatever stands there: `script` from `prompt` on, each token
@@ -125,6 +132,7 @@ class Scripted:
     steps: list[Step] = field(default_factory=list)
     broken: int | None = None  # a token that no step survives
     room: int | None = None  # tokens of a step for which there is memory
+    pages: int = 64
     device = torch.device("cpu")
     computes_in = "float32"
 
@@ -156,10 +164,15 @@ class Scripted:
 
     def check(self, step: Step) -> None:
         """What a step must be."""
-        for part in (step.tokens, step.slots, step.starts, step.lengths, step.wanted, step.sees):
+        for part in (step.tokens, step.pages, step.starts, step.lengths, step.wanted, step.sees):
             assert part.dtype == np.int32
             assert part.flags.c_contiguous
-        assert len(set(step.slots.tolist())) == len(step.slots) == len(step.starts) == len(step.lengths)
+        assert len(step.pages) == len(step.starts) == len(step.lengths) <= self.slots
+        used = [
+            page for row, end in zip(step.pages, ends_of(step), strict=True) for page in row[: pages_for(end)].tolist()
+        ]
+        assert len(used) == len(set(used))
+        assert 0 <= min(used) <= max(used) < self.pages
         assert step.lengths.min() >= 1
         assert step.lengths.sum() == len(step.tokens) == len(step.sees)
         assert (step.starts + step.lengths).max() <= self.length

@@ -192,15 +192,15 @@ def test_a_request_that_nobody_wants_any_more_is_taken_from_the_engine(held):
     async def left() -> None:
         stream = held.backend.stream([request])
         reading = asyncio.ensure_future(anext(stream))
-        await until(lambda: busy(held), 60)
+        await until(reading, lambda: busy(held), 60)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await stream.aclose()
 
-    async def until(condition, seconds: float) -> None:
+    async def until(reading, condition, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not await condition():
-            assert time.monotonic() < end
+            assert time.monotonic() < end, repr(reading)
             await asyncio.sleep(0.05)
 
     async def busy(held) -> bool:

@@ -46,11 +46,11 @@ class Checkpoint:
         """All weights in memory of their own, matrices in `dtype`. Raises `UsageError` for a damaged file."""
         return read_weights(self.store, self.layout, dtype)
 
-    def estimate(self, slots: int, length: int, dtype: torch.dtype, beside: int = 0, lanes: int = 0) -> Estimate:
-        """What `slots` rows of up to `length` positions will take, without loading anything; `beside`: bytes of
-        adapters, which count as weights. `lanes`: see `estimate.py`.
-        """
-        return estimate(self.layout, slots, length, dtype, beside, lanes)
+    def estimate(
+        self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
+    ) -> Estimate:
+        """See `estimate.estimate`. Loads nothing."""
+        return estimate(self.layout, slots, pages, length, dtype, beside, own)
 
     def language_files(self) -> LanguageFiles:
         return self.language

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -14,31 +14,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.arithmetic import FLOAT32, computes_in
-from gpuinfer.text.decoder import blas, cpu_adapters, cpu_product, cpu_sizes
-from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, SortedStep, pack
-from gpuinfer.text.decoder.cpu_attention import ASKED, BLOCK, QUERIES
-from gpuinfer.text.decoder.cpu_experts import AT_ONCE
-from gpuinfer.text.decoder.cpu_product import aligned
-from gpuinfer.text.decoder.cpu_sharing import Sharing
-from gpuinfer.text.decoder.cpu_step import Threads
+from gpuinfer.text.decoder import cpu_adapters, cpu_sizes
+from gpuinfer.text.decoder.cpu_adapters import LoadedAdapters, PackedAdapter, SortedStep
+from gpuinfer.text.decoder.cpu_attention import SPAN
+from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
+from gpuinfer.text.decoder.cpu_experts import EXPERT_ROWS
+from gpuinfer.text.decoder.cpu_panels import TERMS, aligned, weight_in
+from gpuinfer.text.decoder.cpu_plan import Planner, most_members
+from gpuinfer.text.decoder.cpu_pool import Pool
+from gpuinfer.text.decoder.cpu_product import Kind, product_with
+from gpuinfer.text.decoder.cpu_step import MOST_PANELS, ROW_BLOCK, ROWS_AT_ONCE, serve
+from gpuinfer.text.decoder.cpu_threads import Threads
 from gpuinfer.text.decoder.cpu_vectors import TILE
-from gpuinfer.text.decoder.cpu_weights import (
-    LaneWeights,
-    Share,
-    as_stored,
-    bias_of,
-    lane_weights,
-    lanes_for,
-    norms,
-    share_of,
-)
-from gpuinfer.text.decoder.segments import positions_of
+from gpuinfer.text.decoder.cpu_weights import PackedWeights, packed, tied
+from gpuinfer.text.decoder.segments import firsts_of, positions_of
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Adapter, Weights
 
 LEAST_CAPACITY = 64  # rows of a step for which there is room at first
 NO_ROOM = (0, 0, 0, 0)
+DOWN_PANELS = 4  # of an expert's down projection, in a piece
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -46,20 +42,12 @@ def available(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and bool(llvm.get_host_cpu_features().get("fma"))
 
 
-@dataclass(frozen=True)
-class PackedWeights:
-    """All weights as the compiled step reads them."""
-
-    lanes: list[LaneWeights]
-    model: tuple[NDArray[Any], ...]  # what all lanes read
-
-
 class CpuDecoder:
     """`step.Decoder` for float32 and bfloat16, weights and cache.
 
     Sums and what lies between products are float32, and a row's logits depend neither on what shares its step nor on
     `threads`, bit by bit. Where the processor multiplies bfloat16 by itself, and `deterministic` is not set, such
-    weights meet rows that are rounded to bfloat16, in a library whose rounding may depend on both: see `computes_in`.
+    weights meet rows that are rounded to bfloat16; else rows of float32, with the same sums on any processor.
     """
 
     def __init__(
@@ -69,30 +57,31 @@ class CpuDecoder:
         dtype: torch.dtype,
         *,
         slots: int,
+        pages: int,
         length: int,
         threads: int,
         deterministic: bool = False,
     ) -> None:
         if not available(dtype):
             raise RuntimeError(f"CpuDecoder needs a processor with FMA, and no {dtype}. Use TorchDecoder.")
-        self.shape, self.slots, self.length = shape, slots, length
+        self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
         self.computes_in = computes_in(dtype, self.device, deterministic=deterministic)
-        self._stored = np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
-        self._blas = None if self.computes_in == FLOAT32 else blas.find()
-        self._multiplied = np.dtype(np.float32 if self._blas is None else np.uint16)  # rows, as products take them
-        self._shares = [share_of(shape, lane, lanes) for lanes in [lanes_for(shape, threads)] for lane in range(lanes)]
-        self._padded = -(-shape.head_dim // TILE) * TILE
-        self._tiles = -(-length // TILE)
-        self._keys, self._values = self._cache(), self._cache()
+        self._kind = _kind(dtype, self.computes_in)
+        self._multiplied = np.dtype(np.uint16 if self._kind in ("amx", "avx512") else np.float32)
+        self._dtype, self._padded = dtype, -(-shape.head_dim // TILE) * TILE
+        self._columns = -(-length // PAGE)
+        self._tied = tied(weights)
         self._packed = self.pack(weights)
-        self._sizes = np.stack([self._lane_sizes(share) for share in self._shares])
-        self._adapters = LoadedAdapters(len(self._shares), shape.layers)
-        self._sharing = Sharing(slots, BLOCK)
+        self._sizes = self._sizes_of_model()
+        self._pool = Pool(pages, int(self._sizes[cpu_sizes.PAGE_BYTES]))
+        self._adapters = LoadedAdapters(shape.layers)
+        self._planners = [Planner(shape.heads // shape.kv_heads) for _ in range(2)]
         self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
         self._threads: Threads | None = None
-        self._taking_part = len(self._shares)
+        self._most_threads = self._taking_part = threads
+        self._used = {"threads": threads, "busy_s": 0.0, "waited_s": 0.0}  # by threads that have been closed
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
@@ -105,61 +94,20 @@ class CpuDecoder:
         found = self._x[: len(step.tokens)]
         return torch.from_numpy(found.copy() if by_adapter.back is None else found[by_adapter.back])
 
-    def _compute(self, step: Step, all_rows: bool = False) -> SortedStep:
-        """Through all layers, and of wanted rows to logits; `all_rows`: the others go through the last layer too."""
-        rows, segments, outputs = len(step.tokens), len(step.slots), len(step.wanted)
-        vectors = 0 if step.vectors is None else len(step.vectors.places)
-        needed = rows, segments, outputs, vectors
-        if any(count > room for count, room in zip(needed, self._room, strict=True)):
-            self._make_room(needed)
-        by_adapter = self._adapters.sorted(step)
-        step = by_adapter.step
-        tokens, slots, starts, lengths, wanted, _, positions, sees, vector_rows, turns, own_vectors, runs = self._step
-        runs[: len(by_adapter.runs)] = by_adapter.runs
-        tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
-        slots[:segments], starts[:segments], lengths[:segments] = step.slots, step.starts, step.lengths
-        positions[:rows] = step.starts if rows == segments else positions_of(step)
-        sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
-        turns[:segments] = self._sharing.turns(step)
-        if step.vectors is not None:
-            vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, np.asarray(step.vectors.values)
-        # Adapters know their rows by where they stand among all of them.
-        few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs) and not all_rows
-        counts = rows, segments, outputs, len(by_adapter.runs), vectors, few
-        self._sizes[:, cpu_sizes.ROWS : cpu_sizes.FEW + 1] = counts
-        assert self._threads is not None  # made with the room
-        self._threads.step(self._taking_part)
-        return by_adapter
-
-    def use(self, threads: int) -> None:
-        """See `step.Decoder.use`. So many as share out the lanes evenly."""
-        lanes = len(self._shares)
-        self._taking_part = next(count for count in range(max(1, min(threads, lanes)), 0, -1) if lanes % count == 0)
-
-    def rest(self) -> None:
-        """See `step.Decoder.rest`."""
-        if self._threads is not None:
-            self._threads.rest()
-
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        tiles = -(-length // TILE)
-        into = list(targets)
-        heads = len(self._shares[0].kv_heads)
-        for cache in (self._keys, self._values):
-            view = cache.reshape(-1, self.shape.layers, self.slots, heads, self._tiles, TILE * self._padded)
-            for target in into:
-                view[:, :, target, :, :tiles] = view[:, :, source, :, :tiles]
-        self._sharing.copied(source, into, length)
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `step.Decoder.copy_pages`."""
+        self._pool.copy(sources, targets)
 
     def embedding(self) -> Tensor:
-        """See `step.Decoder.embedding`."""
-        stored = torch.from_numpy(self._packed.model[0])
-        return stored if self._stored == np.float32 else stored.view(torch.bfloat16)
+        """See `step.Decoder.embedding`. Of a head that is the embedding it is a copy."""
+        if not self._tied:
+            stored = torch.from_numpy(self._packed.model[0])
+            return stored if self._dtype == torch.float32 else stored.view(torch.int16).view(torch.bfloat16)
+        return weight_in(self._packed.kept[self._packed.head], self.shape.vocabulary, self.shape.hidden)
 
     def pack(self, weights: Weights) -> PackedWeights:
         """See `step.Decoder.pack`."""
-        own = [lane_weights(weights, self.shape, share, panels=self._blas is None) for share in self._shares]
-        return PackedWeights(own, self._model_arrays(weights))
+        return packed(weights, self.shape, self._columns * PAGE)
 
     def swap(self, packed: object) -> None:
         """See `step.Decoder.swap`. The threads are made anew with the next step: they hold addresses of weights."""
@@ -169,7 +117,7 @@ class CpuDecoder:
 
     def pack_adapter(self, adapter: Adapter) -> PackedAdapter:
         """See `step.Decoder.pack_adapter`."""
-        return pack(adapter, self.shape, self._shares)
+        return cpu_adapters.pack(adapter, self.shape)
 
     def load(self, number: int, packed: object) -> None:
         """See `step.Decoder.load`. The threads are made anew where there is no room for it."""
@@ -181,79 +129,112 @@ class CpuDecoder:
         """See `step.Decoder.unload`."""
         self._adapters.unload(number)
 
+    def use(self, threads: int) -> None:
+        """See `step.Decoder.use`."""
+        self._taking_part = max(1, min(threads, self._most_threads))
+
+    def rest(self) -> None:
+        """See `step.Decoder.rest`."""
+        if self._threads is not None:
+            self._threads.rest()
+
     def empty(self) -> None:
-        """Forget what all slots hold. All of the cache is resident from here on."""
-        self._keys.fill(0)
-        self._values.fill(0)
-        self._sharing = Sharing(self.slots, BLOCK)
+        """Forget what all pages hold. All of the cache is resident from here on."""
+        self._pool.fill()
 
     def cache_bytes(self) -> int:
-        return int(self._keys.nbytes + self._values.nbytes)
+        return self._pool.nbytes
+
+    def usage(self) -> Mapping[str, float]:
+        """Seconds that the threads have computed (`busy_s`) and waited for one another (`waited_s`) in all steps until
+        now, summed over `threads` threads.
+        """
+        now = {} if self._threads is None else self._threads.usage()
+        return {name: value if name == "threads" else value + now.get(name, 0.0) for name, value in self._used.items()}
 
     def close(self) -> None:
+        self._used = dict(self.usage())
         threads, self._threads = self._threads, None
         self._room = NO_ROOM
         if threads is not None:
             threads.close()
 
-    def _cache(self) -> NDArray[Any]:
-        """Keys, or values, of each lane's heads: zeros, which take no memory until they are written over."""
-        heads = len(self._shares[0].kv_heads)  # as many in each lane
-        size = self.shape.layers * self.slots * heads * self._tiles * TILE * self._padded
-        return np.zeros((len(self._shares), size), self._stored)
+    def _compute(self, step: Step, all_rows: bool = False) -> SortedStep:
+        """Through all layers, and of wanted rows to logits; `all_rows`: the others go through the last layer too."""
+        rows, segments, outputs = len(step.tokens), len(step.lengths), len(step.wanted)
+        vectors = 0 if step.vectors is None else len(step.vectors.places)
+        needed = rows, segments, outputs, vectors
+        if any(count > room for count, room in zip(needed, self._room, strict=True)):
+            self._make_room(needed)
+        by_adapter = self._adapters.sorted(step)
+        step = by_adapter.step
+        tokens, wanted, every, positions, sees, owners, clears, vector_rows, own_vectors, runs, pages = self._step
+        runs[: len(by_adapter.runs)] = by_adapter.runs
+        tokens[:rows], wanted[:outputs] = step.tokens, step.wanted
+        if rows == segments:
+            positions[:rows], owners[:rows] = step.starts, every[:rows]
+        else:
+            positions[:rows], owners[:rows] = positions_of(step), np.repeat(every[:segments], step.lengths)
+        sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
+        clears[:rows] = _clears(step, positions[:rows], sees[:rows])
+        columns = min(pages.shape[1], step.pages.shape[1])
+        pages[:segments, :columns] = step.pages[:, :columns]
+        if step.vectors is not None:
+            vector_rows[:vectors], own_vectors[:vectors] = step.vectors.places, np.asarray(step.vectors.values)
+        # Adapters know their rows by where they stand among all of them.
+        few = self.shape.layers > 0 and outputs < rows and not len(by_adapter.runs) and not all_rows
+        self._attend_to(0, step, every[:rows], owners, sees)
+        if few:
+            self._attend_to(1, step, wanted[:outputs], owners, sees)
+        picked = not few and (outputs < rows or by_adapter.back is not None)
+        counts = rows, segments, outputs, len(by_adapter.runs), vectors, few, picked
+        self._sizes[cpu_sizes.ROWS : cpu_sizes.PICKED + 1] = counts
+        assert self._threads is not None  # made with the room
+        self._threads.step(self._taking_part)
+        return by_adapter
 
-    def _model_arrays(self, weights: Weights) -> tuple[NDArray[Any], ...]:
-        """What all lanes read: embeddings, norms, angles, biases of what they add up."""
-        shape = self.shape
-        places = weights.positions if weights.positions is not None else weights.embedding[:0]
-        ones = torch.ones(shape.head_dim)
-        query, key = (
-            torch.stack([ones if norm is None else norm.scale.float() for norm in found])
-            for found in zip(*((layer.query_norm, layer.key_norm) for layer in weights.layers), strict=True)
-        )
-        windows = np.array([window or 0 for window in shape.windows or [None] * shape.layers], np.int64)
-        return (
-            as_stored(weights.embedding),
-            as_stored(places),
-            *norms(weights),
-            query.numpy(),
-            key.numpy(),
-            *angles(shape, self._tiles * TILE),
-            torch.stack([bias_of(layer.out) for layer in weights.layers]).numpy(),
-            torch.stack([bias_of(layer.down) for layer in weights.layers]).numpy(),
-            windows,
-            *_routing(shape, weights),
-        )
+    def _attend_to(
+        self, which: int, step: Step, going: NDArray[np.int32], owners: NDArray[np.int32], sees: NDArray[np.int32]
+    ) -> None:
+        """Write down the pieces of attention of the rows that go on."""
+        plan = self._planners[which].plan(step, going, owners, sees)
+        pieces, members, waves = (array[which] for array in self._attention)
+        pieces[: len(plan.pieces)], members[: len(plan.members)] = plan.pieces, plan.members
+        waves[0], waves[1 : len(plan.waves) + 1] = len(plan.waves) - 1, plan.waves
 
-    def _lane_sizes(self, share: Share) -> NDArray[np.int64]:
-        shape = self.shape
+    def _sizes_of_model(self) -> NDArray[np.int64]:
+        shape, stored = self.shape, self._dtype.itemsize
+        pair, together = (2, TERMS) if stored == 2 else (1, 1)
+        keys = -(-self._padded // together) * together * PAGE * stored
+        head = keys + self._padded * PAGE * stored
         found = {
             cpu_sizes.LAYERS: shape.layers,
-            cpu_sizes.SLOTS: self.slots,
-            cpu_sizes.HEADS: len(share.heads),
-            cpu_sizes.KV_HEADS: len(share.kv_heads),
+            cpu_sizes.HEADS: shape.heads,
+            cpu_sizes.KV_HEADS: shape.kv_heads,
             cpu_sizes.HEAD_DIM: shape.head_dim,
             cpu_sizes.PADDED_DIM: self._padded,
-            cpu_sizes.TILES: self._tiles,
             cpu_sizes.HALF_ROPE: len(shape.rope.inverse_frequencies) if shape.rope else 0,
             cpu_sizes.QK_NORM: shape.qk_norm,
             cpu_sizes.HIDDEN: shape.hidden,
-            cpu_sizes.MIXED: share.heads.start * shape.head_dim,
-            cpu_sizes.ADDED: len(share.added),
-            cpu_sizes.ADDED_BEGIN: share.added.start,
             cpu_sizes.ACTIVATION: cpu_sizes.ACTIVATIONS[shape.activation],
             cpu_sizes.GATED: shape.gated,
             cpu_sizes.LAYER_NORM: shape.norm == "layer",
             cpu_sizes.LEARNED_POSITIONS: shape.learned_positions,
-            cpu_sizes.COLUMN: share.columns.start,
-            cpu_sizes.COLUMNS: len(share.columns),
             cpu_sizes.VOCABULARY: shape.vocabulary,
+            cpu_sizes.TIED: self._tied,
+            cpu_sizes.PAIR: pair,
+            cpu_sizes.ROUND: together,
+            cpu_sizes.STORED: stored,
+            cpu_sizes.MULTIPLIED: self._multiplied.itemsize,
+            cpu_sizes.KEY_BYTES: keys,
+            cpu_sizes.HEAD_BYTES: head,
+            cpu_sizes.LAYER_BYTES: head * shape.kv_heads,
+            cpu_sizes.PAGE_BYTES: -(-head * shape.kv_heads * shape.layers // 64) * 64,
         }
         if (experts := shape.experts) is not None:
             found |= {
                 cpu_sizes.EXPERTS: experts.count,
-                cpu_sizes.EXPERT: len(share.expert),
-                cpu_sizes.EXPERT_BEGIN: share.expert.start,
+                cpu_sizes.EXPERT: experts.intermediate,
                 cpu_sizes.SIGMOID: experts.scores == "sigmoid",
                 cpu_sizes.NORMALISED: experts.normalised,
                 cpu_sizes.GROUPS: experts.groups,
@@ -270,90 +251,132 @@ class CpuDecoder:
         self.close()
         self._room = rows, segments, outputs, vectors
         shape, multiplied = self.shape, self._multiplied
-        counts = (rows, segments, segments, segments, outputs, rows, rows, vectors)
-        step = [np.zeros(count, np.int32) for count in counts]
-        step.insert(5, np.arange(rows, dtype=np.int32))
-        turns, own_vectors = np.zeros((segments, 4), np.int64), np.zeros((vectors, shape.hidden), np.float32)
-        self._step = (*step, turns, own_vectors, np.zeros((segments, cpu_adapters.RUN), np.int64))
-        self._sizes[:, cpu_sizes.RANKS] = self._adapters.rank
+        integers = {name: np.zeros(rows, np.int32) for name in ("tokens", "positions", "sees", "owners", "clears")}
+        self._step = (
+            integers["tokens"],
+            np.zeros(outputs, np.int32),
+            np.arange(rows, dtype=np.int32),
+            *(integers[name] for name in ("positions", "sees", "owners", "clears")),
+            np.zeros(vectors, np.int32),
+            np.zeros((vectors, shape.hidden), np.float32),
+            np.zeros((segments, cpu_adapters.RUN), np.int64),
+            np.zeros((segments, self._columns), np.int32),
+        )
+        depth = self._columns * PAGE // SPAN + 1  # waves, at most
+        self._attention = (  # of all rows, and of those that go through the last layer
+            np.zeros((2, rows * (depth + 1), cpu_sizes.PIECE), np.int64),
+            np.zeros((2, rows * (depth + 1)), np.int32),
+            np.zeros((2, depth + 4), np.int64),
+        )
+        self._sizes[cpu_sizes.RANKS] = self._adapters.rank
         logits = aligned((outputs, shape.vocabulary), np.float32)
         self._logits = torch.from_numpy(logits)
         self._x = aligned((rows, shape.hidden), np.float32)
+        widest, mixed = _widest_inner(shape), shape.heads * shape.head_dim
+        queries = aligned((rows, shape.heads * self._padded), multiplied)
         shared = (
             self._x,
+            aligned((outputs, shape.hidden), np.float32),
             aligned((rows, shape.hidden), multiplied),
-            aligned((rows, shape.heads * shape.head_dim), multiplied),
-            aligned((rows, _widest_inner(shape)), multiplied),
+            aligned((rows, mixed + 2 * shape.kv_heads * shape.head_dim), np.float32),
+            queries,
+            aligned((rows, mixed), multiplied),
+            aligned((rows if self._adapters.rank else 0, (2 if shape.gated else 1) * widest), np.float32),
+            aligned((rows, widest), multiplied),
             aligned((rows, shape.hidden), np.float32),
             aligned((outputs, shape.hidden), multiplied),
             logits,
+            aligned((rows * shape.heads, self._padded), np.float32),
+            aligned((rows * shape.heads, 2), np.float32),
             *_chosen(shape, rows, multiplied),
         )
-        self._threads = Threads(self._blas, len(self._shares), self._arguments(rows, shared))
-
-    def _widest(self, qkv: int, up: int) -> tuple[int, int]:
-        """The most inputs of a product, and the most outputs of a lane's."""
-        shape = self.shape
-        inputs = max(shape.hidden, shape.heads * shape.head_dim, _widest_inner(shape))
-        return inputs, max(shape.hidden, qkv, up)
+        self._threads = Threads(self._most_threads, serve, self._arguments(rows, shared))
 
     def _arguments(self, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
-        """What is a lane's own has the lane for its first index."""
-        lanes, shape, multiplied = len(self._shares), self.shape, self._multiplied
-        qkv_biases = np.stack([own.qkv_biases for own in self._packed.lanes])
-        up_biases = _stacked([own.up_biases for own in self._packed.lanes])
-        expert = max(len(share.expert) for share in self._shares)
-        widest = max(up_biases.shape[2], (2 if shape.gated else 1) * expert)
-        qkv, up = (aligned((lanes, rows, width), np.float32) for width in (qkv_biases.shape[2], widest))
-        room = self._adapters.room(rows, self._widest(qkv_biases.shape[2], up_biases.shape[2]), self._blas is not None)
-        experts = _expert_room(shape, self._shares, rows, multiplied)
-        inners = np.stack([_inners(shape, share) for share in self._shares])
-        scratch = _scratch(lanes, self._tiles, self._padded)
-        mine = (qkv, up, qkv_biases, up_biases, *scratch, *room, inners, experts)
-        product = cpu_product.product_with(self._stored).address if self._blas is None else self._blas.gemm_bfloat16
-        needed = self._adapters.rank or shape.experts is not None
-        wide_product = cpu_product.product_with(np.dtype(np.float32)).address if needed else 0
-        common = [product, _sched_yield(), wide_product]
-        addresses = np.array([[*common, *own.addresses] for own in self._packed.lanes], np.int64)
-        eps, cache = np.float32(shape.norm_eps), (self._keys, self._values)
-        return self._sizes, addresses, eps, self._step, self._packed.model, cache, shared, mine
+        needed = self._adapters.rank or self.shape.experts is not None
+        wide = product_with("float32").address if needed else 0
+        product = product_with(self._kind).address
+        addresses = [product, _sched_yield(), wide, self._pool.address, *self._packed.addresses]
+        own = (self._scratch(rows), self._adapters.tables)
+        eps = float(self.shape.norm_eps)
+        return (
+            self._sizes,
+            np.array(addresses, np.int64),
+            eps,
+            self._step,
+            self._attention,
+            self._packed.model,
+            shared,
+            own,
+        )
+
+    def _scratch(self, rows: int) -> tuple[NDArray[Any], ...]:
+        """Each thread's own: the thread is the first index. Whole cache lines, so that no two threads write to one."""
+        shape, threads, multiplied, experts = self.shape, self._most_threads, self._multiplied, self.shape.experts
+        group = shape.heads // shape.kv_heads
+        queries = max(most_members(group) * group, group)
+        widest = max(shape.hidden, _widest_inner(shape), shape.heads * shape.head_dim)
+        rank, count, chosen = self._adapters.rank, experts.count if experts else 0, experts.chosen if experts else 0
+        piece = min(ROW_BLOCK, -(-rows // 32) * 32) * MOST_PANELS * TILE
+        piece = max(piece, EXPERT_ROWS * experts.intermediate if experts else 0)
+        added = ROWS_AT_ONCE * max((2 if shape.gated else 1) * _widest_inner(shape), shape.hidden, _qkv(shape))
+        delta = max(added if rank else 0, EXPERT_ROWS * DOWN_PANELS * TILE if experts else 0)
+        narrow = multiplied.itemsize == 2 and (rank or experts)
+
+        def room(size: int, dtype: Any = np.float32) -> NDArray[Any]:
+            return aligned((threads, -(-size // TILE) * TILE), dtype)
+
+        head = room(self._padded)
+        head[...] = 0  # what lies behind a narrow head's values is multiplied with the cache's zeros there
+        return (
+            head,
+            room(queries * self._padded, multiplied),
+            room(queries * SPAN),
+            room(queries * SPAN, multiplied),
+            room(2 * queries),
+            room(queries * self._padded),
+            room(queries * self._padded),
+            room(piece),
+            room(piece),
+            room(ROWS_AT_ONCE * rank),
+            room(delta),
+            room(ROWS_AT_ONCE * widest if narrow else 0),
+            aligned((threads, EXPERT_ROWS if experts else 0, shape.hidden), multiplied),
+            np.zeros((threads, count + 1), np.int64),
+            np.zeros((threads, rows * chosen), np.int32),
+            aligned((threads, ROWS_AT_ONCE, count), np.float32),
+            np.zeros((threads, count), np.float32),
+        )
 
 
-def _stacked(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Arrays [layers, columns], with zeros behind the columns of narrower ones."""
-    width = max(part.shape[1] for part in parts)
-    return np.stack([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
+def _kind(dtype: torch.dtype, compute: str) -> Kind:
+    """The products of weights of this format with rows of the other."""
+    if dtype == torch.float32:
+        return "float32"
+    found = kind_of_bfloat16()
+    return "widened" if compute == FLOAT32 or found == "none" else found
 
 
-def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines [length, half] of the rotary embedding; without one [length, 0]."""
-    frequencies = torch.tensor(shape.rope.inverse_frequencies if shape.rope else (), dtype=torch.float32)
-    turned = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    factor = shape.rope.attention_factor if shape.rope else 1.0
-    return (turned.cos() * factor).numpy(), (turned.sin() * factor).numpy()
+def _clears(step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It is
+    the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the segment
+    before.
+    """
+    places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
+    due = (places < PAGE) & (positions % PAGE == 0)
+    if len(positions) > len(step.lengths):
+        last = np.zeros(len(positions), np.bool_)
+        last[firsts_of(step) + step.lengths - 1] = True
+        due = last & (places < PAGE) & (due | np.repeat(step.lengths > 1, step.lengths))
+    return np.where(due, places, -1)
 
 
 def _widest_inner(shape: Shape) -> int:
-    return max(shape.inner(layer) for layer in range(shape.layers))
+    return max((shape.inner(layer) for layer in range(shape.layers)), default=0)
 
 
-def _inners(shape: Shape, share: Share) -> NDArray[np.int64]:
-    """Of each layer where the lane's columns between up and down projection begin, how many there are, how many all
-    lanes have; and whether there are experts besides.
-    """
-    ranges = enumerate(share.inner)
-    rows = [(inner.start, len(inner), shape.inner(layer), shape.mixed(layer)) for layer, inner in ranges]
-    return np.array(rows, np.int64)
-
-
-def _routing(shape: Shape, weights: Weights) -> tuple[NDArray[np.float32], ...]:
-    """What is added to the scores of experts where they are chosen, [layers, experts], and what all are scaled by."""
-    experts = shape.experts
-    biases = np.zeros((shape.layers, experts.count if experts else 0), np.float32)
-    for number, layer in enumerate(weights.layers):
-        if layer.mixture is not None and layer.mixture.bias is not None:
-            biases[number] = layer.mixture.bias.float().numpy()
-    return biases, np.array([experts.scale if experts else 1.0], np.float32)
+def _qkv(shape: Shape) -> int:
+    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim
 
 
 def _chosen(shape: Shape, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
@@ -363,36 +386,6 @@ def _chosen(shape: Shape, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray
         return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), aligned((0, 0), multiplied)
     inner = aligned((rows * experts.chosen, experts.intermediate), multiplied)
     return np.zeros((rows, experts.chosen), np.int32), np.zeros((rows, experts.chosen), np.float32), inner
-
-
-def _expert_room(
-    shape: Shape, shares: Sequence[Share], rows: int, multiplied: np.dtype[Any]
-) -> tuple[NDArray[Any], ...]:
-    """Each lane's room for experts: rows gathered for one, how they are sorted, what one gives; for choosing."""
-    experts, lanes = shape.experts, len(shares)
-    count, chosen, rows = (experts.count, experts.chosen, rows) if experts else (0, 0, 0)
-    added, expert = (max(map(len, parts)) for parts in zip(*((one.added, one.expert) for one in shares), strict=True))
-    return (
-        aligned((lanes, rows, shape.hidden), multiplied),
-        np.zeros((lanes, count + 1), np.int64),
-        np.zeros((lanes, rows * chosen), np.int32),
-        aligned((lanes, rows * added), np.float32),
-        np.zeros((lanes, 2 * expert), np.float32),
-        aligned((lanes, AT_ONCE, shape.hidden if experts else 0), np.float32),
-        aligned((lanes, AT_ONCE, count), np.float32),
-        np.zeros((lanes, count), np.float32),
-    )
-
-
-def _scratch(lanes: int, tiles: int, padded: int) -> tuple[NDArray[Any], ...]:
-    """Of the queries that a lane computes together the scores, themselves, their mixes of values, the sums of weights,
-    and what they ask for; whole cache lines each, so that no two lanes write to one.
-    """
-    counts = (QUERIES * tiles * TILE, QUERIES * padded, QUERIES * padded, TILE)
-    asks = aligned((lanes, 2 * QUERIES * ASKED), np.float32).view(np.int64).reshape(lanes, QUERIES, ASKED)
-    scores, query, mix, totals = (aligned((lanes, count), np.float32) for count in counts)
-    query[...] = 0  # nobody writes behind a narrow head's values, and they are multiplied with the cache's zeros there
-    return scores, query, mix, totals, asks
 
 
 def _sched_yield() -> int:

@@ -9,25 +9,26 @@ from gpuinfer.text.decoder.cpu_math import inlined, narrow, sigmoid, tanh
 
 
 @inlined
-def activate(up, bias, kind, gated, inner, out):
-    """The activation of the up projection's first part, times its second when gated. It is left in `up` too."""
-    for i in range(inner):
-        value = up[i] + bias[i]
-        if kind == at.SILU:
-            value *= sigmoid(value)
-        elif kind == at.GELU_TANH:
-            cube = value * value * value
-            half = np.float32(0.5) * value
-            value = half + half * tanh(np.float32(0.7978845608028654) * (value + np.float32(0.044715) * cube))
-        elif kind == at.GELU:
-            value = np.float32(0.5) * value * (np.float32(1) + erf(value * np.float32(0.7071067811865476)))
-        else:
-            value = max(value, np.float32(0))
-        if gated:
-            value *= up[inner + i] + bias[inner + i]
-        up[i] = value
-    for i in range(inner):
-        out[i] = narrow(up[i], out)
+def activate(gate, up, gate_bias, up_bias, kind, gated, columns, out):
+    """out = the activation of `gate`, times `up` when gated. It is left in `gate` too."""
+    for i in range(columns):
+        value = activation(gate[i] + gate_bias[i], kind)
+        gate[i] = value * (up[i] + up_bias[i]) if gated else value
+    for i in range(columns):
+        out[i] = narrow(gate[i], out)
+
+
+@inlined
+def activation(value, kind):
+    if kind == at.SILU:
+        return value * sigmoid(value)
+    if kind == at.GELU_TANH:
+        cube = value * value * value
+        half = np.float32(0.5) * value
+        return half + half * tanh(np.float32(0.7978845608028654) * (value + np.float32(0.044715) * cube))
+    if kind == at.GELU:
+        return np.float32(0.5) * value * (np.float32(1) + erf(value * np.float32(0.7071067811865476)))
+    return max(value, np.float32(0))
 
 
 @inlined

@@ -6,7 +6,6 @@ The sums of a product depend on a row and a column alone, so that neither the or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_product import aligned, panels_of
-from gpuinfer.text.decoder.cpu_weights import Share
+from gpuinfer.text.decoder.cpu_panels import panels_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import Step
-from gpuinfer.text.weights import Adapter, LowRank
+from gpuinfer.text.weights import Adapter
 
 RUN = 3  # numbers that say a run: place, first row, row after the last
 LEAST_PLACES = 8
@@ -28,9 +26,9 @@ FIRST_PART = {"qkv": at.QKV, "out": at.OUT, "up": at.UP, "down": at.DOWN}
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """`tables` int64 [layers, PARTS, FACTS], one for each lane; `kept` is what their addresses point to."""
+    """`table` int64 [layers, PARTS, FACTS]; `kept` is what its addresses point to."""
 
-    tables: list[NDArray[np.int64]]
+    table: NDArray[np.int64]
     kept: list[NDArray[Any]]
     rank: int
 
@@ -46,51 +44,18 @@ class SortedStep:
     back: NDArray[np.int32] | None = None
 
 
-def pack(adapter: Adapter, shape: Shape, shares: Sequence[Share]) -> PackedAdapter:
+def pack(adapter: Adapter, shape: Shape) -> PackedAdapter:
     """In float32, whatever the model computes in: low ranks are little work."""
-    tables = [np.zeros((shape.layers, at.PARTS, at.FACTS), np.int64) for _ in shares]
+    table = np.zeros((shape.layers, at.PARTS, at.FACTS), np.int64)
     kept: list[NDArray[Any]] = []
     for number, layer in enumerate(adapter.layers):
         parts = dict(FIRST_PART)
         for low in layer:
-            part = parts[low.product]
+            down, up = panels_of(low.down.float()), panels_of(low.up.float())
+            kept += [down, up]
+            table[number, parts[low.product]] = down.ctypes.data, up.ctypes.data, low.rank, low.first, len(low.up)
             parts[low.product] += 1
-            down = panels_of(low.down)
-            kept.append(down)
-            for table, share in zip(tables, shares, strict=True):
-                table[number, part] = _facts(low, shape, share, number, down, kept)
-    return PackedAdapter(tables, kept, adapter.rank)
-
-
-def _facts(
-    low: LowRank, shape: Shape, share: Share, layer: int, down: NDArray[Any], kept: list[NDArray[Any]]
-) -> tuple[int, ...]:
-    for begin, end, column in _columns(low, shape, share, layer):
-        first, last = max(begin, low.first), min(end, low.first + len(low.up))
-        if first < last:
-            up = panels_of(low.up[first - low.first : last - low.first])
-            kept.append(up)
-            return down.ctypes.data, up.ctypes.data, low.rank, column + first - begin, last - first
-    return (0,) * at.FACTS
-
-
-def _columns(low: LowRank, shape: Shape, share: Share, layer: int) -> list[tuple[int, int, int]]:
-    """Which of a product's outputs a lane has: (from, to, its own column of the first)."""
-    if low.product in ("out", "down"):
-        return [(share.added.start, share.added.stop, 0)]
-    if low.product == "up":
-        inner, width = share.inner[layer], shape.inner(layer)
-        both = [(inner.start, inner.stop, 0)]
-        beyond = (width + inner.start, width + inner.stop, len(inner))
-        return [*both, beyond] if shape.gated else both
-    dim, keys_at = shape.head_dim, shape.heads * shape.head_dim
-    values_at, heads, kv = keys_at + shape.kv_heads * shape.head_dim, share.heads, share.kv_heads
-    queries, keys = len(heads) * dim, len(kv) * dim
-    return [
-        (heads.start * dim, heads.stop * dim, 0),
-        (keys_at + kv.start * dim, keys_at + kv.stop * dim, queries),
-        (values_at + kv.start * dim, values_at + kv.stop * dim, queries + keys),
-    ]
+    return PackedAdapter(table, kept, adapter.rank)
 
 
 @dataclass(frozen=True)
@@ -107,7 +72,7 @@ class _Order:
 
     def of(self, step: Step) -> bool:
         own = self.step
-        return step.adapters is own.adapters and step.slots is own.slots and step.lengths is own.lengths
+        return step.adapters is own.adapters and step.lengths is own.lengths and len(step.tokens) == len(own.tokens)
 
     def applied(self, step: Step) -> Step:
         """The segments in this order; the logits that are asked for stay in theirs."""
@@ -115,7 +80,7 @@ class _Order:
         return replace(
             step,
             tokens=step.tokens[self.rows],
-            slots=step.slots[order],
+            pages=step.pages[order],
             starts=step.starts[order],
             lengths=step.lengths[order],
             wanted=self.back[step.wanted],
@@ -125,11 +90,10 @@ class _Order:
 
 
 class LoadedAdapters:
-    """Where the adapters lie that steps may name: place 0 is nobody's."""
+    """The adapters that steps may name, in `tables` [places, layers, PARTS, FACTS]: place 0 has none."""
 
-    def __init__(self, lanes: int, layers: int) -> None:
-        self._form = (layers, at.PARTS, at.FACTS)
-        self._tables = np.zeros((lanes, LEAST_PLACES, *self._form), np.int64)
+    def __init__(self, layers: int) -> None:
+        self.tables = np.zeros((LEAST_PLACES, layers, at.PARTS, at.FACTS), np.int64)
         self._places: dict[int, int] = {}
         self._kept: dict[int, PackedAdapter] = {}
         self.rank = 0  # the largest until now
@@ -138,13 +102,12 @@ class LoadedAdapters:
     def load(self, number: int, packed: PackedAdapter) -> bool:
         """Whether there is more room needed than there was."""
         taken = set(self._places.values())
-        places, grows = self._tables.shape[1], packed.rank > self.rank
+        places, grows = len(self.tables), packed.rank > self.rank
         place = next((place for place in range(1, places) if place not in taken), places)
         if place == places:
             grows = True
-            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
-        for table, own in zip(self._tables, packed.tables, strict=True):
-            table[place] = own
+            self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+        self.tables[place] = packed.table
         self._places[number], self._kept[number] = place, packed
         self._order = None
         self.rank = max(self.rank, packed.rank)
@@ -153,16 +116,7 @@ class LoadedAdapters:
     def unload(self, number: int) -> None:
         place = self._places.pop(number)
         del self._kept[number]
-        self._tables[:, place] = 0
-
-    def room(self, rows: int, widest: tuple[int, int], narrow: bool) -> tuple[NDArray[Any], ...]:
-        """The lanes' tables, and each one's room for inputs of `rows` rows as float32 (where they are `narrow`), for
-        what is between two products, and for what is added.
-        """
-        rows = rows if self.rank else 0
-        inputs, outputs = widest
-        sizes = (rows * inputs if narrow else 0, rows * self.rank, rows * outputs)
-        return (self._tables, *(aligned((len(self._tables), size), np.float32) for size in sizes))
+        self.tables[place] = 0
 
     def sorted(self, step: Step) -> SortedStep:
         """The same step, with the rows of each adapter side by side."""

@@ -1,273 +1,227 @@
-"""Attention of one lane's heads over the cache: queries share what is read, and nothing else, so that a row's result
-never depends on its company.
+"""Attention over pages of keys and values, a span of positions after another.
+
+Of each span of SPAN positions, which lie at multiples of it, a query has a part of its own: the highest score, the sum
+of the weights, and the weighed values. Parts are joined in the order of their spans by their highest scores (Milakov
+and Gimelshein 2018; Dao et al. 2022, "FlashAttention"). So the sums of a query are the same ones whether its span is
+computed for it alone or together with all rows that share these pages, and whichever thread has it (Juravsky et al.
+2024, "Hydragen"; Ye et al. 2024, cascade inference).
+
+A page has for each head its keys as a product's panels, 32 columns of the head's width, and its values as panels of 32
+terms: scores, and weights times values, are products as any other (`cpu_product`).
 """
 
 import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_intrinsics import poke
-from gpuinfer.text.decoder.cpu_math import called, inlined, narrow
-from gpuinfer.text.decoder.cpu_vectors import (
-    SUMS,
-    TILE,
-    add_vectors,
-    add_weighed,
-    soften,
-    store_scaled,
-    tile_scores,
-    turn_vectors,
-)
+from gpuinfer.text.decoder.cpu_intrinsics import call_product, poke, store_at
+from gpuinfer.text.decoder.cpu_math import called, exp, inlined, narrow
+from gpuinfer.text.decoder.cpu_vectors import TILE, add_vectors, soften, store_scaled, turn_vectors
+from gpuinfer.text.step import PAGE
 
-QUERIES = 4  # that share what they read of the cache, at most
-OF_ONE, OF_TWO, OF_FOUR = SUMS, SUMS // 2, SUMS // 4  # tiles at once, for so many queries
-BLOCK = 64  # positions whose values are summed by themselves: so that any of these may come from another slot's memory
-GOER, POSITION, SEES, PLACE, COLUMN, ASKED = range(6)  # of a query: see `ask`
+PAGES = 4  # of a span
+SPAN = PAGES * PAGE
+QUERIES = 64  # that go through a span together, at most
+NEVER = np.float32(-np.inf)
 
 
 @called
-def attend_step(
-    layer, turns, slots, starts, lengths, going, few, sees, window, sizes, eps, qkv, biases, query_scale, key_scale,
-    cosines, sines, keys, values, scores, query, mix, totals, asks, mixed,
+def store_row(
+    pages, position, clears, layer, sizes, addresses, eps, qkv, biases, query_scale, key_scale, cosines, sines, queries,
+    room, like,
 ):  # fmt: skip
-    """Store the keys and values of a step's rows, then put what those of them see that go on in `mixed`.
+    """Put a row's keys and values in its page, one of `pages`, and its queries, turned and scaled, in `queries`
+    [heads × padded].
 
-    Segments are gone through in the order of `turns` (`cpu_sharing.Turns`). Rows that go on are those in `going`,
-    ascending, by their numbers among all rows, and have the same places in `mixed`; without `few` they are all rows. A
-    row sees its slot's first `sees` positions, and no more than `window` of those up to itself (0: all).
+    `qkv` are the row's values, `room` [padded] is scratch; `like` has the type of what the cache holds. Unless `clears`
+    is negative, values in the page from there on become 0: weights of 0 are multiplied with them, and what an earlier
+    row has left might be no number.
     """
     heads, kv_heads, dim = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM]
-    padded, half, segments = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE], sizes[at.SEGMENTS]
-    slot_values = sizes[at.TILES] * TILE * padded
-    base, per_slot = layer * sizes[at.SLOTS] * kv_heads * slot_values, kv_heads * slot_values
-    for i in range(segments):
-        segment, row = turns[i, 0], turns[i, 1]
-        place = base + slots[segment] * per_slot
-        for t in range(lengths[segment]):
-            store(
-                place, starts[segment] + t, qkv[row + t], sizes, eps, biases, key_scale, cosines, sines, keys, values,
-                query,
-            )  # fmt: skip
-    group = heads // kv_heads
-    together = 1 if window else max(1, QUERIES // group)
-    done = 0
-    while done < segments:
-        sharers = alike(turns, done, min(together, segments - done), going, few, sizes)
-        shared, first = turns[done, 3] * (window == 0), place_of(turns[done, 1], going, few, sizes)
-        behind = place_of(turns[done, 1] + lengths[turns[done, 0]], going, few, sizes)
-        queries = group * (behind - first if sharers == 1 else sharers)
-        for head in range(kv_heads):
-            common = base + turns[done, 2] * per_slot + head * slot_values
-            for number in range(0, queries, QUERIES):  # by row, and by head within
-                count = min(QUERIES, queries - number)
-                for which in range(count):
-                    t, own_head = (number + which) // group, head * group + (number + which) % group
-                    given = done if sharers == 1 else done + t
-                    segment = turns[given, 0]
-                    goer = first + t if sharers == 1 else place_of(turns[given, 1], going, few, sizes)
-                    row = going[goer]
-                    position = starts[segment] + row - turns[given, 1]
-                    place = base + slots[segment] * per_slot + head * slot_values
-                    ask(asks, which, goer, position, sees[row], place, sizes[at.MIXED] + own_head * dim)
-                    load_head(qkv[row], biases, own_head * dim, query_scale, sizes, eps, query, which * padded)
-                    turn(query, which * padded, cosines[position], sines[position], half)
-                store_scaled(query, 0, np.float32(1) / np.sqrt(np.float32(dim)), count * padded, query, 0)
-                attend(
-                    count, count if sharers == 1 else group, asks, common, shared, window, padded, keys, values,
-                    scores, query, mix, totals,
-                )  # fmt: skip
-                for which in range(count):
-                    put(mix, which * padded, dim, mixed[asks[which, GOER]], asks[which, COLUMN])
-        done += sharers
-
-
-@inlined
-def place_of(row, going, few, sizes):
-    """How many rows before this one go on."""
-    if not few:
-        return row
-    low, high = 0, sizes[at.OUTPUTS]
-    while low < high:
-        middle = (low + high) // 2
-        if going[middle] < row:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@inlined
-def ask(asks, which, goer, position, sees, place, column):
-    """What this query is: its row's place among those that go on, its position, how many it sees, where its slot has
-    its head's, and where its mix goes.
-    """
-    asks[which, GOER], asks[which, POSITION], asks[which, SEES] = goer, position, sees
-    asks[which, PLACE], asks[which, COLUMN] = place, column
-
-
-@inlined
-def alike(turns, begin, most, going, few, sizes):
-    """How many segments from this one on, `most` at most, share what the first of them does: one token each, that goes
-    on.
-    """
-    count = 0
-    while turns[begin, 3] and count < most:
-        given = begin + count
-        if turns[given, 2] != turns[begin, 2] or not turns[given, 3]:
-            break
-        place = place_of(turns[given, 1], going, few, sizes)
-        if few and (place == sizes[at.OUTPUTS] or going[place] != turns[given, 1]):
-            break
-        count += 1
-    return max(1, count)
-
-
-@inlined
-def store(place, position, row, sizes, eps, biases, scale, cosines, sines, keys, values, room):
-    """Put a row's keys and values where its slot has them; its heads begin at `place`."""
-    heads, kv_heads, dim, padded = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.HEAD_DIM], sizes[at.PADDED_DIM]
+    padded, half = sizes[at.PADDED_DIM], sizes[at.HALF_ROPE]
+    page = addresses[at.POOL] + pages[position // PAGE] * sizes[at.PAGE_BYTES] + layer * sizes[at.LAYER_BYTES]
+    scale = np.float32(1) / np.sqrt(np.float32(dim))
+    for head in range(heads):
+        load_head(qkv, biases, head * dim, query_scale, sizes, eps, room)
+        turn(room, cosines[position], sines[position], half)
+        store_scaled(room, 0, scale, padded, queries, head * padded)
     for head in range(kv_heads):
-        load_head(row, biases, (heads + head) * dim, scale, sizes, eps, room, 0)
-        turn(room, 0, cosines[position], sines[position], sizes[at.HALF_ROPE])
-        tile = place + position // TILE * padded * TILE + position % TILE
-        for d in range(dim):
-            poke(keys, tile + d * TILE, narrow(room[d], keys))
-        take(row, biases, (heads + kv_heads + head) * dim, dim, room, 0)
-        store_scaled(room, 0, np.float32(1), padded, values, place + position * padded)
-        place += sizes[at.TILES] * TILE * padded
+        keys = page + head * sizes[at.HEAD_BYTES]
+        values = keys + sizes[at.KEY_BYTES]
+        load_head(qkv, biases, (heads + head) * dim, key_scale, sizes, eps, room)
+        turn(room, cosines[position], sines[position], half)
+        store_key(room, position % PAGE, keys, sizes, like)
+        take(qkv, biases, (heads + kv_heads + head) * dim, dim, room)
+        store_value(room, position % PAGE, values, sizes, like)
+        if clears >= 0:
+            for d in range(padded):
+                room[d] = np.float32(0)
+            for place in range(clears, PAGE):
+                store_value(room, place, values, sizes, like)
 
 
 @inlined
-def attend(count, run, asks, common, shared, window, dim, keys, values, scores, query, mix, totals):
-    """mix = Σ softmax(query · key) · value for `count` queries, each `run` of which have one slot.
+def store_key(room, place, address, sizes, like):
+    pair, size = sizes[at.PAIR], sizes[at.STORED]
+    address += place // TILE * (sizes[at.KEY_BYTES] * TILE // PAGE) + place % TILE * pair * size
+    for d in range(sizes[at.PADDED_DIM]):
+        store_at(address + (d // pair * TILE * pair + d % pair) * size, narrow(room[d], like))
 
-    Their first `shared` positions, whole blocks, are read from `common` for all of them, the others from their slots'
-    own memory. All of a run go through the same tiles: what a query does not see scores -inf, and its weight is 0.
+
+@inlined
+def store_value(room, place, address, sizes, like):
+    pair, size = sizes[at.PAIR], sizes[at.STORED]
+    address += (place // pair * TILE * pair + place % pair) * size
+    for d in range(sizes[at.PADDED_DIM]):
+        store_at(address + (d // TILE * PAGE * TILE + d % TILE * pair) * size, narrow(room[d], like))
+
+
+@called
+def attend(
+    piece, head, layer, window, members, going, positions, sees, pages, sizes, addresses, queries, state, peaks,
+    gathered, scores, weights, tops, part, more, mixed,
+):  # fmt: skip
+    """Take the piece's members, rows that go on, through its spans for one head of keys; `piece` is one of
+    `cpu_plan.Plan`. After the last piece of a row what its heads have mixed is in `mixed` [going, heads × head_dim].
+
+    `state` [going × heads, padded] holds the values weighed until now, `peaks` [going × heads, 2] their highest score
+    and the sum of the weights. `gathered`, `scores`, `weights`, `tops`, `part`, `more` are scratch for as many queries
+    as a piece may have.
     """
-    first, stride = oldest_seen(asks[0, POSITION], window) // TILE, len(scores) // QUERIES
-    if shared:
-        score(count, shared // TILE, query, keys, common, dim, scores, stride)
-    for begin in range(0, count, run):
-        after, last = max(first, shared // TILE), -(-last_seen(asks, begin, run) // TILE)
-        into = scores[begin * stride + (after - first) * TILE :]
-        score(run, last - after, query[begin * dim :], keys, asks[begin, PLACE] + after * TILE * dim, dim, into, stride)
-        for which in range(begin, begin + run):
-            oldest = oldest_seen(asks[which, POSITION], window)
-            totals[which] = weigh(scores, which * stride, oldest, asks[which, SEES], first, last - first)
-    mix[: count * dim] = np.float32(0)
-    for begin in range(0, shared, BLOCK):
-        add_values(count, BLOCK, values, common + begin * dim, dim, scores[begin:], stride, mix)
-    for begin in range(0, count, run):
-        end = last_seen(asks, begin, run)
-        for block in range(max(shared, first * TILE // BLOCK * BLOCK), end, BLOCK):  # the same, whatever comes first
-            seen = max(block, first * TILE)
-            place = asks[begin, PLACE] + seen * dim
-            weights = scores[begin * stride + seen - first * TILE :]
-            add_values(run, min(block + BLOCK, end) - seen, values, place, dim, weights, stride, mix[begin * dim :])
-    for which in range(count):
-        store_scaled(mix, which * dim, np.float32(1) / totals[which], dim, mix, which * dim)
-
-
-@inlined
-def last_seen(asks, begin, count):
-    """How many positions these queries see at most."""
-    end = asks[begin, SEES]
-    for which in range(begin + 1, begin + count):
-        end = max(end, asks[which, SEES])
-    return end
-
-
-@inlined
-def score(count, tiles, query, keys, keys_at, dim, scores, stride):
-    """The scores of all queries over these tiles."""
-    size = dim * TILE
-    if count == 1:
-        for tile in range(0, tiles, OF_ONE):
-            begin, into = keys_at + tile * size, scores[tile * TILE :]
-            tile_scores(1, OF_ONE, count, query, tiles - tile, keys, begin, dim, into, stride)
-    elif count == 2:
-        for tile in range(0, tiles, OF_TWO):
-            begin, into = keys_at + tile * size, scores[tile * TILE :]
-            tile_scores(2, OF_TWO, count, query, tiles - tile, keys, begin, dim, into, stride)
-    else:
-        for tile in range(0, tiles, OF_FOUR):
-            begin, into = keys_at + tile * size, scores[tile * TILE :]
-            tile_scores(4, OF_FOUR, count, query, tiles - tile, keys, begin, dim, into, stride)
-
-
-@inlined
-def add_values(count, rows, values, values_at, dim, weights, stride, mix):
-    """Add the values of so many positions, each times its weight, to the mix of all queries."""
-    tiles = dim // TILE
-    if count == 1:
-        for tile in range(0, tiles, OF_ONE):
-            begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(1, OF_ONE, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
-    elif count == 2:
-        for tile in range(0, tiles, OF_TWO):
-            begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(2, OF_TWO, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
-    else:
-        for tile in range(0, tiles, OF_FOUR):
-            begin, into = values_at + tile * TILE, mix[tile * TILE :]
-            add_weighed(4, OF_FOUR, count, weights, stride, rows, tiles - tile, values, begin, dim, into)
+    heads, kv_heads, padded = sizes[at.HEADS], sizes[at.KV_HEADS], sizes[at.PADDED_DIM]
+    group = heads // kv_heads
+    first, count, table = piece[at.MEMBERS], piece[at.MEMBER_COUNT], piece[at.TABLE]
+    rows, size = count * group, sizes[at.MULTIPLIED]
+    oldest, end = np.int64(1 << 62), np.int64(0)
+    for member in range(first, first + count):
+        row = going[members[member]]
+        oldest = min(oldest, oldest_seen(positions[row], window))
+        end = max(end, np.int64(sees[row]))
+    from_row = going[members[first]]
+    asking = queries.ctypes.data + (from_row * heads + head * group) * padded * size
+    if count > 1:
+        asking = gathered.ctypes.data
+        for member in range(count):
+            row = going[members[first + member]]
+            for i in range(group * padded):
+                gathered[member * group * padded + i] = queries[row, head * group * padded + i]
+    if piece[at.FIRST_SPAN] == 0:
+        for member in range(first, first + count):
+            place = members[member] * heads + head * group
+            for which in range(group):
+                peaks[place + which, 0], peaks[place + which, 1] = NEVER, np.float32(0)
+    base = addresses[at.POOL] + layer * sizes[at.LAYER_BYTES] + head * sizes[at.HEAD_BYTES]
+    last_span = (end + SPAN - 1) // SPAN if piece[at.END_SPAN] == at.TO_THE_END else piece[at.END_SPAN]
+    for span in range(max(piece[at.FIRST_SPAN], oldest // SPAN), last_span):
+        there = min(PAGES, (end - span * SPAN + PAGE - 1) // PAGE)
+        for number in range(there):
+            keys = base + pages[table, span * PAGES + number] * sizes[at.PAGE_BYTES]
+            into = scores.ctypes.data + 4 * number * PAGE
+            call_product(addresses[at.PRODUCT], rows, PAGE, padded, asking, padded, keys, into, SPAN)
+        for which in range(rows):
+            row = going[members[first + which // group]]
+            weigh(which, span, oldest_seen(positions[row], window), np.int64(sees[row]), there, scores, weights, tops)
+        for number in range(there):
+            values = base + pages[table, span * PAGES + number] * sizes[at.PAGE_BYTES] + sizes[at.KEY_BYTES]
+            source, into = weights.ctypes.data + size * number * PAGE, part if number == 0 else more
+            call_product(addresses[at.PRODUCT], rows, padded, PAGE, source, SPAN, values, into.ctypes.data, padded)
+            if number:
+                for i in range(rows * padded):
+                    part[i] += more[i]
+        for which in range(rows):
+            place = members[first + which // group] * heads + head * group + which % group
+            join(which, place, padded, part, tops, state, peaks)
+    if piece[at.LAST]:
+        for which in range(rows):
+            goer, own_head = members[first + which // group], head * group + which % group
+            put(goer * heads + own_head, state, peaks, sizes, mixed[goer], own_head * sizes[at.HEAD_DIM])
 
 
 @inlined
 def oldest_seen(position, window):
-    return max(0, position - window + 1) if window else 0
+    return max(np.int64(0), np.int64(position) - window + 1) if window else np.int64(0)
 
 
 @inlined
-def weigh(scores, begin, oldest, end, first, tiles):
-    """The scores from `begin` on as weights of what a query sees, from `oldest` to before `end`; their sum."""
-    for j in range(oldest - first * TILE):
-        poke(scores, begin + j, np.float32(-np.inf))
-    for j in range(end - first * TILE, tiles * TILE):
-        poke(scores, begin + j, np.float32(-np.inf))
-    return soften(scores, begin, tiles)
+def weigh(which, span, oldest, end, there, scores, weights, tops):
+    """A query's scores of a span as weights; `tops` has the highest score and their sum. What it does not see weighs
+    nothing.
+    """
+    begin, limit, place = which * SPAN, there * PAGE, 2 * which
+    first, last = max(np.int64(0), oldest - span * SPAN), min(limit, end - span * SPAN)
+    if first >= last:
+        poke(tops, place, NEVER)
+        for j in range(limit):
+            weights[begin + j] = narrow(np.float32(0), weights)
+        return
+    for j in range(first):
+        poke(scores, begin + j, NEVER)
+    for j in range(last, limit):
+        poke(scores, begin + j, NEVER)
+    soften(scores, begin, limit // TILE, weights, tops, place)
 
 
 @inlined
-def put(mix, begin, dim, out, column):
-    """out[column:] = mix[begin : begin + dim], as it is stored there."""
+def join(which, place, padded, part, tops, state, peaks):
+    """Add a span's part to what a query has of the spans before it."""
+    top, total = tops[2 * which], tops[2 * which + 1]
+    if top == NEVER:
+        return
+    before = peaks[place, 0]
+    begin = which * padded
+    if before == NEVER:
+        peaks[place, 0], peaks[place, 1] = top, total
+        for i in range(padded):
+            state[place, i] = part[begin + i]
+        return
+    highest = max(before, top)
+    old, new = exp(before - highest), exp(top - highest)
+    peaks[place, 0], peaks[place, 1] = highest, peaks[place, 1] * old + total * new
+    for i in range(padded):
+        state[place, i] = state[place, i] * old + part[begin + i] * new
+
+
+@inlined
+def put(place, state, peaks, sizes, out, column):
+    """out[column:] = what a query has mixed, as it is stored there."""
+    dim, factor = sizes[at.HEAD_DIM], np.float32(1) / peaks[place, 1]
     if dim % TILE == 0:
-        store_scaled(mix, begin, np.float32(1), dim, out, column)
+        store_scaled(state[place], 0, factor, dim, out, column)
     else:
         for d in range(dim):
-            out[column + d] = narrow(mix[begin + d], out)
+            out[column + d] = narrow(state[place, d] * factor, out)
 
 
 @inlined
-def load_head(row, biases, column, scale, sizes, eps, out, begin):
-    """One head's values with their bias, from `begin` on; with q/k norms through an RMSNorm."""
+def load_head(row, biases, column, scale, sizes, eps, out):
+    """One head's values with their bias; with q/k norms through an RMSNorm."""
     dim = sizes[at.HEAD_DIM]
-    take(row, biases, column, dim, out, begin)
+    take(row, biases, column, dim, out)
     if sizes[at.QK_NORM]:
         squares = np.float32(0)
         for d in range(dim):
-            squares += out[begin + d] * out[begin + d]
+            squares += out[d] * out[d]
         factor = np.float32(1) / np.sqrt(squares / np.float32(dim) + np.float32(eps))
         for d in range(dim):
-            out[begin + d] *= factor * scale[d]
+            out[d] *= factor * scale[d]
 
 
 @inlined
-def take(row, biases, column, dim, out, begin):
-    """out[begin:] = row + biases, from `column` on."""
+def take(row, biases, column, dim, out):
+    """out = row + biases, from `column` on."""
     if dim % TILE == 0:
-        add_vectors(row, column, biases, column, dim, out, begin)
+        add_vectors(row, column, biases, column, dim, out, 0)
     else:
         for d in range(dim):
-            out[begin + d] = row[column + d] + biases[column + d]
+            out[d] = row[column + d] + biases[column + d]
 
 
 @inlined
-def turn(head, begin, cosines, sines, half):
+def turn(head, cosines, sines, half):
     """Rotate value i with value i + half (Su et al. 2021)."""
     if half % TILE == 0:
-        turn_vectors(head, begin, cosines, sines, half)
+        turn_vectors(head, 0, cosines, sines, half)
         return
-    for i in range(begin, begin + half):
+    for i in range(half):
         a, b = head[i], head[i + half]
-        head[i] = a * cosines[i - begin] - b * sines[i - begin]
-        head[i + half] = b * cosines[i - begin] + a * sines[i - begin]
+        head[i] = a * cosines[i] - b * sines[i]
+        head[i + half] = b * cosines[i] + a * sines[i]

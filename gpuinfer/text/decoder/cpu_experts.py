@@ -1,52 +1,54 @@
 """A mixture of experts (Shazeer et al. 2017) in the compiled step: who is chosen, and each expert's rows together.
 
-Rows are chosen for one by one. Then every lane has its columns of every expert, as of every other product, and an
-expert's rows go through it side by side, gathered. A row's experts add up in their order, after the expert that all
-rows go through, so that its bits depend neither on who else goes through them nor on the lanes.
+Experts are chosen row by row. Then an expert's rows go through it together, gathered. A row's experts add up in their
+order, after the expert that all rows go through, so that its bits depend neither on who else goes through them nor on
+the threads.
 """
 
 import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_activation import activate
+from gpuinfer.text.decoder.cpu_activation import activation
 from gpuinfer.text.decoder.cpu_intrinsics import call_product
-from gpuinfer.text.decoder.cpu_math import called, exp, inlined, sigmoid, widen
-from gpuinfer.text.decoder.cpu_product import multiply
+from gpuinfer.text.decoder.cpu_math import called, exp, inlined, narrow, sigmoid, widen
+from gpuinfer.text.decoder.cpu_threads import claim
+from gpuinfer.text.decoder.cpu_vectors import TILE
+from gpuinfer.text.decoder.cpu_weights import panel_bytes
 
-AT_ONCE = 24  # rows whose scores are computed together: a multiple of what products compute at once
+EXPERT_ROWS = 32  # that go through an expert together
 GONE = np.float32(-np.inf)
 
 
 @called
-def choose(first, end, layer, a, sizes, addresses, biases, scales, chosen, shares, wide, scores, ranked):
+def choose(first, end, layer, a, sizes, addresses, biases, scales, chosen, shares, widened, scores, ranked):
     """Put the experts of the rows from `first` to before `end` in `chosen` [rows, chosen ones], ascending, and what
-    each has of their sum in `shares`. `wide`, `scores`, `ranked` are room.
+    each has of their sum in `shares`. `widened`, `scores`, `ranked` are scratch.
     """
     count, inner = sizes[at.EXPERTS], a.shape[1]
     router = addresses[expert_weight(sizes, layer, 0)]
-    for begin in range(first, end, AT_ONCE):
-        rows = min(AT_ONCE, end - begin)
-        source = a.ctypes.data + a.itemsize * begin * inner
-        if a.itemsize == 2:
-            source = wide.ctypes.data
-            for row in range(rows):
-                for i in range(inner):
-                    wide[row, i] = widen(a[begin + row, i])
-        call_product(addresses[at.WIDE_PRODUCT], rows, count, inner, source, inner, router, scores.ctypes.data, count)
+    rows = end - first
+    source = a.ctypes.data + a.itemsize * first * inner
+    if a.itemsize == 2:
+        source = widened.ctypes.data
         for row in range(rows):
-            score(scores[row], sizes[at.SIGMOID])
-            for expert in range(count):
-                ranked[expert] = scores[row, expert] + biases[layer, expert]
-            if sizes[at.GROUPS] > 1:
-                leave_groups(ranked, count // sizes[at.GROUPS], sizes[at.GROUPS_CHOSEN])
-            pick(ranked, chosen[begin + row])
-            weigh(scores[row], chosen[begin + row], sizes[at.NORMALISED], scales[0], shares[begin + row])
+            for i in range(inner):
+                widened[row * inner + i] = widen(a[first + row, i])
+    call_product(addresses[at.WIDE_PRODUCT], rows, count, inner, source, inner, router, scores.ctypes.data, count)
+    for row in range(rows):
+        score(scores[row], sizes[at.SIGMOID])
+        for expert in range(count):
+            ranked[expert] = scores[row, expert] + biases[layer, expert]
+        if sizes[at.GROUPS] > 1:
+            leave_groups(ranked, count // sizes[at.GROUPS], sizes[at.GROUPS_CHOSEN])
+        pick(ranked, chosen[first + row])
+        weigh(scores[row], chosen[first + row], sizes[at.NORMALISED], scales[0], shares[first + row])
 
 
 @inlined
 def expert_weight(sizes, layer, number):
-    """The place among addresses of a layer's router (0), or of an expert's up (1, 3, …) and down (2, 4, …) weight."""
-    return at.FIRST_WEIGHT + 4 * sizes[at.LAYERS] + 1 + layer * (1 + 2 * sizes[at.EXPERTS]) + number
+    """The place among addresses of a layer's router (0), or of an expert's gate (1, 4, …), up and down (3, 6, …)."""
+    first = at.FIRST_WEIGHT + at.WEIGHTS * sizes[at.LAYERS] + 1
+    return first + layer * (1 + at.EXPERT_WEIGHTS * sizes[at.EXPERTS]) + number
 
 
 @inlined
@@ -117,31 +119,49 @@ def weigh(scores, chosen, normalised, scale, shares):
 
 
 @called
-def into_experts(rows, layer, a, sizes, addresses, chosen, no_bias, up, gathered, begins, order, inner):
-    """This lane's inner columns of all experts, for the first `rows` of `a`: `inner` [rows × chosen, columns], in the
-    order of experts and of rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are:
-    the row's number × how many a row has + the expert's among them.
+def into_experts(
+    control, rows, layer, a, sizes, addresses, chosen, gathered, gate, up, begins, order, inner
+):  # fmt: skip
+    """What is between the products of all experts: `inner` [rows × chosen, columns], in the order of experts and of
+    rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are: the row's number × how
+    many a row has + the expert's among them. Each thread sorts for itself; `gathered`, `gate`, `up` are scratch for
+    EXPERT_ROWS rows.
     """
-    count = sizes[at.EXPERTS]
-    begin, columns = sizes[at.EXPERT_BEGIN], sizes[at.EXPERT]
+    count, columns, hidden = sizes[at.EXPERTS], sizes[at.EXPERT], a.shape[1]
     sort(rows, count, chosen, begins, order)
-    for expert in range(count):
-        first, last = begins[expert], begins[expert + 1]
-        if first == last:
-            continue
-        for place in range(first, last):
-            source, target = a[order[place] // chosen.shape[1]], gathered[place - first]
-            for i in range(len(target)):
-                target[i] = source[i]
-        weight = addresses[expert_weight(sizes, layer, 1 + 2 * expert)]
-        outputs = 2 * columns if sizes[at.GATED] else columns
-        width = up.shape[1]
-        multiply(addresses[at.PRODUCT], last - first, outputs, gathered, 0, a.shape[1], weight, up.ctypes.data, width)
-        for place in range(first, last):
-            activate(
-                up[place - first], no_bias, sizes[at.ACTIVATION], sizes[at.GATED], columns,
-                inner[place, begin : begin + columns],
-            )  # fmt: skip
+    product = addresses[at.PRODUCT]
+    while True:
+        expert = claim(control)
+        if expert >= count:
+            return
+        weight = expert_weight(sizes, layer, 1 + at.EXPERT_WEIGHTS * expert)
+        for first in range(begins[expert], begins[expert + 1], EXPERT_ROWS):
+            many = min(EXPERT_ROWS, begins[expert + 1] - first)
+            for place in range(first, first + many):
+                source, target = a[order[place] // chosen.shape[1]], gathered[place - first]
+                for i in range(hidden):
+                    target[i] = source[i]
+            source = gathered.ctypes.data
+            call_product(product, many, columns, hidden, source, hidden, addresses[weight], gate.ctypes.data, columns)
+            if sizes[at.GATED]:
+                call_product(
+                    product, many, columns, hidden, source, hidden, addresses[weight + 1], up.ctypes.data, columns
+                )  # fmt: skip
+            for number in range(many):
+                begin = number * columns
+                activate_plainly(
+                    gate[begin : begin + columns], up[begin : begin + columns], sizes[at.ACTIVATION], sizes[at.GATED],
+                    inner[first + number],
+                )  # fmt: skip
+
+
+@inlined
+def activate_plainly(gate, up, kind, gated, out):
+    """As `activate`, without biases."""
+    for i in range(len(gate)):
+        gate[i] = activation(gate[i], kind) * (up[i] if gated else np.float32(1))
+    for i in range(len(gate)):
+        out[i] = narrow(gate[i], out)
 
 
 @inlined
@@ -165,17 +185,37 @@ def sort(rows, count, chosen, begins, order):
 
 
 @called
-def out_of_experts(layer, inner, sizes, addresses, shares, begins, order, delta, added):
-    """Add to this lane's columns of `added` [rows, hidden] what the experts give, expert after expert."""
-    columns, begin, each = sizes[at.ADDED], sizes[at.ADDED_BEGIN], shares.shape[1]
-    for expert in range(sizes[at.EXPERTS]):
-        first, last = begins[expert], begins[expert + 1]
-        if first == last:
-            continue
-        weight = addresses[expert_weight(sizes, layer, 2 + 2 * expert)]
-        into = delta.ctypes.data
-        multiply(addresses[at.PRODUCT], last - first, columns, inner, first, inner.shape[1], weight, into, columns)
-        for place in range(first, last):
-            row, share = order[place] // each, shares[order[place] // each, order[place] % each]
-            for i in range(columns):
-                added[row, begin + i] += share * delta[(place - first) * columns + i]
+def out_of_experts(
+    control, rows, layer, width, dense, inner, sizes, addresses, shares, begins, order, delta, added
+):  # fmt: skip
+    """added [rows, hidden] = what the expert that all rows go through gives, if it has a `width`, then what the others
+    give, expert after expert, so that a row's sum has one order. A piece is some columns of all rows.
+    """
+    hidden, each, columns, size = sizes[at.HIDDEN], shares.shape[1], sizes[at.EXPERT], sizes[at.MULTIPLIED]
+    product, wide = addresses[at.PRODUCT], len(delta) // EXPERT_ROWS // TILE * TILE
+    down = at.FIRST_WEIGHT + at.WEIGHTS * layer + at.DOWN_WEIGHT
+    while True:
+        begin = claim(control) * wide
+        if begin >= hidden:
+            return
+        count = min(wide, hidden - begin)
+        if width:
+            call_product(
+                product, rows, count, width, dense.ctypes.data, dense.shape[1],
+                addresses[down] + begin // TILE * panel_bytes(sizes, width), added.ctypes.data + 4 * begin, hidden,
+            )  # fmt: skip
+        else:
+            for row in range(rows):
+                for i in range(begin, begin + count):
+                    added[row, i] = np.float32(0)
+        for expert in range(sizes[at.EXPERTS]):
+            weight = addresses[expert_weight(sizes, layer, at.EXPERT_WEIGHTS * (expert + 1))]
+            weight += begin // TILE * panel_bytes(sizes, columns)
+            for first in range(begins[expert], begins[expert + 1], EXPERT_ROWS):
+                many = min(EXPERT_ROWS, begins[expert + 1] - first)
+                source = inner.ctypes.data + size * first * inner.shape[1]
+                call_product(product, many, count, columns, source, inner.shape[1], weight, delta.ctypes.data, count)
+                for place in range(first, first + many):
+                    row, share = order[place] // each, shares[order[place] // each, order[place] % each]
+                    for i in range(count):
+                        added[row, begin + i] += share * delta[(place - first) * count + i]

@@ -6,7 +6,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 I32, I64, F32, VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
-FLOATS = I64  # an address
 
 
 def _call(builder, address, signature, arguments):
@@ -17,26 +16,10 @@ def _call(builder, address, signature, arguments):
 
 @intrinsic
 def call_product(typing, function, m, n, k, a, lda, b, c, ldc):
-    """c [m, n] = a [m, k] · b, float32: a product of `cpu_product` at address `function`."""
+    """c float32 [m, n] = a [m, k] · b, by the product of `cpu_product` at an address; a, b, c are addresses too."""
 
     def generate(context, builder, signature, values):
         _call(builder, values[0], ir.FunctionType(VOID, [I64] * 8), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), generate
-
-
-@intrinsic
-def gemm_bfloat16(typing, function, m, n, k, a, lda, b, c, ldc):
-    """c [m, n] float32 = a [m, k] · b [n, k] transposed, both bfloat16, row-major: `cblas_gemm_bf16bf16f32`."""
-
-    def generate(context, builder, signature, values):
-        function, m, n, k, a, lda, b, c, ldc = values
-        constant = [ir.Constant(I32, value) for value in (101, 111, 112)]  # row-major, not transposed, transposed
-        m, n, k, lda, ldc = [builder.trunc(value, I32) for value in (m, n, k, lda, ldc)]
-        one, zero = ir.Constant(F32, 1.0), ir.Constant(F32, 0.0)
-        kind = ir.FunctionType(VOID, [I32] * 6 + [F32, FLOATS, I32, FLOATS, I32, F32, FLOATS, I32])
-        _call(builder, function, kind, [*constant, m, n, k, one, a, lda, b, k, zero, c, ldc])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate
@@ -99,6 +82,42 @@ def relax(typing):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def ticks(typing):
+    """The processor's counter of time."""
+
+    def generate(context, builder, signature, values):
+        counter = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I64, []), "llvm.readcyclecounter")
+        return builder.call(counter, [])
+
+    return types.int64(), generate
+
+
+@intrinsic
+def load_at(typing, address, kind):
+    """The value at an address: float32, or bfloat16 as its bits, like the array `kind`."""
+
+    def generate(context, builder, signature, values):
+        pointer = builder.inttoptr(values[0], ir.PointerType(context.get_data_type(kind.dtype)))
+        return builder.load(pointer)
+
+    if not isinstance(kind, types.Array):
+        return None
+    return kind.dtype(types.int64, kind), generate
+
+
+@intrinsic
+def store_at(typing, address, value):
+    """Put a value of its size at an address."""
+
+    def generate(context, builder, signature, values):
+        pointer = builder.inttoptr(values[0], ir.PointerType(values[1].type))
+        builder.store(values[1], pointer)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), generate
 
 
 @intrinsic

@@ -1,302 +1,342 @@
-"""The compiled forward step: threads that share out the lanes, each of which has a share of every layer's heads and
-columns.
+"""The compiled forward step.
 
-All lanes walk through the layers together. A lane computes the queries, keys and values of its own heads, and their
-attention; its own columns of what all heads add to the rows; its own columns of the up projection; and its own columns
-of what these add. The sums and norms between are divided by rows. Each value is one lane's from its first term to its
-last, so that the number of lanes cannot show in it, nor that of threads. (Shoeybi et al. 2019 divide the terms as well,
-which would save two of the six barriers a layer.)
+All threads walk through the layers together, phase by phase. A product is shared out by blocks of its rows and panels
+of its columns, attention by rows and heads of keys (`cpu_plan`), all else by rows: so any number of threads has work,
+whatever the number of heads. Each value is computed by one thread from its first term to its last, in an order of its
+own, so that neither the number of threads nor which of them computes a piece shows in it.
 
-There are as many lanes as threads may take part. A step with fewer of them has some threads compute several lanes, one
-after the other between two barriers: so another model can have the other cores meanwhile.
-
-Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`. What
-is a lane's own has the lane for its first index.
-
-The threads of a decoder: the caller's is number 0, the others wait for the next step that they take part in.
+Rows are the step's tokens, in order. Arrays end where their capacity does; how much of them counts is in `sizes`.
+Scratch of a thread has the thread for its first index.
 """
 
-from __future__ import annotations
-
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.blas import Blas
 from gpuinfer.text.decoder.cpu_activation import activate
-from gpuinfer.text.decoder.cpu_attention import attend_step
+from gpuinfer.text.decoder.cpu_attention import attend, store_row
 from gpuinfer.text.decoder.cpu_experts import choose, into_experts, out_of_experts
-from gpuinfer.text.decoder.cpu_intrinsics import (
-    atomic_add,
-    atomic_load,
-    atomic_swap,
-    call_int,
-    call_product,
-    relax,
-)
+from gpuinfer.text.decoder.cpu_intrinsics import atomic_load, call_product, load_at, ticks
 from gpuinfer.text.decoder.cpu_math import called, compiled, inlined, narrow, widen
-from gpuinfer.text.decoder.cpu_product import multiply
+from gpuinfer.text.decoder.cpu_threads import barrier, claim, wait_for_go
+from gpuinfer.text.decoder.cpu_vectors import TILE
+from gpuinfer.text.decoder.cpu_weights import panel_bytes
 
-SPINS_BEFORE_YIELD = 2000
-SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies between two steps
+ROWS_AT_ONCE = 4  # in a piece of what goes row by row
+ROW_BLOCK, ROW_BYTES = 256, 384 << 10  # rows of a piece of a product: so many, or as many as stay in a core's cache
+MOST_PANELS, PIECES = 16, 8  # panels of a piece; pieces for each thread, if there are as many
 
 
 @compiled
-def serve(thread, control, sizes, addresses, eps, step, model, cache, shared, own):
+def serve(thread, control, sizes, addresses, eps, step, attention, model, shared, own):
     """Thread 0: run one step, with the others that take part. Another: take part in steps until there has been none for
     a while (0) or STOP is set (1). One function for both, as whatever calls `run` is compiled with all of it.
     """
+    line = at.OF_THREAD + at.LINE * thread
     while True:
         if thread and not wait_for_go(thread, control, addresses):
             return np.int64(0)
         if thread and atomic_load(control, at.STOP):
             return np.int64(1)
-        threads = (control[at.ASLEEP + 8 * thread + 1] if thread else atomic_load(control, at.GO)) % at.MOST_THREADS
-        run(thread, threads, control, sizes, addresses, eps, step, model, cache, shared, own)
+        threads = (control[line + at.SEEN] if thread else atomic_load(control, at.GO)) % at.MOST_THREADS
+        control[line + at.SINCE] = ticks()
+        run(thread, threads, control, sizes, addresses, eps, step, attention, model, shared, own)
         if not thread:
             return np.int64(0)
 
 
-@compiled
-def go(control, threads):
-    """Have so many threads begin the next step."""
-    atomic_swap(control, at.REST, 0)
-    atomic_swap(control, at.GO, (control[at.GO] // at.MOST_THREADS + 1) * at.MOST_THREADS + threads)
-
-
-@compiled
-def rest(control):
-    """Have threads that wait for the next step sleep at once: others need their cores."""
-    atomic_swap(control, at.REST, 1)
-
-
-@compiled
-def take_asleep(control, thread):
-    """Whether this thread has gone to sleep and must be woken. It is told so once."""
-    return atomic_swap(control, at.ASLEEP + 8 * thread, 0) == 1
-
-
 @inlined
-def wait_for_go(thread, control, addresses):
-    """Whether a step has begun in which this thread takes part. If not, it is to sleep until it is woken.
-
-    Which step that is and how many take part is one number, so that nobody joins a step that is over.
-    """
-    asleep = at.ASLEEP + 8 * thread
-    spins = 0
-    while True:
-        latest = atomic_load(control, at.GO)
-        if latest != control[asleep + 1]:
-            control[asleep + 1] = latest
-            if thread < latest % at.MOST_THREADS:
-                return True
-        spins = spin(spins, addresses)
-        if spins > SPINS_BEFORE_SLEEP or atomic_load(control, at.REST):
-            atomic_swap(control, asleep, 1)
-            # A step may have begun meanwhile: then its leader has seen the flag, and wakes us, or has not.
-            if atomic_load(control, at.GO) == latest or atomic_swap(control, asleep, 0) == 0:
-                return False
-
-
-@inlined
-def barrier(control, threads, addresses):
-    """Wait until all threads of this step have come here."""
-    phase = atomic_load(control, at.PHASE)
-    if atomic_add(control, at.ARRIVED, 1) == threads - 1:
-        atomic_add(control, at.ARRIVED, -threads)
-        atomic_add(control, at.PHASE, 1)
-        return
-    spins = 0
-    while atomic_load(control, at.PHASE) == phase:
-        spins = spin(spins, addresses)
-
-
-@inlined
-def spin(spins, addresses):
-    """Wait for a moment; how often one has. Now and then others may have the core."""
-    relax()
-    spins += 1
-    if spins % SPINS_BEFORE_YIELD == 0:
-        call_int(addresses[0, at.YIELD])
-    return spins
-
-
-@inlined
-def run(thread, threads, control, sizes, addresses, eps, step, model, cache, shared, own):
-    """One thread's share of one step: its lanes, and its rows."""
-    tokens, slots, starts, lengths, wanted, every, positions, sees, vector_rows, turns, vectors, runs = step
+def run(thread, threads, control, sizes, addresses, eps, step, attention, model, shared, own):
+    """One thread's part in one step."""
+    tokens, wanted, every, positions, sees, owners, clears, vector_rows, vectors, runs, pages = step
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
-    out_biases, down_biases, windows, router_biases, router_scale = model[8:]
-    keys, values = cache
-    x, normed, mixed, inner, added, last, logits, chosen, shares, expert_inner = shared
-    qkv, up, qkv_biases, up_biases, scores, query, mix, totals, asks, adapters, wide, low, delta, inners, experts = own
-    gathered, begins, order, given, no_bias, wide_rows, router_scores, ranked = experts
-    common, lanes = sizes[0], len(sizes)  # what is not of one lane is the same in all of them
-    layers, rows, hidden, layer_norm = common[at.LAYERS], common[at.ROWS], common[at.HIDDEN], common[at.LAYER_NORM]
-    first_lane, end_lane = lanes * thread // threads, lanes * (thread + 1) // threads
-    first, end = rows * thread // threads, rows * (thread + 1) // threads
-    product = addresses[0, at.PRODUCT]
-    for row in range(first, end):
-        embed(embedding[tokens[row]], x[row])
-    for number in range(common[at.VECTORS]):
-        if first <= vector_rows[number] < end:
-            embed(vectors[number], x[vector_rows[number]])
-    for row in range(first, end):
-        if common[at.LEARNED_POSITIONS]:
-            add_place(x[row], places[positions[row]])
-        norm_row(x[row], scales[0], shifts[0], eps, layer_norm, normed[row])
-    barrier(control, threads, addresses)
+    qkv_biases, out_biases, up_biases, down_biases, windows, inners, router_biases, router_scale = model[8:]
+    x, kept, normed, qkv, queries, mixed, wide, inner, added, last, logits, state, peaks = shared[:13]
+    chosen, shares, expert_inner = shared[13:]
+    all_pieces, all_members, all_waves = attention
+    of_threads, adapters = own
+    room, asked, scores, weights, tops, part, more, gate, up, low, delta, widened, gathered = of_threads[:13]
+    begins, order, router_scores, ranked = of_threads[13:]
+    layers, rows, hidden = sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
+    outputs, layer_norm = sizes[at.OUTPUTS], sizes[at.LAYER_NORM]
+    adapting, eps32 = sizes[at.RUNS] > 0, np.float32(eps)
     going = every
+    while True:
+        first, end = next_rows(control, rows)
+        if first == end:
+            break
+        for row in range(first, end):
+            if sizes[at.TIED]:
+                embed_from_panels(
+                    addresses[at.FIRST_WEIGHT + at.WEIGHTS * layers], tokens[row], sizes, embedding, x[row]
+                )
+            else:
+                embed(embedding[tokens[row]], x[row])
+        for number in range(sizes[at.VECTORS]):
+            if first <= vector_rows[number] < end:
+                embed(vectors[number], x[vector_rows[number]])
+        for row in range(first, end):
+            if sizes[at.LEARNED_POSITIONS]:
+                add_place(x[row], places[positions[row]])
+            norm_row(x[row], scales[0], shifts[0], eps32, layer_norm, normed[row])
+    barrier(thread, threads, control, addresses)
     for layer in range(layers):
-        weight = at.FIRST_WEIGHT + 4 * layer
-        few = common[at.FEW] and layer == layers - 1
-        if few:  # nobody asks for the others any more, once their keys and values are stored
-            going = wanted
-        for lane in range(first_lane, end_lane):
-            mine, where, heads = sizes[lane], addresses[lane], qkv[lane]
-            multiply(product, rows, heads.shape[1], normed, 0, hidden, where[weight], heads.ctypes.data, heads.shape[1])
-            if common[at.RUNS]:
+        weight, window = at.FIRST_WEIGHT + at.WEIGHTS * layer, windows[layer]
+        few = np.int64(sizes[at.FEW] and layer == layers - 1)
+        share_product(
+            threads, control, sizes, addresses, rows, qkv.shape[1], hidden, normed.ctypes.data, hidden,
+            addresses[weight + at.QKV_WEIGHT], qkv.ctypes.data, qkv.shape[1],
+        )  # fmt: skip
+        barrier(thread, threads, control, addresses)
+        while True:
+            first, end = next_rows(control, rows)
+            if first == end:
+                break
+            if adapting:
                 adapt(
-                    at.QKV, at.OUT, layer, normed, hidden, heads, 0, mine, where, runs, adapters[lane], wide[lane],
-                    low[lane], delta[lane],
+                    at.QKV, at.OUT, layer, first, end, normed, hidden, qkv, sizes, addresses, runs, adapters,
+                    widened[thread], low[thread], delta[thread],
                 )  # fmt: skip
-            attend_step(
-                layer, turns, slots, starts, lengths, going, few, sees, windows[layer], mine, eps, heads,
-                qkv_biases[lane, layer], query_scales[layer], key_scales[layer], cosines, sines, keys[lane],
-                values[lane], scores[lane], query[lane], mix[lane], totals[lane], asks[lane], mixed,
-            )  # fmt: skip
-        if few:
-            rows = common[at.OUTPUTS]
-            first, end = rows * thread // threads, rows * (thread + 1) // threads
-        barrier(control, threads, addresses)
-        for lane in range(first_lane, end_lane):
-            mine, where = sizes[lane], addresses[lane]
-            begin = mine[at.ADDED_BEGIN]
-            into = added.ctypes.data + 4 * begin
-            multiply(product, rows, mine[at.ADDED], mixed, 0, mixed.shape[1], where[weight + 1], into, hidden)
-            if common[at.RUNS]:
-                adapt(
-                    at.OUT, at.UP, layer, mixed, mixed.shape[1], added, begin, mine, where, runs, adapters[lane],
-                    wide[lane], low[lane], delta[lane],
-                )  # fmt: skip
-        barrier(control, threads, addresses)
-        for row in range(first, end):
-            if few:  # another thread may still have to read what stands where the row goes
-                add_aside(x[going[row]], added[row], out_biases[layer])
-            else:
-                add(x[row], added[row], out_biases[layer])
-            sums = added[row] if few else x[row]
-            norm_row(sums, scales[2 * layer + 1], shifts[2 * layer + 1], eps, layer_norm, normed[row])
-        barrier(control, threads, addresses)
-        if few:
             for row in range(first, end):
-                embed(added[row], x[row])
-        for lane in range(first_lane, end_lane):
-            mine, where, own_up = sizes[lane], addresses[lane], up[lane]
-            begin, columns = inners[lane, layer, 0], inners[lane, layer, 1]
-            outputs = 2 * columns if common[at.GATED] else columns
-            multiply(
-                product, rows, outputs, normed, 0, hidden, where[weight + 2], own_up.ctypes.data, own_up.shape[1]
-            )  # fmt: skip
-            if common[at.RUNS]:
+                store_row(
+                    pages[owners[row]], positions[row], clears[row], layer, sizes, addresses, eps32, qkv[row],
+                    qkv_biases[layer], query_scales[layer], key_scales[layer], cosines, sines, queries[row],
+                    room[thread], embedding,
+                )  # fmt: skip
+        barrier(thread, threads, control, addresses)
+        if few:  # the other rows are through, now that their keys and values are stored
+            going, rows = wanted, outputs
+        pieces, members, waves = all_pieces[few], all_members[few], all_waves[few]
+        for wave in range(waves[0]):
+            count = waves[wave + 2] - waves[wave + 1]
+            while True:
+                number = claim(control)
+                if number >= count * sizes[at.KV_HEADS]:
+                    break
+                attend(
+                    pieces[waves[wave + 1] + number % count], number // count, layer, window, members, going, positions,
+                    sees, pages, sizes, addresses, queries, state, peaks, asked[thread], scores[thread],
+                    weights[thread], tops[thread], part[thread], more[thread], mixed,
+                )  # fmt: skip
+            barrier(thread, threads, control, addresses)
+        share_product(
+            threads, control, sizes, addresses, rows, hidden, mixed.shape[1], mixed.ctypes.data, mixed.shape[1],
+            addresses[weight + at.OUT_WEIGHT], added.ctypes.data, hidden,
+        )  # fmt: skip
+        barrier(thread, threads, control, addresses)
+        while True:
+            first, end = next_rows(control, rows)
+            if first == end:
+                break
+            if adapting:
                 adapt(
-                    at.UP, at.DOWN, layer, normed, hidden, own_up, 0, mine, where, runs, adapters[lane], wide[lane],
-                    low[lane], delta[lane],
+                    at.OUT, at.UP, layer, first, end, mixed, mixed.shape[1], added, sizes, addresses, runs, adapters,
+                    widened[thread], low[thread], delta[thread],
                 )  # fmt: skip
-            for row in range(rows):
-                activate(
-                    own_up[row], up_biases[lane, layer], common[at.ACTIVATION], common[at.GATED], columns,
-                    inner[row, begin : begin + columns],
+            for row in range(first, end):
+                into = kept[row] if few else x[row]
+                add(x[going[row]], added[row], out_biases[layer], into)
+                norm_row(into, scales[2 * layer + 1], shifts[2 * layer + 1], eps32, layer_norm, normed[row])
+        if few:
+            x = kept
+        barrier(thread, threads, control, addresses)
+        width = inners[layer, 0]
+        if adapting and width:
+            for half in range(2 if sizes[at.GATED] else 1):
+                share_product(
+                    threads, control, sizes, addresses, rows, width, hidden, normed.ctypes.data, hidden,
+                    addresses[weight + at.GATE_WEIGHT + half], wide.ctypes.data + 4 * half * width, wide.shape[1],
                 )  # fmt: skip
-        if inners[0, layer, 3]:
-            choose(
-                first, end, layer, normed, common, addresses[0], router_biases, router_scale, chosen, shares,
-                wide_rows[first_lane], router_scores[first_lane], ranked[first_lane],
-            )  # fmt: skip
-            barrier(control, threads, addresses)
-            for lane in range(first_lane, end_lane):
-                into_experts(
-                    rows, layer, normed, sizes[lane], addresses[lane], chosen, no_bias[lane], up[lane],
-                    gathered[lane], begins[lane], order[lane], expert_inner,
-                )  # fmt: skip
-        barrier(control, threads, addresses)
-        width = inners[0, layer, 2]
-        for lane in range(first_lane, end_lane):
-            mine, where = sizes[lane], addresses[lane]
-            begin = mine[at.ADDED_BEGIN]
-            into = added.ctypes.data + 4 * begin
-            if width:
-                multiply(product, rows, mine[at.ADDED], inner, 0, width, where[weight + 3], into, hidden)
-            else:
-                forget(added, rows, begin, mine[at.ADDED])
-            if inners[0, layer, 3]:
-                out_of_experts(
-                    layer, expert_inner, mine, where, shares, begins[lane], order[lane], given[lane], added
-                )  # fmt: skip
-            if common[at.RUNS]:
+                barrier(thread, threads, control, addresses)
+            while True:
+                first, end = next_rows(control, rows)
+                if first == end:
+                    break
                 adapt(
-                    at.DOWN, at.END, layer, inner, width, added, begin, mine, where, runs, adapters[lane], wide[lane],
-                    low[lane], delta[lane],
+                    at.UP, at.DOWN, layer, first, end, normed, hidden, wide, sizes, addresses, runs, adapters,
+                    widened[thread], low[thread], delta[thread],
                 )  # fmt: skip
-        barrier(control, threads, addresses)
-        for row in range(first, end):
-            add(x[row], added[row], down_biases[layer])
-            norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps, layer_norm, normed[row])
-        barrier(control, threads, addresses)
-    outputs = common[at.OUTPUTS]
-    for row in range(outputs * thread // threads, outputs * (thread + 1) // threads):
-        for i in range(hidden):
-            last[row, i] = normed[row if common[at.FEW] else wanted[row], i]
-    barrier(control, threads, addresses)
-    for lane in range(first_lane, end_lane):
-        mine = sizes[lane]
-        head = addresses[lane, at.FIRST_WEIGHT + 4 * layers]
-        target = logits.ctypes.data + 4 * mine[at.COLUMN]
-        multiply(product, outputs, mine[at.COLUMNS], last, 0, hidden, head, target, mine[at.VOCABULARY])
-    barrier(control, threads, addresses)
+                for row in range(first, end):
+                    activate(
+                        wide[row], wide[row, width:], up_biases[layer], up_biases[layer, width:], sizes[at.ACTIVATION],
+                        sizes[at.GATED], width, inner[row],
+                    )  # fmt: skip
+            barrier(thread, threads, control, addresses)
+        elif width:
+            share_up(
+                threads, control, sizes, addresses, rows, width, hidden, normed, weight, up_biases[layer], gate[thread],
+                up[thread], inner,
+            )  # fmt: skip
+            barrier(thread, threads, control, addresses)
+        if inners[layer, 1]:
+            while True:
+                first, end = next_rows(control, rows)
+                if first == end:
+                    break
+                choose(
+                    first, end, layer, normed, sizes, addresses, router_biases, router_scale, chosen, shares,
+                    widened[thread], router_scores[thread], ranked[thread],
+                )  # fmt: skip
+            barrier(thread, threads, control, addresses)
+            into_experts(
+                control, rows, layer, normed, sizes, addresses, chosen, gathered[thread], gate[thread], up[thread],
+                begins[thread], order[thread], expert_inner,
+            )  # fmt: skip
+            barrier(thread, threads, control, addresses)
+        if inners[layer, 1]:
+            out_of_experts(
+                control, rows, layer, width, inner, expert_inner, sizes, addresses, shares, begins[thread],
+                order[thread], delta[thread], added,
+            )  # fmt: skip
+        else:
+            share_product(
+                threads, control, sizes, addresses, rows, hidden, width, inner.ctypes.data, inner.shape[1],
+                addresses[weight + at.DOWN_WEIGHT], added.ctypes.data, hidden,
+            )  # fmt: skip
+        barrier(thread, threads, control, addresses)
+        while True:
+            first, end = next_rows(control, rows)
+            if first == end:
+                break
+            if adapting and width:
+                adapt(
+                    at.DOWN, at.END, layer, first, end, inner, width, added, sizes, addresses, runs, adapters,
+                    widened[thread], low[thread], delta[thread],
+                )  # fmt: skip
+            for row in range(first, end):
+                add(x[row], added[row], down_biases[layer], x[row])
+                norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps32, layer_norm, normed[row])
+        barrier(thread, threads, control, addresses)
+    asking = normed.ctypes.data
+    if sizes[at.PICKED]:
+        asking = last.ctypes.data
+        while True:
+            first, end = next_rows(control, outputs)
+            if first == end:
+                break
+            for row in range(first, end):
+                for i in range(hidden):
+                    last[row, i] = normed[wanted[row], i]
+        barrier(thread, threads, control, addresses)
+    share_product(
+        threads, control, sizes, addresses, outputs, sizes[at.VOCABULARY], hidden, asking, hidden,
+        addresses[at.FIRST_WEIGHT + at.WEIGHTS * layers], logits.ctypes.data, sizes[at.VOCABULARY],
+    )  # fmt: skip
+    barrier(thread, threads, control, addresses)
+
+
+@inlined
+def next_rows(control, rows):
+    """The next piece of what goes row by row: from the first row to before the end; nothing once all are taken."""
+    first = claim(control) * ROWS_AT_ONCE
+    return min(first, rows), min(first + ROWS_AT_ONCE, rows)
+
+
+@inlined
+def rows_of_piece(rows, inner, size):
+    most = max(32, min(ROW_BLOCK, ROW_BYTES // (inner * size) // 32 * 32))
+    blocks = max(1, -(-rows // most))
+    return -(-rows // blocks // 8) * 8 if blocks == 1 else (-(-rows // blocks) + 31) // 32 * 32
+
+
+@inlined
+def panels_of_piece(panels, blocks, threads):
+    """So few that threads end a phase at about the same time, and so many that a piece is worth its while."""
+    wide = panels * blocks // (PIECES * threads)
+    return max(2, min(MOST_PANELS, wide // 4 * 4 if wide >= 4 else 2))
 
 
 @called
-def adapt(part, end, layer, a, inner, c, column, sizes, addresses, runs, adapters, wide, low, delta):
-    """Add what adapters add to rows of a product, c [rows, columns from `column` on] += a[:, :inner] · downᵀ · upᵀ, in
-    float32.
+def share_product(threads, control, sizes, addresses, rows, columns, inner, a, lda, weight, c, ldc):
+    """c float32 [rows, columns] = a [rows, inner] · weight, piece by piece. `a`, `weight` and `c` are addresses, rows
+    lie `lda` and `ldc` values apart.
+    """
+    if rows == 0:
+        return
+    size, panels = sizes[at.MULTIPLIED], (columns + TILE - 1) // TILE
+    high = rows_of_piece(rows, inner, size)
+    blocks = (rows + high - 1) // high
+    wide = panels_of_piece(panels, blocks, threads)
+    pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, inner)
+    while True:
+        piece = claim(control)
+        if piece >= pieces:
+            return
+        row, panel = piece % blocks * high, piece // blocks * wide
+        call_product(
+            addresses[at.PRODUCT], min(high, rows - row), min(wide * TILE, columns - panel * TILE), inner,
+            a + size * row * lda, lda, weight + panel * stride, c + 4 * (row * ldc + panel * TILE), ldc,
+        )  # fmt: skip
+
+
+@called
+def share_up(threads, control, sizes, addresses, rows, width, hidden, normed, weight, biases, gate, up, inner):
+    """inner [rows, width] = what stands between the two products of an MLP: each piece of the first one goes through
+    the activation while it is in the cache. `gate` and `up` are scratch for a piece.
+    """
+    size, panels = sizes[at.MULTIPLIED], (width + TILE - 1) // TILE
+    high = min(rows_of_piece(rows, hidden, size), len(gate) // (MOST_PANELS * TILE))
+    blocks = (rows + high - 1) // high
+    wide = panels_of_piece(panels, blocks, threads)
+    pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, hidden)
+    lda = normed.shape[1]
+    while True:
+        piece = claim(control)
+        if piece >= pieces:
+            return
+        row, panel = piece % blocks * high, piece // blocks * wide
+        count, columns, first = min(high, rows - row), min(wide * TILE, width - panel * TILE), panel * TILE
+        source = normed.ctypes.data + size * row * lda
+        call_product(
+            addresses[at.PRODUCT], count, columns, hidden, source, lda,
+            addresses[weight + at.GATE_WEIGHT] + panel * stride, gate.ctypes.data, columns,
+        )  # fmt: skip
+        if sizes[at.GATED]:
+            call_product(
+                addresses[at.PRODUCT], count, columns, hidden, source, lda,
+                addresses[weight + at.UP_WEIGHT] + panel * stride, up.ctypes.data, columns,
+            )  # fmt: skip
+        for number in range(count):
+            begin = number * columns
+            activate(
+                gate[begin : begin + columns], up[begin : begin + columns], biases[first : first + columns],
+                biases[width + first :], sizes[at.ACTIVATION], sizes[at.GATED], columns,
+                inner[row + number, first : first + columns],
+            )  # fmt: skip
+
+
+@called
+def adapt(part, end, layer, first, last, a, inner, c, sizes, addresses, runs, adapters, widened, low, delta):
+    """Add what adapters add to rows of a product, c [rows, columns] += a[:, :inner] · downᵀ · upᵀ, in float32, for rows
+    from `first` to before `last`.
 
     `runs` [runs, 3]: rows from the second to before the third number have the adapter at the first's place. Its parts
     of this product are those from `part` to before `end`. A row's bits depend on it and its adapter alone, as those of
-    any product. `wide`, `low` and `delta` are room for rows.
+    any product. `widened`, `low` and `delta` are scratch for ROWS_AT_ONCE rows.
     """
-    product, stride, ranks = addresses[at.WIDE_PRODUCT], a.shape[1], sizes[at.RANKS]
+    product, ranks = addresses[at.WIDE_PRODUCT], sizes[at.RANKS]
     for number in range(sizes[at.RUNS]):
-        place, first, last = runs[number, 0], runs[number, 1], runs[number, 2]
-        rows = last - first
-        source = a.ctypes.data + 4 * first * stride
+        place, begin, rows = runs[number, 0], max(first, runs[number, 1]), 0
+        rows = min(last, runs[number, 2]) - begin
+        if rows <= 0:
+            continue
+        source, stride = a.ctypes.data + 4 * begin * a.shape[1], a.shape[1]
         if a.itemsize == 2:
-            source, stride = wide.ctypes.data, inner
+            source, stride = widened.ctypes.data, inner
             for row in range(rows):
                 for i in range(inner):
-                    wide[row * inner + i] = widen(a[first + row, i])
+                    widened[row * inner + i] = widen(a[begin + row, i])
         for which in range(part, end):
             facts = adapters[place, layer, which]
             rank, count = facts[at.RANK], facts[at.COUNT]
             if rank == 0 or count == 0:
                 continue
             call_product(product, rows, rank, inner, source, stride, facts[at.DOWNWARDS], low.ctypes.data, ranks)
-            upwards, begin = facts[at.UPWARDS], column + facts[at.FIRST]
-            call_product(product, rows, count, rank, low.ctypes.data, ranks, upwards, delta.ctypes.data, count)
+            call_product(
+                product, rows, count, rank, low.ctypes.data, ranks, facts[at.UPWARDS], delta.ctypes.data, count
+            )  # fmt: skip
             for row in range(rows):
                 for i in range(count):
-                    c[first + row, begin + i] += delta[row * count + i]
-
-
-@inlined
-def forget(added, rows, begin, columns):
-    for row in range(rows):
-        for i in range(begin, begin + columns):
-            added[row, i] = np.float32(0)
+                    c[begin + row, facts[at.FIRST] + i] += delta[row * count + i]
 
 
 @inlined
@@ -306,23 +346,25 @@ def embed(vector, out):
 
 
 @inlined
+def embed_from_panels(head, token, sizes, like, out):
+    """The token's row of the head's weight, whose panels hold the embedding too."""
+    pair, size = sizes[at.PAIR], sizes[at.STORED]
+    start = head + token // TILE * panel_bytes(sizes, len(out)) + token % TILE * pair * size
+    for i in range(len(out)):
+        out[i] = widen(load_at(start + (i // pair * TILE * pair + i % pair) * size, like))
+
+
+@inlined
 def add_place(x, place):
     for i in range(len(x)):
         x[i] += widen(place[i])
 
 
 @inlined
-def add(x, added, bias):
+def add(x, added, bias, out):
     """What attention or the MLP adds to a row, and the bias."""
     for i in range(len(x)):
-        x[i] += added[i] + bias[i]
-
-
-@inlined
-def add_aside(x, added, bias):
-    """The same sum, in `added`."""
-    for i in range(len(x)):
-        added[i] = x[i] + (added[i] + bias[i])
+        out[i] = x[i] + (added[i] + bias[i])
 
 
 @inlined
@@ -337,59 +379,6 @@ def norm_row(x, scale, shift, eps, layer_norm, out):
     squares = np.float32(0)
     for i in range(n):
         squares += (x[i] - mean) * (x[i] - mean)
-    factor = np.float32(1) / np.sqrt(squares / np.float32(n) + np.float32(eps))
+    factor = np.float32(1) / np.sqrt(squares / np.float32(n) + eps)
     for i in range(n):
         out[i] = narrow((x[i] - mean) * factor * scale[i] + shift[i], out)
-
-
-JOIN_S = 10.0
-
-
-def nothing() -> None:
-    """What there is to prepare where no library computes."""
-
-
-class Threads:
-    """Runs steps in up to as many threads as there are lanes: `arguments` go to the kernel after `control`."""
-
-    def __init__(self, blas: Blas | None, lanes: int, arguments: tuple[Any, ...]) -> None:
-        self._arguments, self._count = arguments, lanes
-        self._control: NDArray[np.int64] = np.zeros(at.ASLEEP + 8 * (lanes + 1), np.int64)
-        self._awake = [threading.Semaphore(0) for _ in range(lanes)]
-        self._one_thread_here = nothing if blas is None else blas.one_thread_here
-        self._threads = [
-            threading.Thread(
-                target=self._serve, args=(number, self._one_thread_here), name=f"lane {number}", daemon=True
-            )
-            for number in range(1, lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def step(self, threads: int) -> None:
-        """Run one step, whose sizes and tokens are where the arguments point, in so many threads."""
-        self._one_thread_here()  # whoever sets torch's threads, or is another thread than before, undoes it
-        self._begin(threads)
-        serve(0, self._control, *self._arguments)
-
-    def rest(self) -> None:
-        """Leave the cores to others until the next step."""
-        rest(self._control)
-
-    def close(self) -> None:
-        self._control[at.STOP] = 1
-        self._begin(self._count)
-        for thread in self._threads:
-            thread.join(JOIN_S)
-        self._threads = []
-
-    def _begin(self, threads: int) -> None:
-        go(self._control, threads)
-        for number in range(1, threads):
-            if take_asleep(self._control, number):
-                self._awake[number].release()
-
-    def _serve(self, number: int, prepare: Callable[[], None]) -> None:
-        prepare()
-        while not serve(number, self._control, *self._arguments):
-            self._awake[number].acquire()

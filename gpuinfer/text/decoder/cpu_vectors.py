@@ -1,8 +1,7 @@
 """The inner loops of attention, written in vectors of 16 float32 that LLVM maps to what the processor has.
 
-A cache holds keys in tiles of 16 positions, [head_dim, 16] each, so that the scores of 16 positions are one vector, and
-values as [position, head_dim]. bfloat16 is widened as it is read. The loops of a head are too short for LLVM to find
-their vectors by itself: it looks for longer ones.
+bfloat16 is widened as it is read. The loops of a head are too short for LLVM to find their vectors by itself: it looks
+for longer ones.
 """
 
 import contextlib
@@ -32,102 +31,17 @@ SUMS = 8 if WIDE_VECTORS else 4  # of 16 values, kept apart in registers: so man
 
 
 @intrinsic
-def tile_scores(typing, most, tiles, count, queries, there, keys, keys_at, dim, scores, stride):
-    """The products of `count` queries with the 16 keys of each tile, [dim, 16] one after another from `keys_at` on.
-
-    `most` and `tiles`, literals, are what registers are there for; queries beyond `count` and tiles beyond `there` are
-    not looked at. Queries lie `dim` apart, their scores `stride`. A score is summed in the order of its terms.
+def soften(typing, scores, first, tiles, weights, tops, place):
+    """weights[first + i] = e^(score - the highest), as it is stored there, of 16 × `tiles` scores from `first` on; the
+    highest score and the sum of the weights go to tops[place] and tops[place + 1]. A score of -inf weighs 0; one at
+    least is higher.
     """
-    if not (_literals(most, tiles) and isinstance(keys, types.Array)):
+    if not isinstance(weights, types.Array):
         return None
 
     def generate(context, builder, signature, values):
-        queries, keys, scores = (_data(context, builder, signature, values, index) for index in (3, 5, 8))
-        count, there, keys_at, dim, stride = (values[index] for index in (2, 4, 6, 7, 9))
-        rows, places = _within(builder, most, count), _within(builder, tiles, there)
-        given = [builder.gep(queries, [builder.mul(row, dim)]) for row in rows]
-        begins = [builder.add(keys_at, builder.mul(place, builder.mul(dim, _number(TILE)))) for place in places]
-        sums = [[sum_of_none(builder) for _ in places] for _ in rows]
-        with counting(builder, dim, 1) as d:
-            offset = builder.mul(d, _number(TILE))
-            terms = [_load(builder, keys, builder.add(begin, offset)) for begin in begins]
-            for query, totals in zip(given, sums, strict=True):
-                value = splat(builder, builder.load(builder.gep(query, [d])))
-                for total, term in zip(totals, terms, strict=True):
-                    add_product(builder, total, value, term)
-        for row, totals in zip(rows, sums, strict=True):
-            begin = builder.mul(row, stride)
-            for place, total in zip(places, totals, strict=True):
-                _store(builder, scores, builder.add(begin, builder.mul(place, _number(TILE))), builder.load(total))
-        return context.get_dummy_value()
-
-    counts = types.int64, FLOATS, types.int64, keys, types.int64, types.int64, FLOATS, types.int64
-    return types.void(most, tiles, *counts), generate
-
-
-@intrinsic
-def add_weighed(typing, most, tiles, count, weights, stride, rows, there, cached, cached_at, dim, out):
-    """out[q · dim + c] += Σ weights[q, j] · cached[j, c] over j < rows, for `count` queries and `there` × 16 columns.
-
-    `most` and `tiles` as of `tile_scores`. Rows of `cached`, from `cached_at` on, and queries in `out` lie `dim` apart;
-    weights of a query begin `stride` after those of the one before. The sum is taken in the order of the rows, from 0,
-    and then added.
-    """
-    if not (_literals(most, tiles) and isinstance(cached, types.Array)):
-        return None
-
-    def generate(context, builder, signature, values):
-        weights, cached, out = (_data(context, builder, signature, values, index) for index in (3, 7, 10))
-        count, stride, rows, there, cached_at, dim = (values[index] for index in (2, 4, 5, 6, 8, 9))
-        queries = _within(builder, most, count)
-        columns = [builder.mul(place, _number(TILE)) for place in _within(builder, tiles, there)]
-        given = [builder.gep(weights, [builder.mul(row, stride)]) for row in queries]
-        sums = [[sum_of_none(builder) for _ in columns] for _ in queries]
-        with counting(builder, rows, 1) as j:
-            begin = builder.add(cached_at, builder.mul(j, dim))
-            terms = [_load(builder, cached, builder.add(begin, column)) for column in columns]
-            for row, totals in zip(given, sums, strict=True):
-                value = splat(builder, builder.load(builder.gep(row, [j])))
-                for total, term in zip(totals, terms, strict=True):
-                    add_product(builder, total, value, term)
-        places = [[builder.add(builder.mul(row, dim), column) for column in columns] for row in queries]
-        found = [
-            [
-                _added(builder, _load(builder, out, place), builder.load(total))
-                for place, total in zip(*both, strict=True)
-            ]
-            for both in zip(places, sums, strict=True)
-        ]  # all of them, before any is stored: one that is looked at twice is added to once
-        for into, totals in zip(places, found, strict=True):
-            for place, total in zip(into, totals, strict=True):
-                _store(builder, out, place, total)
-        return context.get_dummy_value()
-
-    counts = types.int64, FLOATS, types.int64, types.int64, types.int64
-    return types.void(most, tiles, *counts, cached, types.int64, types.int64, FLOATS), generate
-
-
-def _literals(*given):
-    return all(isinstance(one, types.IntegerLiteral) for one in given)
-
-
-def _within(builder, most, count):
-    """Numbers from 0 to before `most`, a literal; the last of `count` again for those beyond."""
-    last = builder.sub(count, _number(1))
-    numbers = [_number(number) for number in range(most.literal_value)]
-    return [builder.select(builder.icmp_signed("<", number, last), number, last) for number in numbers]
-
-
-def _number(value):
-    return ir.Constant(I64, value)
-
-
-@intrinsic
-def soften(typing, scores, first, tiles):
-    """Put e^(score - the highest) in place of 16 × `tiles` scores from `first` on; their sum. -inf gives 0."""
-
-    def generate(context, builder, signature, values):
-        scores, first = _data(context, builder, signature, values, 0), values[1]
+        scores, weights, out = (_data(context, builder, signature, values, index) for index in (0, 3, 4))
+        first, place = values[1], values[5]
         tops = cgutils.alloca_once_value(builder, ir.Constant(WIDE, [float("-inf")] * TILE))
         sums = sum_of_none(builder)
         end = builder.mul(values[2], ir.Constant(I64, TILE))
@@ -136,15 +50,19 @@ def soften(typing, scores, first, tiles):
         with counting(builder, end, TILE) as at:
             score = _load(builder, scores, builder.add(first, at))
             builder.store(builder.call(largest, [builder.load(tops), score]), tops)
-        top = splat(builder, _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b])))
+        highest = _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b]))
+        top = splat(builder, highest)
         with counting(builder, end, TILE) as at:
-            place = builder.add(first, at)
-            weight = _exp(builder, builder.fsub(_load(builder, scores, place), top, flags=WRITTEN))
-            _store(builder, scores, place, weight)
+            offset = builder.add(first, at)
+            weight = _exp(builder, builder.fsub(_load(builder, scores, offset), top, flags=WRITTEN))
+            _store(builder, weights, offset, weight)
             builder.store(_added(builder, builder.load(sums), weight), sums)
-        return _across(builder, builder.load(sums), functools.partial(_added, builder))
+        builder.store(highest, builder.gep(out, [place]))
+        total = _across(builder, builder.load(sums), functools.partial(_added, builder))
+        builder.store(total, builder.gep(out, [builder.add(place, ir.Constant(I64, 1))]))
+        return context.get_dummy_value()
 
-    return types.float32(FLOATS, types.int64, types.int64), generate
+    return types.void(FLOATS, types.int64, types.int64, weights, FLOATS, types.int64), generate
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""A model's weights as the compiled step reads them: cut into lanes, and packed for their products."""
+"""A model's weights as the compiled step reads them: packed for their products."""
 
 from __future__ import annotations
 
@@ -9,89 +9,53 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuinfer.text.decoder.cpu_product import panels_of
+from gpuinfer.text.decoder import cpu_sizes as at
+from gpuinfer.text.decoder.cpu_math import inlined
+from gpuinfer.text.decoder.cpu_panels import panels_of
+from gpuinfer.text.decoder.cpu_pool import Arena
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Linear, Mixture, Norm, Weights
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one lane has of each layer: ranges of heads, inner columns and logits."""
-
-    heads: range
-    kv_heads: range
-    added: range  # columns of what attention and MLP add to a row
-    inner: tuple[range, ...]  # of each layer
-    expert: range  # of the columns between an expert's products
-    columns: range
-
-
-@dataclass(frozen=True)
-class LaneWeights:
-    """`addresses` of qkv, out, up, down of each layer, then of the head, then of experts; `kept` is what they point to.
-
-    Of experts: each layer's router, then up and down of each one; 0 in a layer that has none.
+class PackedWeights:
+    """`addresses` as `cpu_sizes` has them from FIRST_WEIGHT on; `kept` is what they point to, `model` the arrays that
+    are read as they are.
     """
 
     addresses: list[int]
-    kept: list[Any]
-    qkv_biases: NDArray[np.float32]  # [layers, this lane's columns]
-    up_biases: NDArray[np.float32]
+    kept: list[NDArray[Any]]
+    model: tuple[NDArray[Any], ...]
+    head: int  # the head's place in `kept`
 
 
-def lanes_for(shape: Shape, threads: int) -> int:
-    """The most lanes, up to `threads`, that the heads divide into."""
-    fits = (n for n in range(threads, 0, -1) if shape.heads % n == 0)
-    return next(n for n in fits if shape.kv_heads % n == 0 or n % shape.kv_heads == 0)
+@inlined
+def panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
+    """Bytes of a panel of so many terms."""
+    return (inner + sizes[at.ROUND] - 1) // sizes[at.ROUND] * sizes[at.ROUND] * TILE * sizes[at.STORED]
 
 
-def share_of(shape: Shape, lane: int, lanes: int) -> Share:
-    """A lane's part. Where there are fewer key/value heads than lanes, several lanes hold the same one."""
-    per_lane = shape.heads // lanes
-    group = shape.heads // shape.kv_heads
-    heads = range(lane * per_lane, (lane + 1) * per_lane)
-    return Share(
-        heads,
-        range(heads[0] // group, heads[-1] // group + 1),
-        _part(shape.hidden, lane, lanes),
-        tuple(_part(shape.inner(layer), lane, lanes) for layer in range(shape.layers)),
-        _part(shape.experts.intermediate if shape.experts else 0, lane, lanes),
-        _part(shape.vocabulary, lane, lanes),
-    )
-
-
-def lane_weights(weights: Weights, shape: Shape, share: Share, panels: bool) -> LaneWeights:
-    """In panels for our own products; as they are, rows one after another, for a library's."""
-    keep = _Keep(panels)
-    qkv_rows = _rows_of_heads(shape, share)
-    added = slice(share.added.start, share.added.stop)
-    qkv_biases, up_biases = [], []
+def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
+    """For rows of up to so many positions. A head that is the embedding is kept once."""
+    keep = _Keep()
     for number, layer in enumerate(weights.layers):
-        up_rows = _rows_of_inner(shape, share.inner[number], shape.inner(number))
-        keep.add(layer.qkv.weight[qkv_rows])
-        keep.add(layer.out.weight[added])
-        keep.add(layer.up.weight[up_rows])
-        keep.add(layer.down.weight[added])
-        qkv_biases.append(bias_of(layer.qkv)[qkv_rows])
-        up_biases.append(bias_of(layer.up)[up_rows])
-    keep.add(weights.head.weight[share.columns.start : share.columns.stop])
+        inner = shape.inner(number)
+        keep.add(layer.qkv.weight)
+        keep.add(layer.out.weight)
+        keep.add(layer.up.weight[:inner])
+        keep.add(layer.up.weight[inner:] if shape.gated else None)
+        keep.add(layer.down.weight)
+    keep.add(weights.head.weight)
+    head = len(keep.kept) - 1
     for layer in weights.layers:
-        _keep_experts(keep, shape, share, layer.mixture)
-    return LaneWeights(keep.addresses, keep.kept, _stack(qkv_biases), _stack_unequal(up_biases))
+        _keep_experts(keep, shape, layer.mixture)
+    return PackedWeights(keep.addresses, keep.kept, _model_arrays(weights, shape, positions), head)
 
 
-def _keep_experts(keep: _Keep, shape: Shape, share: Share, mixture: Mixture | None) -> None:
-    if shape.experts is None:
-        return
-    if mixture is None:
-        keep.addresses += [0] * (1 + 2 * shape.experts.count)
-        return
-    keep.add(mixture.router.float(), panels=True)
-    rows = _rows_of_inner(shape, share.expert, shape.experts.intermediate)
-    for up, down in zip(mixture.up, mixture.down, strict=True):
-        keep.add(up[rows])
-        keep.add(down[share.added.start : share.added.stop])
+def tied(weights: Weights) -> bool:
+    """Whether the head is the embedding itself."""
+    return weights.head.weight.data_ptr() == weights.embedding.data_ptr() and len(weights.embedding) > 0
 
 
 def bias_of(linear: Linear) -> torch.Tensor:
@@ -99,16 +63,6 @@ def bias_of(linear: Linear) -> torch.Tensor:
     if linear.bias is None:
         return torch.zeros(linear.weight.shape[0])
     return linear.bias.float()
-
-
-def norms(weights: Weights) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and shifts [2 × layers + 1, hidden] in the order in which rows pass them."""
-    found: list[Norm] = []
-    for layer in weights.layers:
-        found += [layer.attention_norm, layer.mlp_norm]
-    found.append(weights.norm)
-    shifts = [torch.zeros_like(norm.scale) if norm.shift is None else norm.shift for norm in found]
-    return _stack([norm.scale for norm in found]), _stack(shifts)
 
 
 def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
@@ -119,38 +73,89 @@ def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.numpy()
 
 
+def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [length, half] of the rotary embedding; without one [length, 0]."""
+    frequencies = torch.tensor(shape.rope.inverse_frequencies if shape.rope else (), dtype=torch.float32)
+    turned = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    factor = shape.rope.attention_factor if shape.rope else 1.0
+    return (turned.cos() * factor).numpy(), (turned.sin() * factor).numpy()
+
+
+def _model_arrays(weights: Weights, shape: Shape, positions: int) -> tuple[NDArray[Any], ...]:
+    """Embeddings, norms, angles, biases, and what layers differ in."""
+    embedding = weights.embedding[:0] if tied(weights) else weights.embedding
+    places = weights.positions if weights.positions is not None else weights.embedding[:0]
+    ones = torch.ones(shape.head_dim)
+    query, key = (
+        torch.stack([ones if norm is None else norm.scale.float() for norm in found])
+        for found in zip(*((layer.query_norm, layer.key_norm) for layer in weights.layers), strict=True)
+    )
+    windows = np.array([window or 0 for window in shape.windows or [None] * shape.layers], np.int64)
+    inners = np.array([(shape.inner(layer), shape.mixed(layer)) for layer in range(shape.layers)], np.int64)
+    return (
+        as_stored(embedding).copy(),
+        as_stored(places).copy(),
+        *_norms(weights),
+        query.numpy(),
+        key.numpy(),
+        *angles(shape, positions),
+        _stack([bias_of(layer.qkv) for layer in weights.layers]),
+        _stack([bias_of(layer.out) for layer in weights.layers]),
+        _stack_unequal([bias_of(layer.up) for layer in weights.layers]),
+        _stack([bias_of(layer.down) for layer in weights.layers]),
+        windows,
+        inners,
+        *_routing(shape, weights),
+    )
+
+
+def _norms(weights: Weights) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales and shifts [2 × layers + 1, hidden] in the order in which rows pass them."""
+    found: list[Norm] = []
+    for layer in weights.layers:
+        found += [layer.attention_norm, layer.mlp_norm]
+    found.append(weights.norm)
+    shifts = [torch.zeros_like(norm.scale) if norm.shift is None else norm.shift for norm in found]
+    return _stack([norm.scale for norm in found]), _stack(shifts)
+
+
+def _routing(shape: Shape, weights: Weights) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What is added to the scores of experts where they are chosen, [layers, experts], and what all are scaled by."""
+    experts = shape.experts
+    biases = np.zeros((shape.layers, experts.count if experts else 0), np.float32)
+    for number, layer in enumerate(weights.layers):
+        if layer.mixture is not None and layer.mixture.bias is not None:
+            biases[number] = layer.mixture.bias.float().numpy()
+    return biases, np.array([experts.scale if experts else 1.0], np.float32)
+
+
+def _keep_experts(keep: _Keep, shape: Shape, mixture: Mixture | None) -> None:
+    if shape.experts is None:
+        return
+    if mixture is None:
+        keep.addresses += [0] * (1 + at.EXPERT_WEIGHTS * shape.experts.count)
+        return
+    keep.add(mixture.router.float())
+    inner = shape.experts.intermediate
+    for up, down in zip(mixture.up, mixture.down, strict=True):
+        keep.add(up[:inner])
+        keep.add(up[inner:] if shape.gated else None)
+        keep.add(down)
+
+
 class _Keep:
-    def __init__(self, panels: bool) -> None:
-        self._panels = panels
+    def __init__(self) -> None:
+        self._arena = Arena()
         self.addresses: list[int] = []
-        self.kept: list[Any] = []
+        self.kept: list[NDArray[Any]] = []
 
-    def add(self, weight: torch.Tensor, panels: bool = False) -> None:
-        form = panels_of(weight) if self._panels or panels else as_stored(weight)
-        self.addresses.append(form.ctypes.data)
-        self.kept.append(form)
-
-
-def _rows_of_heads(shape: Shape, share: Share) -> torch.Tensor:
-    """Rows of the qkv weight: this lane's queries, keys, values."""
-    dim, keys_at = shape.head_dim, shape.heads * shape.head_dim
-    values_at = keys_at + shape.kv_heads * dim
-    kv = range(share.kv_heads.start * dim, share.kv_heads.stop * dim)
-    queries = range(share.heads.start * dim, share.heads.stop * dim)
-    return torch.tensor([*queries, *(keys_at + row for row in kv), *(values_at + row for row in kv)])
-
-
-def _rows_of_inner(shape: Shape, inner: range, width: int) -> torch.Tensor:
-    """Rows of an up weight: of the gate, then of the value."""
-    rows = torch.arange(inner.start, inner.stop)
-    return torch.cat([rows, rows + width]) if shape.gated else rows
-
-
-def _part(size: int, lane: int, lanes: int) -> range:
-    """A lane's columns: whole panels, so that no loop over them has another remainder for another number of lanes."""
-    panels = -(-size // TILE)
-    begin, end = (min(size, panels * number // lanes * TILE) for number in (lane, lane + 1))
-    return range(begin, end)
+    def add(self, weight: torch.Tensor | None) -> None:
+        if weight is None:
+            self.addresses.append(0)
+            return
+        panels = panels_of(weight, self._arena)
+        self.addresses.append(panels.ctypes.data)
+        self.kept.append(panels)
 
 
 def _stack_unequal(rows: list[torch.Tensor]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Chooses the decoder for a checkpoint, a device and a number format, and finds its slots.
+"""Chooses the decoder for a checkpoint, a device and a number format, and finds its slots and pages.
 
 A decoder that computes nothing, to measure all that goes on around one.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gpuinfer.text.checkpoint.estimate import row_pages
 from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
@@ -27,9 +28,11 @@ LETTER = ord("a")
 class NullDecoder:
     """`step.Decoder` that answers every token with the same logits: 1 for one letter, 0 for all else."""
 
-    def __init__(self, shape: Shape, *, slots: int, length: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shape: Shape, *, slots: int, pages: int, length: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.computes_in = str(dtype).removeprefix("torch.")
-        self.shape, self.slots, self.length = shape, slots, length
+        self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
         self.token = next(token for token in (LETTER, *range(shape.vocabulary)) if self._suits(token))
         self._logits = torch.zeros((0, shape.vocabulary))
@@ -42,7 +45,7 @@ class NullDecoder:
             self._logits[:, self.token] = 1
         return self._logits[:rows]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         pass
 
     def embedding(self) -> Tensor:
@@ -89,53 +92,55 @@ def open_sized(
     device: torch.device,
     *,
     slots: int | None,
+    pages: int | None,
     length: int,
     threads: int,
     deterministic: bool,
     compile: bool,
     graphs: bool,
     step_tokens: int = STEP_TOKENS,
+    sharing: int = 1,
 ) -> tuple[Decoder, Sizing]:
-    """A decoder, and how its number of slots was found: `slots`, or None for as many as are worth while and fit.
+    """A decoder, and how its slots and pages were found: `slots` rows in a step, or None for as many as are worth
+    while, and `pages` in the cache, or None for as many as these rows need at full length and there is memory for.
 
-    `step_tokens` is the most tokens that one step will bring. On the CPU float32 and bfloat16 have compiled kernels of
-    our own where the processor can run them; `threads` is how many take part. Raises `UsageError` when the model does
-    not fit, or the slots that were asked for do not.
+    `step_tokens` is the most tokens that one step will bring; `sharing` the models that have the CPU's memory together.
+    On the CPU float32 and bfloat16 have compiled kernels of our own where the processor can run them; `threads` is how
+    many take part. Raises `UsageError` when the model does not fit, or the pages that were asked for do not.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads)  # of this process: torch knows no other way
     shape = checkpoint.shape
     if shape.family == "null":
         count = slots or NULL_SLOTS
-        decoder = NullDecoder(shape, slots=count, length=length, dtype=weights_dtype)
-        return decoder, Sizing(count, 0, 0, free_memory(device))
+        of_all = pages or count * row_pages(length)
+        decoder = NullDecoder(shape, slots=min(count, of_all), pages=of_all, length=length, dtype=weights_dtype)
+        return decoder, Sizing(decoder.slots, of_all, 0, 0, free_memory(device))
     weights = checkpoint.weights(weights_dtype)
-    lanes = own_lanes(shape, weights_dtype, device, threads, compile)
-    find = partial(
-        estimate, shape, weights_dtype, device, slots=slots, length=length, step_tokens=step_tokens, lanes=lanes
-    )
-    if lanes:
+    own = own_kernels(shape, weights_dtype, device, compile)
+
+    def find(free: int) -> Sizing:
+        wanted: dict[str, Any] = {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens}
+        return estimate(shape, weights_dtype, device, free, **wanted, own=own, sharing=sharing)
+
+    if own:
         from gpuinfer.text.decoder.cpu import CpuDecoder
 
         sizing = find(free_memory(device))
         found = partial(CpuDecoder, shape, weights, weights_dtype, length=length, threads=threads)
-        return found(slots=sizing.slots, deterministic=deterministic), sizing
+        return found(slots=sizing.slots, pages=sizing.pages, deterministic=deterministic), sizing
     open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, length=length, deterministic=deterministic)
     if device.type != "cuda":
         sizing = find(free_memory(device))
-        return open_with(slots=sizing.slots, compile=compile, graphs=False), sizing
-    whole = open_with(slots=1, compile=compile, graphs=graphs)  # the weights are over there before room is counted
+        return open_with(slots=sizing.slots, pages=sizing.pages, compile=compile, graphs=False), sizing
+    whole = open_with(slots=1, pages=1, compile=compile, graphs=graphs)  # the weights are there before room is counted
     sizing = find(free_memory(device))
     return open_and_try(whole, sizing, step_tokens)
 
 
-def own_lanes(shape: Shape, dtype: torch.dtype, device: torch.device, threads: int, compile: bool) -> int:
-    """Among how many lanes our own kernels divide a step; 0 where torch computes it."""
-    if device.type != "cpu" or compile or not shape.layers or not kernels_for(dtype):
-        return 0
-    from gpuinfer.text.decoder.cpu_weights import lanes_for
-
-    return lanes_for(shape, threads)
+def own_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, compile: bool) -> bool:
+    """Whether our own kernels compute a step; else torch does."""
+    return device.type == "cpu" and not compile and shape.layers > 0 and kernels_for(dtype)
 
 
 def kernels_for(dtype: torch.dtype) -> bool:

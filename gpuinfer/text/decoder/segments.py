@@ -16,6 +16,16 @@ def firsts_of(step: Step) -> Integers:
     return found
 
 
+def segments_of(step: Step) -> Integers:
+    """The number of the segment that each token is of."""
+    return np.repeat(np.arange(len(step.lengths)), step.lengths)
+
+
+def adapters_of(step: Step) -> NDArray[np.int32]:
+    """The number of each token's adapter, 0: none."""
+    return np.repeat(np.zeros_like(step.lengths) if step.adapters is None else step.adapters, step.lengths)
+
+
 def positions_of(step: Step) -> Integers:
     """The position of each token."""
     offsets = np.repeat(step.starts - firsts_of(step), step.lengths)

@@ -1,4 +1,8 @@
-"""How many slots the memory has room for: estimated first, then tried."""
+"""How many rows a step may have and how many pages there are: estimated first, then tried.
+
+Rows are as many as are worth while; pages follow from the memory that is free: as many as all rows need at their full
+length, or as many as fit. So there may be far more rows than there are pages for all of them at full length.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,49 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.checkpoint.estimate import SAMPLING_COPIES, SCORED_ROWS, most_outputs, slot_bytes, working_bytes
+from gpuinfer.text.checkpoint.estimate import (
+    SAMPLING_COPIES,
+    SCORED_ROWS,
+    most_copied,
+    most_outputs,
+    page_bytes,
+    row_pages,
+    working_bytes,
+)
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 
 logger = logging.getLogger("gpuinfer")
 
 CPU_SLOTS, CUDA_SLOTS = 64, 1024  # beyond them a step takes longer and no more rows come out of it in the same time
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9  # of the free memory
+SLOTS_SHARE = (
+    0.25  # of these: what slots beyond the first may add to a step, such as their logits; the rest is for pages
+)
 SHRINK = 0.8
 MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """How the number of slots was found. Bytes; `cache_bytes` and `working_bytes` are what was expected."""
+    """How slots and pages were found. Bytes; `cache_bytes` and `working_bytes` are what was expected."""
 
     slots: int
-    slot_bytes: int
+    pages: int
+    page_bytes: int
     working_bytes: int  # of the largest step
     free_bytes: int  # beside the weights, before there was a cache
     measured_bytes: int | None = None  # cache and largest step together; None: not tried, as on the CPU
 
     @property
     def cache_bytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return self.pages * self.page_bytes
 
     @property
     def estimated_bytes(self) -> int:
@@ -61,68 +78,80 @@ def estimate(
     free: int,
     *,
     slots: int | None,
+    pages: int | None,
     length: int,
     step_tokens: int,
-    lanes: int = 0,
+    own: bool = False,
+    sharing: int = 1,
 ) -> Sizing:
-    """How many slots of `length` positions there is room for in `free` bytes; `slots` is what the user wants. `lanes`
-    are those of our own kernels (see `checkpoint/estimate.py`).
+    """How many rows at once, and pages for rows of up to `length` positions, there is room for in `free` bytes; `slots`
+    and `pages` are what the user wants. `own`: our own kernels compute (see `checkpoint/estimate.py`); `sharing`:
+    models that find the same memory free and fill it later.
 
-    Raises `UsageError`, with the numbers, when there is no room for those, or not even for one.
+    Raises `UsageError`, with the numbers, when there is no room for those pages, or not even for one row's.
     """
     share, most = (CUDA_SHARE, CUDA_SLOTS) if device.type == "cuda" else (CPU_SHARE, CPU_SLOTS)
-    each = slot_bytes(shape, length, dtype, lanes)
+    each, of_a_row, room = page_bytes(shape, dtype, own), row_pages(length), int(free * share) // sharing
 
-    def sizing(count: int) -> Sizing:
-        return Sizing(count, each, working_bytes(shape, max(count, step_tokens), count, length, dtype, lanes), free)
+    def step_bytes(count: int) -> int:
+        return working_bytes(shape, max(count, step_tokens), count, length, dtype, own, most_copied(device))
 
-    if slots is not None:
-        if sizing(slots).estimated_bytes > free:
-            raise too_large(sizing(slots), length)
-        return sizing(slots)
-    room = int(free * share)
-    fitting = [count for count in range(1, most + 1) if sizing(count).estimated_bytes <= room]
-    if not fitting:
-        raise too_large(sizing(1), length)
-    return sizing(fitting[-1])
+    if slots is None:
+        few = step_bytes(1)
+        bound = few + SLOTS_SHARE * max(0, room - few)
+        slots = next(count for count in range(most, 0, -1) if count == 1 or step_bytes(count) <= bound)
+    least = Sizing(min(slots, pages or slots), pages or of_a_row, each, step_bytes(slots), free)
+    if least.estimated_bytes > free:
+        raise too_large(least, length)
+    if pages is not None:
+        return least
+    fitting = (room - least.working_bytes) // max(1, each)
+    pages = max(of_a_row, min(slots * of_a_row, fitting))
+    return replace(least, slots=min(slots, pages), pages=pages)
 
 
 def too_large(sizing: Sizing, length: int) -> UsageError:
-    mebibytes = [round(size / MEBIBYTE) for size in (sizing.estimated_bytes, sizing.slot_bytes, sizing.free_bytes)]
+    sizes = (sizing.cache_bytes, sizing.working_bytes, sizing.free_bytes)
+    pages, step, free = (f"{round(size / MEBIBYTE):,} MiB" for size in sizes)
     return UsageError(
-        f"{sizing.slots} slots of {length} positions need {mebibytes[0]:,} MiB ({mebibytes[1]:,} MiB each), but only "
-        f"{mebibytes[2]:,} MiB are free beside the model. Use a smaller --batch-size, a shorter context, or --dtype "
-        "bfloat16."
+        f"{sizing.pages:,} pages of {PAGE} tokens need {pages} and a step of {sizing.slots:,} rows {step}, but only "
+        f"{free} are free beside the model; one row of {length:,} tokens takes {row_pages(length):,} pages. Use a "
+        "shorter --context, fewer -B pages, a smaller --batch-size, or --dtype bfloat16."
     )
 
 
 def open_and_try(decoder: TorchDecoder, sizing: Sizing, step_tokens: int) -> tuple[TorchDecoder, Sizing]:
-    """`decoder` with as many slots as `sizing` says, after the largest step that it may see; with fewer when there is
-    no room for that. Raises `UsageError` when there is none for a single slot.
+    """`decoder` with the slots and pages that `sizing` says, after the largest step that it may see; with fewer pages
+    when there is no room for that. Raises `UsageError` when there is none for those of one row.
     """
     while True:
         try:
-            decoder.resize(sizing.slots)
+            decoder.resize(sizing.slots, sizing.pages)
             return decoder, replace(sizing, measured_bytes=largest_step_bytes(decoder, step_tokens))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)  # its frames hold on to the memory
-        if sizing.slots == 1:
+        if sizing.pages == row_pages(decoder.length) and sizing.slots == 1:
             raise too_large(sizing, decoder.length) from failure
-        sizing = fewer(sizing, failure)
+        sizing = fewer(sizing, row_pages(decoder.length), failure)
 
 
-def fewer(sizing: Sizing, failure: BaseException) -> Sizing:
-    slots = max(1, int(sizing.slots * SHRINK))
+def fewer(sizing: Sizing, of_a_row: int, failure: BaseException) -> Sizing:
+    """Fewer pages, and where there are only those of one row fewer slots."""
+    pages = max(of_a_row, int(sizing.pages * SHRINK))
+    slots = min(sizing.slots, pages) if pages < sizing.pages else max(1, int(sizing.slots * SHRINK))
+    flags = f"-B pages={pages}" if slots == sizing.slots else f"--batch-size {slots} -B pages={pages}"
     logger.warning(
-        "no room for %d slots (%s): going on with %d. Set --batch-size %d to start there.",
+        "no room for %d pages and steps of %d rows (%s): going on with %d and %d. Set %s to start there.",
+        sizing.pages,
         sizing.slots,
         first_line(failure),
+        pages,
         slots,
-        slots,
+        flags,
     )
-    return replace(sizing, slots=slots, working_bytes=sizing.working_bytes * slots // sizing.slots)
+    return replace(sizing, slots=slots, pages=pages, working_bytes=sizing.working_bytes * slots // sizing.slots)
 
 
 def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
@@ -132,7 +161,7 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     if cuda:
         torch.cuda.reset_peak_memory_stats(decoder.device)
     # each twice: what is captured as a graph is captured the second time
-    for step in 2 * largest_steps(decoder.shape, decoder.slots, decoder.length, step_tokens):
+    for step in 2 * largest_steps(decoder.shape, decoder.slots, decoder.pages, decoder.length, step_tokens):
         logits = decoder.forward(step)
         copies = scratch(decoder.shape, logits)
         del copies, logits
@@ -150,25 +179,31 @@ def scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(logits[:SCORED_ROWS], dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
 
 
-def largest_steps(shape: Shape, slots: int, length: int, step_tokens: int) -> list[Step]:
-    """One token in each full slot; and the same but for one slot, which takes as long a chunk of a prompt as can be.
+def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens: int) -> list[Step]:
+    """One token in each full row; and the same but for one row, which takes as long a chunk of a prompt as can be.
+    Where there are fewer pages than full rows need they share some: what is computed means nothing.
 
     Of a diffusion model as many whole canvases as there may be, one at least, and logits for as many of their tokens.
     """
     if shape.masking is not None:
-        return [_canvases(max(1, min(slots, step_tokens // length)), length, most_outputs(shape))]
+        return [_canvases(max(1, min(slots, step_tokens // length)), pages, length, most_outputs(shape))]
     chunk = max(1, min(length, step_tokens - (slots - 1)))
     steps = []
     for last in sorted({1, chunk}):
         lengths = np.array([1] * (slots - 1) + [last], np.int32)
         wanted = np.cumsum(lengths, dtype=np.int32) - 1
         tokens = np.zeros(int(lengths.sum()), np.int32)
-        steps.append(Step(tokens, np.arange(slots, dtype=np.int32), np.int32(length) - lengths, lengths, wanted))
+        steps.append(Step(tokens, _table(slots, pages, length), np.int32(length) - lengths, lengths, wanted))
     return steps
 
 
-def _canvases(count: int, length: int, outputs: int) -> Step:
+def _canvases(count: int, pages: int, length: int, outputs: int) -> Step:
     tokens, starts = np.zeros(count * length, np.int32), np.zeros(count, np.int32)
     wanted = np.arange(min(len(tokens), max(outputs, length)), dtype=np.int32)
-    slots, lengths = np.arange(count, dtype=np.int32), np.full(count, length, np.int32)
-    return Step(tokens, slots, starts, lengths, wanted, sees=np.full(len(tokens), length, np.int32))
+    lengths, sees = np.full(count, length, np.int32), np.full(len(tokens), length, np.int32)
+    return Step(tokens, _table(count, pages, length), starts, lengths, wanted, sees=sees)
+
+
+def _table(rows: int, pages: int, length: int) -> NDArray[np.int32]:
+    count = rows * row_pages(length)
+    return (np.arange(count, dtype=np.int32) % pages).reshape(rows, -1)

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of
-from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of, segments_of
+from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 
 LEAST_REACH = 128  # positions: the smallest portion of the cache that a batch of fixed size reads
 LARGEST_GROUP = 1 << 25  # values of a mask: segments × tokens × positions read
@@ -41,11 +41,12 @@ class BatchPart:
     order: Order
 
 
-def parts_of(step: Step, room: int, sharing: int = 1) -> Iterator[BatchPart]:
+def parts_of(step: Step, room: int, sharing: int = 1, copied: int = LARGEST_GROUP) -> Iterator[BatchPart]:
     """All segments, those of about the same length and about the same number of positions to read together.
 
     Long ones of which each token sees all are together only with those that see as many: then they need no mask, which
-    has a faster kernel. `sharing`: heads that have their keys in common.
+    has a faster kernel. `sharing`: heads that have their keys in common; `copied`: positions of the cache that are
+    copied for attention at once.
     """
     ends = ends_of(step)
     if step.sees is None:
@@ -61,7 +62,7 @@ def parts_of(step: Step, room: int, sharing: int = 1) -> Iterator[BatchPart]:
         if order == "whole" and (ends[members] != reach).any():
             order = "mask"
         reach = min(room, -(-reach // FINE) * FINE) if order == "mask" else reach
-        together = max(1, LARGEST_GROUP // (width * sharing * reach))
+        together = max(1, min(LARGEST_GROUP // (width * sharing), copied) // reach)
         for start in range(0, len(members), together):
             yield BatchPart(members[start : start + together], width, reach, order)
 
@@ -83,7 +84,7 @@ def row_buckets(most: int) -> list[int]:
 
 
 def reach_buckets(room: int) -> list[int]:
-    """Ascending numbers of positions that a batch of fixed size reads, the last all of a slot."""
+    """Ascending numbers of positions that a batch of fixed size reads, in whole pages; the last is all of a row."""
     sizes, size = [], LEAST_REACH
     while size < room:
         sizes.append(size)
@@ -104,21 +105,22 @@ def tiles(sees: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[I
             yield members[start : start + rows], reaches[bucket]
 
 
-def batch_of(step: Step, cache: SlotCache, windows: Collection[Window]) -> StepBatch:
+def batch_of(step: Step, cache: PageCache, windows: Collection[Window]) -> StepBatch:
     """The step as it is, padded only within groups of segments of unequal length."""
-    parts = list(parts_of(step, cache.room, cache.sharing))
+    parts = list(parts_of(step, cache.room, cache.sharing, cache.most_copied))
     positions = positions_of(step)
     rows = [rows_of(step, part) for part in parts]
     sees = sees_of(step)
-    arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions, cache.room), back(step, parts, rows)]
-    for part, asking in zip(parts, rows, strict=True):
-        arrays += [step.slots[part.segments], asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
+    tables = [table_of(step, part.segments, -(-part.reach // PAGE), cache.blank) for part in parts]
+    arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions), back(step, parts, rows)]
+    for table, asking in zip(tables, rows, strict=True):
+        arrays += [table.ravel(), asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
     tokens, where, into, backward, *rest = sent(arrays, cache.keys.device)
     groups = []
     for i, part in enumerate(parts):
-        slots, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
+        pages, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
         masks = {window: mask_of(part, asked_from, seen, window, cache) for window in windows}
-        reading = where_to_read(part, step, slots)
+        reading = side_by_side(tables[i]) or pages.view(tables[i].shape)
         groups.append(Group(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
     return StepBatch(tokens, where, into, tuple(groups), back=backward)
 
@@ -129,9 +131,16 @@ def rows_of(step: Step, part: BatchPart) -> Integers:
     return firsts[:, None] + np.minimum(np.arange(part.width), step.lengths[part.segments, None] - 1)
 
 
-def places(step: Step, positions: Integers, room: int) -> Integers:
-    """Where in the cache the keys of each token go."""
-    return np.repeat(step.slots.astype(np.int64) * room, step.lengths) + positions
+def places(step: Step, positions: Integers) -> Integers:
+    """Where in the cache the keys of each token go: page × PAGE + position in it."""
+    found: Integers = step.pages[segments_of(step), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+    return found
+
+
+def of_tokens(step: Step) -> Integers:
+    """[4, tokens]: each one's number, position, place in the cache, and how many positions it sees."""
+    positions = positions_of(step)
+    return np.stack((step.tokens.astype(np.int64), positions, places(step, positions), sees_of(step)))
 
 
 def back(step: Step, parts: Sequence[BatchPart], rows: Sequence[Integers]) -> Integers:
@@ -145,14 +154,13 @@ def back(step: Step, parts: Sequence[BatchPart], rows: Sequence[Integers]) -> In
     return found
 
 
-def where_to_read(part: BatchPart, step: Step, slots: Tensor) -> Tensor | slice:
-    """Slots side by side, or one alone, are read where they lie; of others a copy is made."""
-    numbers = step.slots[part.segments]
-    first, count = int(numbers[0]), len(numbers)
-    return slice(first, first + count) if np.array_equal(numbers, np.arange(first, first + count)) else slots
+def side_by_side(table: Integers) -> slice | None:
+    """Pages that lie one behind the other in the order in which they are read; None: they do not."""
+    first = int(table[0, 0])
+    return slice(first, first + table.size) if (table.ravel() == np.arange(first, first + table.size)).all() else None
 
 
-def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, cache: SlotCache) -> Tensor | None:
+def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, cache: PageCache) -> Tensor | None:
     if part.order == "causal" and (window is None or window >= part.width):
         return None
     if part.order == "whole" and (window is None or window >= part.reach):

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.decoder import torch_layers
-from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
-from gpuinfer.text.decoder.torch_batch import batch_of, tiles
-from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
+from gpuinfer.text.decoder.torch_batch import batch_of, of_tokens, sent, tiles
+from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, attend_plainly, in_tiles
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Adapter, Weights
 
 CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at once, padded
@@ -33,7 +33,8 @@ class TorchDecoder:
     of which becomes a CUDA graph on a CUDA device. With `deterministic` every token goes through in tiles of one fixed
     shape that its own position chooses, so that its logits are the same bits whatever shares the step and however its
     prompt is cut: a matrix product may add up in another order for another number of rows, but not for another row of
-    the same. `compile` merges what lies between the matrix products; raises `UsageError` when torch cannot.
+    the same; nor does it show in which pages a row lies. `compile` merges what lies between the matrix products; raises
+    `UsageError` when torch cannot.
 
     A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
     for its rows together; with `deterministic`, for all rows of each tile.
@@ -49,6 +50,7 @@ class TorchDecoder:
         dtype: torch.dtype,
         *,
         slots: int,
+        pages: int,
         length: int,
         deterministic: bool = False,
         compile: bool = False,
@@ -69,17 +71,19 @@ class TorchDecoder:
         with torch.no_grad():
             self._weights = torch_layers.on_device(weights, device, dtype)
             self._angles = torch_layers.angles(shape, length, device)
-        self.resize(slots)
+        self.resize(slots, pages)
         if compile:
             tried(partial(self._once, batch_rows=2))
 
-    def resize(self, slots: int) -> None:
-        """Another number of slots, all of them empty. Raises `torch.OutOfMemoryError` when they do not fit."""
+    def resize(self, slots: int, pages: int) -> None:
+        """Another number of rows in a step, and of pages, all of them empty. Raises `torch.OutOfMemoryError` when they
+        do not fit.
+        """
         self._drop()
-        self.slots = slots
+        self.slots, self.pages = slots, pages
         tile = CUDA_TILE if self.device.type == "cuda" else CPU_TILE
         with torch.no_grad():
-            self._cache = SlotCache(self.shape, slots, self.length, self.device, self.dtype)
+            self._cache = PageCache(self.shape, pages, self.length, self.device, self.dtype)
             self._static = StaticBatches(
                 self._cache,
                 set(self._windows),
@@ -88,19 +92,21 @@ class TorchDecoder:
                 self._hidden,
                 self._logits,
                 self._graphs,
+                self.deterministic,
             )
 
     @torch.no_grad()
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
-        self._cache.begin(step)
+        in_parts = self.deterministic and step.sees is None and step.vectors is None  # see `_in_tiles`
+        self._cache.begin(step, in_parts)
         if self.deterministic:
             return self._in_tiles(step)
         if self._graphs and step.vectors is None and (step.adapters is None or not step.adapters.any()):
-            if len(step.tokens) == len(step.slots):
-                return self._one_each(step)
-            if (fixed := self._static.form_of_runs(step)) is not None:
-                found, where = self._static.runs(step, *fixed)
+            if len(step.tokens) == len(step.lengths):
+                return self._picked(self._static.decode(step, answered=len(step.wanted) > 0), step.wanted)
+            if (form := self._static.form_of_runs(step)) is not None:
+                found, where = self._static.runs(step, form)
                 return self._logits(self._picked(found, where[step.wanted]))
         found = self._hidden(self._batch(step))
         wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
@@ -111,19 +117,16 @@ class TorchDecoder:
         """What the last layer gives of each token, [tokens, hidden] in the number format and on the device of this
         decoder, for another one that has the layers after it. Launched kernel by kernel.
         """
-        self._cache.begin(step)
+        self._cache.begin(step, in_parts=False)
         if not self.deterministic:
             return self._hidden(self._batch(step))
-        rows, cut = self._static.row_buckets[-1], self._cut(step)
-        at = np.empty(len(step.tokens), np.int64)
-        for number, (members, _) in enumerate(cut):
-            at[members] = number * rows + np.arange(len(members))
-        found = self._tiles_together(step, cut, *self._of_tokens(step))
+        found, at = self._tiles_together(step, self._cut(step))
         return found.index_select(0, torch.from_numpy(at).to(self.device))
 
     @torch.no_grad()
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        self._cache.copy(source, targets, length)
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `step.Decoder.copy_pages`."""
+        self._cache.copy_pages(sources, targets)
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""
@@ -157,7 +160,7 @@ class TorchDecoder:
 
     @torch.no_grad()
     def empty(self) -> None:
-        """Forget what all slots hold."""
+        """Forget what all pages hold; all of the cache is resident from then on."""
         self._cache.empty()
 
     def cache_bytes(self) -> int:
@@ -184,19 +187,13 @@ class TorchDecoder:
         batch = batch_of(step, self._cache, set(self._windows))
         return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))
 
-    def _one_each(self, step: Step) -> Tensor:
-        """A step that brings one token of each slot."""
-        tokens, starts, slots = (given.astype(np.int64) for given in (step.tokens, step.starts, step.slots))
-        found, where = self._static.decode(tokens, starts, slots, sees_of(step), answered=len(step.wanted) > 0)
-        return self._picked(found, where[step.wanted])
-
     def _adapted(self, step: Step) -> tuple[Adapted, ...]:
         """Which rows of the step have which adapters. Such a step is launched kernel by kernel: a captured graph would
         compute the adapters of the step that it was captured with.
         """
         if step.adapters is None:
             return ()
-        of_rows = np.repeat(step.adapters, step.lengths)
+        of_rows = adapters_of(step)
         return tuple(
             Adapted(self._adapters[number], torch.from_numpy(np.flatnonzero(of_rows == number)).to(self.device))
             for number in np.unique(of_rows).tolist()
@@ -209,30 +206,30 @@ class TorchDecoder:
         rows = torch.from_numpy(step.vectors.places.astype(np.int64)).to(self.device)
         return rows, torch.as_tensor(step.vectors.values).to(self.device, self.dtype)
 
-    def _picked(self, found: Tensor, rows: Integers) -> Tensor:
+    def _picked(self, found: Tensor, rows: NDArray[Any]) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
             return found[: len(rows)]
-        return found.index_select(0, torch.from_numpy(rows).to(self.device))
+        return found.index_select(0, torch.from_numpy(rows.astype(np.int64)).to(self.device))
 
     def _in_tiles(self, step: Step) -> Tensor:
         """Any step, tile after tile; layer after layer where tokens see what comes after them, or have
         embeddings of their own.
         """
-        tokens, positions, slots, sees, adapters = self._of_tokens(step)
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
         rows, cut = self._static.row_buckets[-1], self._cut(step)
         one_by_one = step.sees is None and step.vectors is None
-        if not one_by_one:
-            together = self._tiles_together(step, cut, *self._of_tokens(step))
+        if one_by_one:
+            tokens, segments, adapters = of_tokens(step), segments_of(step), adapters_of(step)
+        else:
+            together, _ = self._tiles_together(step, cut)
         for number, (members, reach) in enumerate(cut):
             asked_for, where = np.isin(members, step.wanted), np.arange(len(members))
             answered = bool(asked_for.any())
             if one_by_one:
-                form = GraphForm(rows, reach, in_place=False, answered=answered)
+                form = GraphForm(rows, reach, answered)
+                table = table_of(step, segments[members], reach // PAGE, self._cache.blank)
                 adapted = self._adapted_tile(adapters[members], rows)
-                found, _ = self._static.compute(
-                    form, where, tokens[members], positions[members], slots[members], sees[members], adapted
-                )
+                found = self._static.compute(form, where, tokens[:, members], table, adapted)
             elif answered:
                 found = self._logits(together[number * rows : (number + 1) * rows])
             if answered:
@@ -243,40 +240,35 @@ class TorchDecoder:
     def _cut(self, step: Step) -> list[tuple[Integers, int]]:
         return list(tiles(sees_of(step), self._static.row_buckets[-1], self._static.reach_buckets))
 
-    @staticmethod
-    def _of_tokens(step: Step) -> tuple[NDArray[Any], ...]:
-        """Each one's token, position, slot, what it sees, and adapter."""
-        slots = np.repeat(step.slots.astype(np.int64), step.lengths)
-        adapters = np.repeat(np.zeros_like(step.slots) if step.adapters is None else step.adapters, step.lengths)
-        return step.tokens.astype(np.int64), positions_of(step), slots, sees_of(step), adapters
-
-    def _tiles_together(self, step: Step, cut: Sequence[tuple[Integers, int]], *of_tokens: NDArray[Any]) -> Tensor:
-        """What the last layer gives of all tiles, [tiles × rows, hidden]: products tile by tile, and between them keys
-        and values of all. `of_tokens`: see there.
+    def _tiles_together(self, step: Step, cut: Sequence[tuple[Integers, int]]) -> tuple[Tensor, Integers]:
+        """What the last layer gives of all tiles, [tiles × rows, hidden], and where the step's tokens are: products
+        tile by tile, and between them keys and values of all.
         """
-        rows = self._static.row_buckets[-1]
-        padded = np.zeros((len(of_tokens), len(cut), rows), np.int64)
-        padded[2], padded[3] = self._cache.spare, 1
-        for number, (members, _) in enumerate(cut):
-            padded[:, number, : len(members)] = [part[members] for part in of_tokens]
-        tokens, positions, slots, sees, adapters = torch.from_numpy(padded.reshape(len(padded), -1)).to(self.device)
+        rows, segments = self._static.row_buckets[-1], segments_of(step)
+        at = np.empty(len(step.tokens), np.int64)
+        tables = [np.full((rows, reach // PAGE), self._cache.blank) for _, reach in cut]
+        for number, (members, reach) in enumerate(cut):
+            at[members] = number * rows + np.arange(len(members))
+            tables[number][: len(members)] = table_of(step, segments[members], reach // PAGE, self._cache.blank)
+        padded = np.zeros((5, len(cut) * rows), np.int64)
+        padded[2], padded[3] = self._cache.spare * PAGE, 1
+        padded[:4, at], padded[4, at] = of_tokens(step), adapters_of(step)
+        tokens, positions, places, sees, adapters, *pages = sent(
+            [*padded, *(table.ravel() for table in tables)], self.device
+        )
         groups = []
         for number, (_, reach) in enumerate(cut):
             tile = slice(number * rows, (number + 1) * rows)
             masks = self._static.masks(positions[tile, None], sees[tile, None], reach)
-            asking = torch.arange(tile.start, tile.stop, device=self.device)
-            groups.append(Group(1, reach, slots[tile], asking, masks))
+            groups.append(Group(1, reach, pages[number].view(rows, -1), tile, masks))
         adapted = tuple(
-            Adapted(self._adapters[number], adapters == number) for number in np.unique(of_tokens[4]).tolist() if number
+            Adapted(self._adapters[number], adapters == number) for number in np.unique(padded[4]).tolist() if number
         )
         vectors = self._vectors(step)
         if vectors is not None:
-            at = np.empty(len(step.tokens), np.int64)
-            for number, (members, _) in enumerate(cut):
-                at[members] = number * rows + np.arange(len(members))
             vectors = torch.from_numpy(at).to(self.device)[vectors[0]], vectors[1]
-        places = slots * self._cache.room + positions
-        return self._hidden(StepBatch(tokens, positions, places, tuple(groups), adapted, vectors=vectors, tile=rows))
+        batch = StepBatch(tokens, positions, places, tuple(groups), adapted, vectors=vectors, tile=rows)
+        return self._hidden(batch), at
 
     def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
         """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
@@ -317,7 +309,7 @@ class TorchDecoder:
 
     @torch.no_grad()
     def _once(self, batch_rows: int) -> None:
-        """Pass some rows through all layers, in the spare slot."""
+        """Pass some rows through all layers, but for their attention."""
         rows = torch.zeros(batch_rows, dtype=torch.int64, device=self.device)
         cosines, sines = (table[rows] for table in self._angles) if self._angles else (None, None)
         x = self._weights.embedding[rows]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_experts import Mix
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Mixture, Norm, Product, Weights
@@ -232,8 +232,8 @@ class Group:
 
     width: int
     reach: int
-    slots: Tensor | slice  # whose cache: the numbers [segments], or a run of slots, which is read where it lies
-    rows: Tensor | None  # [segments × width] indices into the step's rows; None: all of them, in order
+    pages: Tensor | slice  # that hold these positions: [segments, columns], or as many for each, side by side
+    rows: Tensor | slice | None  # [segments × width] indices into the step's rows; None: all of them, in order
     masks: dict[Window, Tensor | None]
     causal: bool = False
 
@@ -244,7 +244,7 @@ class StepBatch:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    places: Tensor  # [rows] in the cache: slot × room + position
+    places: Tensor  # [rows] in the cache: page × PAGE + position in it
     groups: tuple[Group, ...]
     adapted: tuple[Adapted, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
@@ -282,7 +282,7 @@ def _cut(given: Tensor | None, tile: int) -> Iterable[Tensor | None]:
 def attend(
     batch: StepBatch,
     queries: Tensor,
-    cache: SlotCache,
+    cache: PageCache,
     layer: int,
     window: Window,
     attention: Attention = F.scaled_dot_product_attention,
@@ -293,7 +293,7 @@ def attend(
     return mixed if batch.back is None else mixed.index_select(0, batch.back)
 
 
-def attend_plainly(batch: StepBatch, queries: Tensor, cache: SlotCache, layer: int, window: Window) -> Tensor:
+def attend_plainly(batch: StepBatch, queries: Tensor, cache: PageCache, layer: int, window: Window) -> Tensor:
     """The same in products and a softmax of whole tensors: where a head has keys of its own, the CPU's faster kernel
     rounds a lone query by where it stands among the others, if there are two threads.
     """
@@ -311,24 +311,19 @@ def plain_attention(
 
 
 def of_group(
-    group: Group, queries: Tensor, cache: SlotCache, layer: int, window: Window, attention: Attention
+    group: Group, queries: Tensor, cache: PageCache, layer: int, window: Window, attention: Attention
 ) -> Tensor:
     """The same for one group: [segments × width, heads × head_dim]."""
-    keys = read(cache.keys[layer], group)
-    values = read(cache.values[layer], group)
-    asking = queries if group.rows is None else queries.index_select(0, group.rows)
+    asking = queries
+    if group.rows is not None:
+        asking = queries[group.rows] if isinstance(group.rows, slice) else queries.index_select(0, group.rows)
     asking = asking.view(-1, group.width, *asking.shape[1:])
+    keys, values = cache.read(layer, group.pages, len(asking), group.reach)
     if group.width == 1:
         mixed = one_each(asking, keys, values, group.masks[window], attention)
     else:
         mixed = many_each(asking, keys, values, group.masks[window], group.causal, attention)
     return mixed.reshape(-1, mixed.shape[-2] * mixed.shape[-1])
-
-
-def read(held: Tensor, group: Group) -> Tensor:
-    """A group's keys or values, [segments, reach, kv_heads, head_dim]."""
-    near = held[:, : group.reach]
-    return near[group.slots] if isinstance(group.slots, slice) else near.index_select(0, group.slots)
 
 
 def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, attention: Attention) -> Tensor:

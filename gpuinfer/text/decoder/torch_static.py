@@ -11,23 +11,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.capturing import captured
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.segments import Integers, positions_of, sees_of
-from gpuinfer.text.decoder.torch_batch import reach_buckets, row_buckets
-from gpuinfer.text.decoder.torch_cache import SlotCache
+from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
+from gpuinfer.text.decoder.torch_batch import of_tokens, reach_buckets, row_buckets
+from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Window, mask
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 
 logger = logging.getLogger("gpuinfer")
 
@@ -80,11 +79,10 @@ class Replays(Generic[Form]):
 
 @dataclass(frozen=True)
 class GraphForm:
-    """The shape of a batch. `in_place`: row i is slot i, whose cache is read where it lies; else it is copied first."""
+    """The shape of a batch."""
 
     rows: int
     reach: int
-    in_place: bool
     answered: bool  # whether logits are computed; not of runs, of whose tokens few are asked for
     width: int = 1  # tokens of a row
 
@@ -93,80 +91,84 @@ class StaticBatches:
     """Runs rows of one token, or of short runs of tokens, through `hidden`, and of one token through `logits`, launched
     as CUDA graphs where the device has them.
 
-    What only fills up is token 0 at position 0, sees that, and writes to the spare slot.
+    What only fills up is token 0 at position 0, sees that position of the blank page, and writes to the spare one.
+    Tokens, positions, places, what is seen and the table of pages lie one behind the other, so that they are sent over
+    in one copy.
     """
 
     def __init__(
         self,
-        cache: SlotCache,
+        cache: PageCache,
         windows: Collection[Window],
         shape: Shape,
         most: int,
         hidden: Callable[[StepBatch], Tensor],
         logits: Callable[[Tensor], Tensor],
         graphs: bool,
+        tiled: bool,
     ) -> None:
+        """`most` rows at once; `tiled`: all rows of a batch go through attention together, so that what a row goes
+        through does not depend on its place.
+        """
         self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
+        self._tiled = tiled
         device = cache.keys.device
         self.row_buckets, self.reach_buckets = row_buckets(most), reach_buckets(cache.room)
         self.run_tokens = MOST_RUN_TOKENS if shape.masking is not None else 0
         room = max(most, self.run_tokens)
-        self._host = torch.zeros((4, room), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._inputs = torch.zeros((4, room), dtype=torch.int64, device=device)
+        size = 4 * room + room * cache.columns
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, shape.vocabulary), device=device)
         self._found = torch.zeros((self.run_tokens, shape.hidden), device=device, dtype=cache.keys.dtype)
         self._run: Replays[GraphForm] = Replays(device, graphs)
 
-    def decode(
-        self, tokens: Integers, positions: Integers, slots: Integers, sees: Integers, answered: bool
-    ) -> tuple[Tensor, Integers]:
-        """Logits [padded rows, vocabulary] of one step for each slot, and where the slots' own are among them.
+    def decode(self, step: Step, answered: bool) -> Tensor:
+        """Logits [padded rows, vocabulary] of a step that brings one token of each segment, in their order.
 
         The next call overwrites them; without `answered` they mean nothing.
         """
-        form, where = self._form(slots, sees, 1, answered)
-        return self.compute(form, where, tokens, positions, slots, sees)
+        form = self._form(step, 1, answered)
+        table = table_of(step, np.arange(len(step.lengths)), form.reach // PAGE, self.cache.blank)
+        return self.compute(form, np.arange(len(table)), of_tokens(step), table)
 
-    def form_of_runs(self, step: Step) -> tuple[GraphForm, Integers] | None:
-        """The form of a step of short runs, and the place of each of its rows; None when there is none that fits: one
-        with far more tokens than the step has would not pay.
+    def form_of_runs(self, step: Step) -> GraphForm | None:
+        """The form of a step of short runs; None when there is none that fits: one with far more tokens than the step
+        has would not pay.
         """
         longest = int(step.lengths.max())
         if step.sees is None or longest > MOST_WIDTH:
             return None
-        form, where = self._form(step.slots.astype(np.int64), step.sees, 1 << (longest - 1).bit_length(), False)
+        form = self._form(step, 1 << (longest - 1).bit_length(), False)
         tokens = form.rows * form.width
-        return None if tokens > min(self.run_tokens, 2 * len(step.tokens) + MOST_WIDTH) else (form, where)
+        return None if tokens > min(self.run_tokens, 2 * len(step.tokens) + MOST_WIDTH) else form
 
-    def runs(self, step: Step, form: GraphForm, where: Integers) -> tuple[Tensor, Integers]:
+    def runs(self, step: Step, form: GraphForm) -> tuple[Tensor, Integers]:
         """What the last layer gives, [padded tokens, hidden], and where the step's own tokens are. The next call
         overwrites it.
         """
-        positions, slots = positions_of(step), np.repeat(step.slots, step.lengths)
-        places = np.repeat(where * form.width - step.starts, step.lengths) + positions
-        return self.compute(form, places, step.tokens, positions, slots, sees_of(step))
+        segments = np.arange(len(step.lengths))
+        where = np.repeat(segments * form.width - firsts_of(step), step.lengths) + np.arange(len(step.tokens))
+        table = table_of(step, segments, form.reach // PAGE, self.cache.blank)
+        return self.compute(form, where, of_tokens(step), table), where
 
     def compute(
-        self,
-        form: GraphForm,
-        where: Integers,
-        tokens: NDArray[Any],
-        positions: Integers,
-        slots: NDArray[Any],
-        sees: Integers,
-        adapted: tuple[Adapted, ...] = (),
-    ) -> tuple[Tensor, Integers]:
-        """The same in a form that is given, with the tokens at the places `where`. With adapters it is no graph."""
-        size = form.rows * form.width
-        inputs = self._host[:, :size].numpy()
-        inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare, 1
-        inputs[:, where] = tokens, positions, slots, sees
-        self._inputs[:, :size].copy_(self._host[:, :size])
+        self, form: GraphForm, where: Integers, given: Integers, table: Integers, adapted: tuple[Adapted, ...] = ()
+    ) -> Tensor:
+        """The same for tokens [4, tokens] (`of_tokens`) at the places `where`, and the pages [rows, columns] that the
+        first rows of the form read. With adapters it is no graph.
+        """
+        inputs, pages = (part.numpy() for part in self._views(self._host, form))
+        inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
+        inputs[:, where] = given
+        pages[: len(table)], pages[len(table) :] = table, self.cache.blank
+        used = inputs.size + pages.size
+        self._inputs[:used].copy_(self._host[:used])
         if adapted:
             self._compute(form, adapted)
         else:
             self._run(self._compute, form)
-        return (self._outputs if form.width == 1 else self._found)[:size], where
+        return (self._outputs if form.width == 1 else self._found)[: form.rows * form.width]
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes + self._found.nbytes
@@ -176,23 +178,28 @@ class StaticBatches:
         dtype, sharing = self.cache.keys.dtype, self.cache.sharing if positions.shape[1] > 1 else 1
         return {window: mask(positions, sees, reach, window, dtype, sharing) for window in self.windows}
 
-    def _form(self, slots: Integers, sees: NDArray[Any], width: int, answered: bool) -> tuple[GraphForm, Integers]:
-        """The form for rows of these slots, and each one's place."""
-        reach = bucket_for(int(sees.max()), self.reach_buckets)
-        few = bucket_for(len(slots), self.row_buckets)
-        spread = bucket_for(int(slots.max()) + 1, self.row_buckets)
-        in_place = spread <= 2 * few  # a copy of the cache costs more than rows that idle
-        where = slots if in_place else np.arange(len(slots))
-        return GraphForm(spread if in_place else few, reach, in_place, answered, width), where
+    def _form(self, step: Step, width: int, answered: bool) -> GraphForm:
+        reach = bucket_for(int(sees_of(step).max()), self.reach_buckets)
+        return GraphForm(bucket_for(len(step.lengths), self.row_buckets), reach, answered, width)
+
+    @staticmethod
+    def _views(held: Tensor, form: GraphForm) -> tuple[Tensor, Tensor]:
+        """Of tokens [4, rows × width], and the table [rows, columns]."""
+        size, columns = form.rows * form.width, form.reach // PAGE
+        return held[: 4 * size].view(4, size), held[4 * size :][: form.rows * columns].view(form.rows, columns)
 
     def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
-        size, rows = form.rows * form.width, (form.rows, form.width)
-        tokens, positions, slots, sees = self._inputs[:, :size].unbind()
-        reading = slice(0, form.rows) if form.in_place else slots.view(rows)[:, 0]
-        masks = self.masks(positions.view(rows), sees.view(rows), form.reach)
-        group = Group(form.width, form.reach, reading, None, masks)
-        found = self._hidden(StepBatch(tokens, positions, slots * self.cache.room + positions, (group,), adapted))
-        if form.width > 1:
+        of_all, table = self._views(self._inputs, form)
+        tokens, positions, into, sees = of_all.unbind()
+        size, width = len(tokens), form.width
+        together = form.rows if self._tiled else max(1, self.cache.most_copied // form.reach)
+        groups = []
+        for first in range(0, form.rows, together):
+            rows = slice(first * width, min(first + together, form.rows) * width)
+            masks = self.masks(positions[rows].view(-1, width), sees[rows].view(-1, width), form.reach)
+            groups.append(Group(width, form.reach, table[first : first + together], rows, masks))
+        found = self._hidden(StepBatch(tokens, positions, into, tuple(groups), adapted))
+        if width > 1:
             self._found[:size].copy_(found)
         elif form.answered:
             self._outputs[:size].copy_(self._logits(found))

@@ -117,7 +117,7 @@ class Composer:
         wanted: Ints = asked + np.repeat(places - starts - self._shifted, counts).astype(np.int32)
         step = Step(
             np.concatenate(texts),
-            np.array(slots, np.int32),
+            self._slots.pages[slots, : self._slots.held[slots].max()],
             starts,
             lengths,
             wanted,

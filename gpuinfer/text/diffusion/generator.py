@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuinfer.api import TextRoofline
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendError, BadPrompt, UsageError, WorkError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.text import bare
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
+from gpuinfer.text.cost import extent_of
 from gpuinfer.text.diffusion.blending import Blender
 from gpuinfer.text.diffusion.choosing import decoder_for
 from gpuinfer.text.diffusion.composing import Composer, StepPlan, Turn
 from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
-from gpuinfer.text.diffusion.layout import laid_out
+from gpuinfer.text.diffusion.layout import Layout, laid_out
 from gpuinfer.text.diffusion.planning import Choose, Plan, Planned, plan_of, planned
 from gpuinfer.text.diffusion.rows import Row, Work, row_of
 from gpuinfer.text.diffusion.scoring import Asked, Scored, Scorer, guided
@@ -33,7 +36,7 @@ from gpuinfer.text.diffusion.slots import Slots
 from gpuinfer.text.diffusion.unmasking import Unmasker
 from gpuinfer.text.generator.adapters import Adapters, check_name
 from gpuinfer.text.generator.giving import MOST_PARTS_S
-from gpuinfer.text.generator.prepared import Prepared, prepare
+from gpuinfer.text.generator.prepared import Prepared, prepare, refuse_unfit
 from gpuinfer.text.generator.protocol import Stepped
 from gpuinfer.text.generator.seams import Language
 from gpuinfer.text.generator.troubles import Troubles, alone
@@ -85,7 +88,7 @@ class DiffusionGenerator:
             end_tokens=end_tokens,
             mask_token=shape.masking.mask_token,
         )
-        self._slots = Slots(decoder.slots, decoder.length, shape.masking.mask_token)
+        self._slots = Slots(decoder.slots, decoder.length, shape.masking.mask_token, decoder.pages)
         self._composer = Composer(self._slots, shape, step_tokens)
         self._unmasker = Unmasker(self._slots)
         self._blender = Blender(decoder, shape.masking.mask_token, threads)
@@ -93,6 +96,7 @@ class DiffusionGenerator:
         self._settling = Settling(
             self._slots, language, shape.vocabulary, end_tokens, most_parts_s, self._adapters.give_back
         )
+        self._waited = 0  # rows that steps have told of
         self._troubles: Troubles[Row] = Troubles(self._slots, self.facts.get("model"))
 
     @property
@@ -117,7 +121,7 @@ class DiffusionGenerator:
         plans = [self._planned(prompt) for prompt in prompts]
         good = [prompt for prompt, plan in zip(prompts, plans, strict=True) if isinstance(plan, Plan)]
         ready = iter(prepare(self.language, good, self.decoder, enter, self._adapters.refuse_unknown))
-        return [_ready(next(ready), plan) if isinstance(plan, Plan) else plan for plan in plans]
+        return [self._ready(next(ready), plan) if isinstance(plan, Plan) else plan for plan in plans]
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
         if ticket in self._settling.works:
@@ -133,9 +137,7 @@ class DiffusionGenerator:
             self._settling.finished.append((ticket, error))
             return
         work = Work(ticket, prepared, now, adapter)
-        layout = laid_out(
-            len(prepared.tokens), prepared.limit, prepared.plan.block, self._attention, self.decoder.length
-        )
+        layout = self._layout(prepared, prepared.plan)
         self._settling.begin(work, lambda number: row_of(self.language, work, number, layout), now)
 
     def cancel(self, ticket: Hashable) -> bool:
@@ -158,6 +160,7 @@ class DiffusionGenerator:
             turn.row.passed(turn.last, decided=bool(len(turn.asked)))
         committed = self._unmask(asked, scored)
         self._blend(asked, logits)
+        before, self._waited = self._waited, self._slots.waited
         useful = self._settling.settle([turn.row for turn in asked], time.perf_counter())
         return Stepped(
             *self._taken(),
@@ -169,6 +172,8 @@ class DiffusionGenerator:
             positions=plan.positions,
             committed=sum(committed),
             idle=committed.count(0),
+            waited=self._slots.waited - before,
+            extent=extent_of(plan.step),
         )
 
     def read_weights(self, place: str) -> object:
@@ -197,6 +202,9 @@ class DiffusionGenerator:
     def unload_adapter(self, name: str) -> None:
         self._adapters.unload(name)
 
+    def measure(self, rows: int, seconds: float) -> TextRoofline:
+        return bare.measure(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
+
     def use(self, threads: int) -> None:
         self.decoder.use(threads)
 
@@ -213,6 +221,18 @@ class DiffusionGenerator:
             return plan_of(prompt, self.decoder.shape, self._choose, self.slots)
         except WorkError as problem:
             return problem
+
+    def _ready(self, prepared: Prepared | BadPrompt, plan: Plan) -> Planned | BadPrompt:
+        if isinstance(prepared, BadPrompt):
+            return prepared
+        try:
+            refuse_unfit(self._layout(prepared, plan).end, self.decoder.pages, plan.slots)
+        except BadPrompt as problem:
+            return problem
+        return planned(prepared, plan)
+
+    def _layout(self, prepared: Prepared, plan: Plan) -> Layout:
+        return laid_out(len(prepared.tokens), prepared.limit, plan.block, self._attention, self.decoder.length)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         """Have their decoders begin."""
@@ -326,10 +346,6 @@ def share_of(row: Row) -> float:
     if not math.isfinite(share):
         raise blame.failure(decoder, f"blend returned {share}")
     return share
-
-
-def _ready(prepared: Prepared | BadPrompt, plan: Plan) -> Planned | BadPrompt:
-    return prepared if isinstance(prepared, BadPrompt) else planned(prepared, plan)
 
 
 def _asked(turn: Turn) -> Asked:

@@ -48,7 +48,7 @@ class Row:
     __slots__ = (
         "begun", "blended", "block", "computed_by", "given", "growing", "idle", "kept", "layout", "logprobs", "masks",
         "number", "plan", "revealed", "slot", "start", "step", "steps", "steps_done", "stop", "stored", "twin",
-        "understood", "version", "work",
+        "understood", "version", "waited", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, number: int, layout: Layout) -> None:
@@ -64,6 +64,7 @@ class Row:
         self.computed_by: NDArray[np.int16] | None = None  # which has, by token of the answer; None: none but that one
         self.revealed = 0  # tokens of the answer that have no mask before them, and will stay
         self.steps_done = 0  # that decided something
+        self.waited = False  # for pages
         self.stored = 0  # positions from the beginning that will not change and are in the cache
         self.understood = 0  # of the prompt, those that have been computed
         self.enter_block(0)

@@ -1,4 +1,4 @@
-"""Which slot each row has, and its canvas there."""
+"""Which slot and which pages each row has, and its canvas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.diffusion.rows import Row
+from gpuinfer.text.generator.pages import PagePool, pages_for
 
 
 class Slots:
-    """`tokens` int32 [slots, positions] are all canvases. `active` are the rows that have one, as they came."""
+    """`tokens` int32 [slots, positions] are all canvases, `pages` int32 [slots, columns] where their keys and values
+    lie: all that a canvas needs, from its beginning to its end. `active` are the rows that have one, as they came.
+    """
 
-    def __init__(self, slots: int, length: int, mask_token: int) -> None:
+    def __init__(self, slots: int, length: int, mask_token: int, pages: int | None = None) -> None:
+        """`pages`: of the cache; None: enough for all slots."""
         self.tokens: NDArray[np.int32] = np.full((slots, length), mask_token, np.int32)
         self.rows: list[Row | None] = [None] * slots  # whose each is; a guided row has two
         self.active: list[Row] = []
+        self.pages: NDArray[np.int32] = np.zeros((slots, pages_for(length)), np.int32)
+        self.held: NDArray[np.int32] = np.zeros(slots, np.int32)  # columns of `pages` that are the canvas's
+        self.pool = PagePool(slots * pages_for(length) if pages is None else pages)
+        self.waited = 0  # rows that there was a slot for, and too few pages
         self._mask_token = mask_token
         self._free = list(range(slots))[::-1]
         self._pending: deque[Row] = deque()
@@ -28,7 +36,7 @@ class Slots:
         return max(0, len(self._free) - self._promised)
 
     def add(self, row: Row) -> None:
-        """It is placed as soon as there is room; rows are, in the order they came."""
+        """It is placed as soon as there is room, slots and pages; rows are, in the order they came."""
         self._pending.append(row)
         self._promised += row.plan.slots
 
@@ -36,7 +44,12 @@ class Slots:
         """Give slots to all that there is room for. They begin now."""
         placed = []
         while self._pending and self._pending[0].plan.slots <= len(self._free):
-            row = self._pending.popleft()
+            row = self._pending[0]
+            if row.plan.slots * pages_for(row.layout.end) > len(self.pool):
+                self.waited += not row.waited
+                row.waited = True
+                break
+            self._pending.popleft()
             self._promised -= row.plan.slots
             self._occupy(row)
             placed.append(row)
@@ -57,12 +70,16 @@ class Slots:
         for slot in row.slots:
             self.rows[slot] = None
             self._free.append(slot)
+            self.pool.free(self.pool.leave(self.pages[slot, : self.held[slot]]))
+            self.held[slot] = 0
 
     def _occupy(self, row: Row) -> None:
         row.slot = self._free.pop()
         row.twin = self._free.pop() if row.plan.slots == 2 else -1
         for slot in row.slots:
             self.rows[slot] = row
+            self.held[slot] = pages_for(row.layout.end)
+            self.pages[slot, : self.held[slot]] = self.pool.take(int(self.held[slot]))
             self.tokens[slot, : row.layout.end] = self._mask_token
         self.tokens[row.slot, : row.layout.prompt] = row.work.planned.tokens
         self.active.append(row)

@@ -1,4 +1,4 @@
-"""Continuous batching: who has which slot, what the next step computes, what is finished.
+"""Continuous batching: who has which slot and which pages, what the next step computes, what is finished.
 
 ```
 protocol.py         what a generator is
@@ -7,8 +7,11 @@ seams.py            what it needs of the language and the sampler
 ending.py           when an answer ends, and what it says then
 begun.py            answers whose first tokens are known
 prepared.py         a prompt's tokens and limits, checked before it takes a slot; a prompt under way and its rows
-admission.py        which slot a row gets, what it takes over from others, whom it waits for
-cache.py            what every slot holds: free ones, how their tokens begin, what is copied between them
+admission.py        which slot and which pages a row gets, whom it waits for, who gives way when pages run short
+pages.py            the pool of pages: which are free, and how many rows have the others
+prefixes.py         what pages hold, found by content; which of them go first when pages are needed
+row_pages.py        the pages that rows have: found, taken, copied, given back
+cache.py            what is known of the rows under way, by slot, in arrays
 composing.py        the tokens of the next step
 giving.py           what is given out of an answer while it grows
 settling.py         what drawn tokens mean for the rows: first tokens, answers that are complete

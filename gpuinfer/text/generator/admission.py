@@ -1,32 +1,55 @@
-"""Which slot a row gets, what it takes over from others, and whom it waits for."""
+"""Which slot and which pages a row gets, whom it waits for, and who gives way when pages run short."""
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gpuinfer.text.generator.cache import LEAST, Copies, Places, Prefixes, PrefixMatch, SlotTable
+from gpuinfer.text.generator.cache import SlotTable
+from gpuinfer.text.generator.pages import pages_for
+from gpuinfer.text.generator.prefixes import LEAST, Match
 from gpuinfer.text.generator.prepared import NO_TOKENS, PromptWork, Row, row_of
-from gpuinfer.text.generator.seams import Language, Sampler
-from gpuinfer.text.step import Decoder
+from gpuinfer.text.generator.row_pages import RowPages
+from gpuinfer.text.generator.seams import Ints, Language, Sampler
+from gpuinfer.text.step import PAGE, Decoder
+
+AHEAD = 16  # positions before its page is full a row gets the next one: so rows are looked at in few steps
+CANDIDATES = 64  # rows that begin alike and are looked at, the latest ones
 
 
 class Admission:
-    """Places prompts in the order they came. `prefilling` are the rows that go through their prompts, in that order."""
+    """Places prompts in the order they came. `prefilling` are the rows that go through their first tokens, in that
+    order; those in the queue have a slot, and wait for pages or for others to compute what they begin with.
 
-    def __init__(self, decoder: Decoder, table: SlotTable, sampler: Sampler, language: Language) -> None:
-        self._table, self._sampler, self._language = table, sampler, language
-        self._places, self._prefixes = Places(table.slots), Prefixes(table)
-        self._copies = Copies(decoder, table)
+    Pages are given in the order in which rows came. When a row that answers needs one and there is none, the youngest
+    row gives all of its pages back and goes through its tokens again when there is room. So the oldest row always goes
+    on. `changed` is called when other rows answer than before, or their pages are others.
+    """
+
+    def __init__(
+        self, decoder: Decoder, table: SlotTable, sampler: Sampler, language: Language, changed: Callable[[], None]
+    ) -> None:
+        self._table, self._sampler, self._language, self._changed = table, sampler, language, changed
+        self.pages = RowPages(decoder, table)
+        self._free = list(range(table.slots - 1, -1, -1))  # slots; the lowest is taken first
         self._pending: deque[PromptWork] = deque()
         self._reserved = 0  # slots that pending prompts will take
+        self._came = 0  # rows until now
+        self._queue: list[Row] = []  # the oldest first
         self.prefilling: list[Row] = []
+        self._beginnings: dict[tuple[int, bytes], dict[Row, None]] = {}  # of those, by their first LEAST tokens
+        self._steps_left = 0  # for which rows that answer have pages
         self.cached = 0  # prompt tokens that were not computed, in all
+        self.waited = self.preempted = 0  # rows that there were no pages for, and that had to give theirs back
 
     @property
     def free(self) -> int:
-        return len(self._places) - self._reserved
+        return len(self._free) - self._reserved
 
     def add(self, work: PromptWork) -> None:
         """It is placed before the next step. There must be `free` slots for all its samples."""
@@ -34,8 +57,10 @@ class Admission:
         self._reserved += work.prepared.samples
 
     def place(self) -> list[tuple[PromptWork, Exception]]:
-        """Give slots to all that is pending. Those that the sampler refuses come back with the reason."""
-        self._end_waits()
+        """Before a step: pages for the rows that answer, slots for all that is pending, pages for as many of those that
+        wait as can be. Those that the sampler refuses come back with the reason.
+        """
+        self._extend()
         refused: list[tuple[PromptWork, Exception]] = []
         while self._pending:
             work = self._pending.popleft()
@@ -44,150 +69,237 @@ class Admission:
                 self._place(work)
             except Exception as error:  # noqa: BLE001  of this prompt's own making
                 refused.append((work, error))
-        self._copies.carry_out()
+        if self._queue:
+            self._seat_all()
+            self.pages.carry_out()
         return refused
 
     def withdraw(self, work: PromptWork) -> None:
-        """Nobody wants it any more: its rows' slots are free."""
+        """It is cancelled, or has failed: its rows' slots and pages are free."""
         if not work.rows and work in self._pending:
             self._pending.remove(work)
             self._reserved -= work.prepared.samples
         for row in work.rows:
             if self._table.rows[row.slot] is row:
+                self._leave_prefill(row)
                 self.release(row)
         if work.rows:
-            self.prefilling[:] = [row for row in self.prefilling if row.work is not work]
+            self._queue[:] = [row for row in self._queue if row.work is not work]
 
     def release(self, row: Row) -> None:
-        """The row is done: its slot is free, and what it holds may serve others."""
+        """The row is done: its slot and its pages are free, and what these hold may serve others."""
         if row.draws:
             self._sampler.release(row.slot)
+        self.pages.give_back(row)
         self._table.leave(row.slot)
-        self._give_back(row.slot)
+        self._free.append(row.slot)
 
     def forget(self) -> None:
-        """The weights have changed: nothing that a slot holds now may serve another prompt. Between two steps."""
+        """The weights have changed: nothing that a page holds now may serve another prompt. Between two steps."""
         self._table.outdated[:] = [row is not None for row in self._table.rows]
-        self._prefixes.clear()
-        self._places.forget()
-        for row in self.prefilling:
-            row.owner = None  # it computes itself what it waited for
+        self.pages.tree.forget()
+        self._beginnings.clear()
 
     def forget_adapter(self, number: int) -> None:
         """It has been unloaded: no prompt will begin with what it has computed."""
-        for slot in np.flatnonzero(self._table.adapter == number).tolist():
-            if self._table.rows[slot] is None:
-                self._prefixes.drop(slot)
-                self._places.spoil(slot)
+        self.pages.tree.forget(number)
 
-    def _give_back(self, slot: int) -> None:
-        if self._table.filled[slot] >= LEAST and not self._table.outdated[slot]:
-            self._prefixes.add(slot)
-            self._places.keep(slot)
-        else:
-            self._prefixes.drop(slot)
-            self._places.give(slot)
+    def computed(self, row: Row) -> None:
+        """A chunk of its first tokens has been."""
+        self.pages.computed(row)
 
     def prefilled(self, row: Row) -> None:
-        """It has gone through its first tokens, and they are copied to the slots of its followers."""
-        self.prefilling.remove(row)
-        for one in (row, *row.followers):
-            self._table.filled[one.slot] = row.first
-            if row.first >= LEAST:
-                self._prefixes.add(one.slot)
+        """It has gone through its first tokens, and its followers have what it has."""
+        self._leave_prefill(row)
+        self.pages.follow(row)
+        self._steps_left = 0
 
     def _place(self, work: PromptWork) -> None:
         prepared = work.prepared
         rows = [row_of(self._language, work, n) for n in range(prepared.samples) if prepared.computes(n)]
-        if not prepared.begun:
-            self._place_together(rows)
-            return
-        for row in rows:  # each finds what it shares with those before it
-            self._place_together([row])
+        together = [rows] if not prepared.begun else [[row] for row in rows]  # those that have begun differ
+        for group in together:
+            self._give_slots(group)
+            group[0].followers = tuple(group[1:])
+            work.rows += group
+            self._queue.append(group[0])
 
-    def _place_together(self, rows: list[Row]) -> None:
-        """Rows that go through the same tokens at first."""
-        leader, *others = rows
-        # Tokens whose logits are wanted may not come from a copy: the last one, and those that are echoed.
-        fresh = leader.known[: min(leader.first, leader.echoed_from + 1)]
-        match = self._prefixes.find(fresh, leader.work.adapter_number)
-        slots = self._take(match, len(rows))
-        for row, slot in zip(rows, slots, strict=True):
-            row.slot = slot
-        try:
-            self._introduce(rows)
-        except BaseException:
-            for slot in slots:
-                self._give_back(slot)
-            raise
+    def _give_slots(self, rows: list[Row]) -> None:
+        """And make them known to the sampler. Raises `BadPrompt`, with none of them known."""
+        known: list[Row] = []
         for row in rows:
-            self._prefixes.drop(row.slot)
-            self._copies.before_overwriting(row.slot)
-            self._table.occupy(row)
-        leader.work.rows += rows
-        leader.followers = tuple(others)
-        self.prefilling.append(leader)
-        if match is not None:
-            self._take_over(leader, match)
-        if leader.first >= LEAST:
-            self._prefixes.add(leader.slot)
-
-    def _take(self, match: PrefixMatch | None, count: int) -> list[int]:
-        """Slots for a prompt's samples, the one that goes through the prompt first.
-
-        That is the slot with the beginning itself if it is free, unless most of what it holds would be lost there.
-        """
-        if match is not None and match.ready and self._places.holds(match.slot):
-            if 2 * match.shared >= self._table.filled[match.slot] or self._places.scarce(match.slot):
-                self._places.take_this(match.slot)
-                return [match.slot] + [self._places.take() for _ in range(count - 1)]
-            self._places.used(match.slot)
-        return [self._places.take() for _ in range(count)]
-
-    def _introduce(self, rows: list[Row]) -> None:
-        """Make them known to the sampler. Raises `BadPrompt`, with none of them known."""
-        known = []
+            row.slot, row.age = self._free.pop(), self._came
+            self._came += 1
         try:
             for row in rows:
                 if row.draws:
                     prepared, begun = row.work.prepared, NO_TOKENS if row.begun is None else row.begun.tokens
                     number = prepared.first_sample + row.number
                     self._sampler.admit(row.slot, prepared.sampling, prepared.tokens, prepared.key, number, begun)
-                    known.append(row.slot)
+                    known.append(row)
         except BaseException:
-            for slot in known:
-                self._sampler.release(slot)
+            for row in known:
+                self._sampler.release(row.slot)
+            self._free += [row.slot for row in rows]
             raise
+        for row in rows:
+            self._table.occupy(row)
 
-    def _take_over(self, row: Row, match: PrefixMatch) -> None:
-        """Begin after what is there already, or wait for it."""
-        if not match.ready:
-            row.owner, row.source, row.shared = self._table.rows[match.slot], match.slot, match.shared
-            return
-        if match.slot == row.slot:
-            self._table.filled[row.slot] = match.shared
-        else:
-            self._copies.promise(match.slot, row.slot, match.shared)
-        self._count(row, match.shared)
+    def _seat_all(self) -> None:
+        """Pages for those in the queue, in their order, until there are too few."""
+        waiting: list[Row] = []
+        queue, self._queue, short = deque(self._queue), [], False
+        while queue:
+            row = queue.popleft()
+            if short or self._waits_for_owner(row):
+                waiting.append(row)
+            elif not self._seat(row, queue):
+                waiting.append(row)
+                short = row.owner is None
+            if short and not waiting[-1].waited:
+                waiting[-1].waited = True
+                self.waited += 1 + len(waiting[-1].followers)
+        self._queue = waiting
 
-    def _end_waits(self) -> None:
-        """Rows take over the beginning that they wait for once it has been computed; what there is of it, if its owner
-        is gone.
+    def _waits_for_owner(self, row: Row) -> bool:
+        """Whether another row is still computing what this one begins with."""
+        owner, table = row.owner, self._table
+        if owner is None:
+            return False
+        going = table.rows[owner.slot] is owner and owner.node is not None and not table.outdated[owner.slot]
+        if going and table.filled[owner.slot] < min(row.shared, owner.first):
+            return True
+        row.owner = None
+        return False
 
-        It runs before slots are given away, so that what an owner left is still there.
+    def _seat(self, row: Row, behind: deque[Row]) -> bool:
+        """Give it pages for what the tree does not have of its first tokens. False: it has none, and waits for pages,
+        or for its `owner` if it has one now.
         """
-        for row in self.prefilling:
-            if row.owner is None:
-                continue
-            shared = min(row.shared, int(self._table.filled[row.source]))
-            if shared < row.shared and self._table.rows[row.source] is row.owner:
-                continue
-            row.owner = None
-            if shared >= LEAST:
-                self._copies.promise(row.source, row.slot, shared)
-                self._count(row, shared)
+        alone = not self._table.held.any()
+        spare = self._spare(row, alone)
+        if self.pages.available <= spare:
+            return False
+        match = self.pages.find(row)
+        if self._finds_owner(row, match):
+            return False
+        if alone:
+            self._split(row, behind)
+        if not self.pages.seat(row, match, spare):
+            return False
+        self.prefilling.append(row)
+        if row.first >= LEAST:
+            self._beginnings.setdefault(_beginning(row), {})[row] = None
+        if not row.computed and row.number == row.work.rows[0].number:
+            row.work.cached = min(match.tokens, len(row.work.prepared.tokens))
+        if not row.computed:
+            self.cached += match.tokens
+        return True
 
-    def _count(self, row: Row, shared: int) -> None:
-        if row.number == row.work.rows[0].number:
-            row.work.cached = min(shared, len(row.work.prepared.tokens))
-        self.cached += shared
+    def _spare(self, row: Row, alone: bool) -> int:
+        """Pages that are left over when it begins, so that it is not stopped at once: one for each sample, and half a
+        page for each row that answers where it has been stopped before.
+        """
+        if alone:
+            return 0
+        return 1 + len(row.followers) + (int(np.count_nonzero(self._table.decodes)) // 2 if row.computed else 0)
+
+    def _split(self, row: Row, behind: deque[Row]) -> None:
+        """No row has pages, and this one and its followers would not get enough: some of them go later."""
+        room = self.pages.available - pages_for(row.first)
+        if row.first % PAGE and row.draws and len(row.followers) > room:
+            later = row.followers[max(0, room) :]
+            row.followers = row.followers[: max(0, room)]
+            behind.extendleft(reversed(later))
+
+    def _finds_owner(self, row: Row, match: Match) -> bool:
+        """Whether a row that is computing more of its beginning by as much as a copy is worth makes it wait. That row
+        comes before it, so waiting costs nothing.
+        """
+        most = min(row.first - 1, row.echoed_from)
+        if most < LEAST or (alike := self._beginnings.get(_beginning(row))) is None:
+            return False
+        owners = [one for one in list(alike)[-CANDIDATES:] if not self._table.outdated[one.slot]]
+        if not owners:
+            return False
+        width = min(most, max(one.first for one in owners))
+        slots = np.array([one.slot for one in owners], np.int32)
+        differs = self._table.tokens[slots, :width] != row.known[:width]
+        first = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        shared = np.minimum(first, [one.first for one in owners])
+        best = int(shared.argmax())
+        rest = int(shared[best]) % PAGE
+        later = int(shared[best]) - (rest if rest < LEAST else 0)
+        if later < match.tokens + LEAST:
+            return False
+        row.owner, row.shared = owners[best], -(-later // PAGE) * PAGE  # a page can be found when it is full
+        return True
+
+    def _extend(self) -> None:
+        """See that rows that answer have pages for their next positions."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            return
+        table = self._table
+        slots = np.flatnonzero(table.decodes)
+        if not len(slots):
+            return
+        left = self._positions_left(slots)
+        if left.min() <= 0:
+            soon = left <= AHEAD
+            if np.count_nonzero(soon) <= self.pages.available:
+                self.pages.extend(slots[soon])
+                left[soon] += PAGE
+            else:
+                self._extend_by_age(slots[left <= 0])
+                left = self._positions_left(np.flatnonzero(table.decodes))
+            self._changed()
+        self._steps_left = int(left.min(initial=PAGE)) - 1
+
+    def _positions_left(self, slots: NDArray[np.integer[Any]]) -> Ints:
+        """How many more tokens of each row its pages have room for; more than AHEAD where it needs no other page."""
+        room = self._table.held[slots] * PAGE
+        # the last token of an answer takes no place
+        left: Ints = np.where(room < self._table.final[slots], room - self._table.filled[slots], AHEAD + PAGE)
+        return left
+
+    def _extend_by_age(self, slots: NDArray[np.integer[Any]]) -> None:
+        """One page for each, the oldest first. While there is none the youngest row that has any gives its own back."""
+        rows = [row for slot in slots.tolist() if (row := self._table.rows[slot]) is not None]
+        for row in sorted(rows, key=_age):
+            while row.node is not None and not self.pages.available:
+                self._preempt(max(self._seated(), key=_age))
+            if row.node is not None:
+                self.pages.extend(np.array([row.slot], np.int32))
+
+    def _seated(self) -> list[Row]:
+        return [row for row in self._table.rows if row is not None and row.node is not None]
+
+    def _preempt(self, row: Row) -> None:
+        """Have it give back its pages, and go through its tokens again when there is room."""
+        table, slot = self._table, row.slot
+        filled, answers = int(table.filled[slot]), bool(table.decodes[slot])
+        self._leave_prefill(row)
+        self.pages.give_back(row)
+        row.suspend(filled, table.tokens[slot, : filled + 1].copy() if answers else None)
+        table.decodes[slot] = False
+        table.filled[slot] = 0
+        bisect.insort(self._queue, row, key=_age)
+        self.preempted += 1
+
+    def _leave_prefill(self, row: Row) -> None:
+        if row not in self.prefilling:
+            return
+        self.prefilling.remove(row)
+        alike = self._beginnings.get(_beginning(row), {})
+        alike.pop(row, None)
+        if not alike:
+            self._beginnings.pop(_beginning(row), None)
+
+
+def _beginning(row: Row) -> tuple[int, bytes]:
+    return row.work.adapter_number, row.known[:LEAST].tobytes()
+
+
+def _age(row: Row) -> int:
+    return row.age

@@ -25,7 +25,7 @@ class Chunk:
         self.logits = logits  # where its logits begin among those asked for
         self.last = end == row.first
         self.echoes = max(0, end - max(start, row.echoed_from))  # its last tokens, whose logits are asked for
-        self.draws = self.last and row.draws  # its last logits give the first tokens of answers
+        self.draws = self.last and row.draws and not row.resumed  # its last logits give the first tokens of answers
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -38,18 +38,21 @@ class StepPlan:
     """A step, and what its logits are for."""
 
     step: Step
+    slots: Ints  # of its segments
     decoding: Ints  # slots of the rows that are past their prompts
     chunks: Sequence[Chunk]
     draws: Ints  # slots that a token is drawn for
     picks: Ints | None = None  # which logits each of them draws from; None: as they come
+    recomputed: int = 0  # tokens that had been computed before their rows gave back their pages
 
     @property
     def rows(self) -> int:
-        return len(self.step.slots)
+        return len(self.slots)
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.step.tokens) - len(self.decoding)
+        """Of them, those that are computed for the first time."""
+        return len(self.step.tokens) - len(self.decoding) - self.recomputed
 
 
 class Composer:
@@ -74,7 +77,7 @@ class Composer:
         self._turn = 0
 
     def changed(self) -> None:
-        """Other rows answer than in the last step."""
+        """Other rows answer than in the last step, or their pages are others."""
         self._steady = None
 
     def compose(self, prefilling: Sequence[Row], most: int | None, only: Collection[Row] | None) -> StepPlan | None:
@@ -97,7 +100,7 @@ class Composer:
             self._steady = plan if most is None and only is None else None
         else:
             plan, self.left = self._steady, False
-        self._refresh(plan.step)
+        self._refresh(plan)
         return plan
 
     def _gathers(self, prefilling: Sequence[Row]) -> bool:
@@ -134,7 +137,7 @@ class Composer:
         for row in prefilling:
             if room <= 0:
                 break
-            if row.owner is not None or (only is not None and row not in only):
+            if only is not None and row not in only:
                 continue
             start = int(self._table.filled[row.slot])
             end = min(start + room, row.first, max(start, row.echoed_from) + echo_room)
@@ -151,19 +154,26 @@ class Composer:
         rows = len(decoding)
         counting = self._counting[:rows]
         adapters = self._table.adapter[decoding] if self._table.adapted else None
-        step = Step(self._tokens[:rows], decoding, self._starts[:rows], self._ones[:rows], counting, adapters)
-        return StepPlan(step, decoding, (), draws=decoding)
+        pages = self._pages(decoding)
+        step = Step(self._tokens[:rows], pages, self._starts[:rows], self._ones[:rows], counting, adapters)
+        return StepPlan(step, decoding, decoding, (), draws=decoding)
 
-    def _refresh(self, step: Step) -> None:
-        np.take(self._table.last, step.slots, out=step.tokens, mode="clip")
-        np.take(self._table.filled, step.slots, out=step.starts, mode="clip")
+    def _pages(self, slots: Ints) -> Ints:
+        """Of these rows, in as many columns as the longest has."""
+        pages: Ints = self._table.pages[slots, : self._table.held[slots].max()]
+        return pages
+
+    def _refresh(self, plan: StepPlan) -> None:
+        np.take(self._table.last, plan.slots, out=plan.step.tokens, mode="clip")
+        np.take(self._table.filled, plan.slots, out=plan.step.starts, mode="clip")
 
     def _mixed(self, decoding: Ints, chunks: Sequence[Chunk]) -> StepPlan:
         table, rows = self._table, len(decoding)
         texts = [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
+        seats = followed(decoding, [chunk.row.slot for chunk in chunks])
         step = Step(
             np.concatenate([table.last[decoding], *texts]),
-            followed(decoding, [chunk.row.slot for chunk in chunks]),
+            self._pages(seats),
             followed(table.filled[decoding], [chunk.start for chunk in chunks]),
             followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
             followed(self._counting[:rows], wanted(chunks, rows)),
@@ -171,9 +181,10 @@ class Composer:
         )
         slots, picks = drawing(chunks)
         draws = followed(decoding, slots)
+        again = sum(max(0, min(chunk.end, chunk.row.computed) - chunk.start) for chunk in chunks)
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
-            return StepPlan(step, decoding, chunks, draws)
-        return StepPlan(step, decoding, chunks, draws, followed(self._counting[:rows], picks))
+            return StepPlan(step, seats, decoding, chunks, draws, recomputed=again)
+        return StepPlan(step, seats, decoding, chunks, draws, followed(self._counting[:rows], picks), again)
 
     def _adapters(self, decoding: Ints, chunks: Sequence[Chunk]) -> Ints | None:
         if not self._table.adapted:

@@ -11,17 +11,22 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from gpuinfer.api import Lane
+from gpuinfer.api import Lane, TextRoofline
 from gpuinfer.errors import BackendDied, Closed, UsageError
 from gpuinfer.generation import Generation, Part
+from gpuinfer.host import compiling
+from gpuinfer.host.first_touch import FirstTouch
 from gpuinfer.models.gate import NoPlace, Place
 from gpuinfer.models.memory import first_line
+from gpuinfer.stats import Lane as LedgerLane
+from gpuinfer.text.cost import Cost, StepCost
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.protocol import Stepped, TextGenerator
 
 logger = logging.getLogger("gpuinfer")
 
 CLOSE_S = 10.0  # how long `close` waits for the step under way
+FIRST_TOUCH = "first touch"  # of the ledger
 PROMPT = 1 / 8  # of a token's work, as models beside one another are compared: many go through at once, all the sooner
 Outcome = Generation | Exception
 Done = Callable[[Outcome], None]
@@ -38,6 +43,9 @@ class Counters:
     tokens: int = 0  # through the decoder
     prompt_tokens: int = 0  # of them, those of prompts
     cached_tokens: int = 0  # prompt tokens taken over from another prompt
+    recomputed_tokens: int = 0  # computed again, as their pages had been needed elsewhere
+    waited_rows: int = 0  # for pages
+    preempted_rows: int = 0  # that gave back their pages
     output_tokens: int = 0
     finished: int = 0
     failed: int = 0
@@ -46,6 +54,39 @@ class Counters:
     positions: int = 0  # of canvases, summed over steps: `tokens` are those of them that were computed
     committed: int = 0  # masks that became tokens
     idle: int = 0  # of `rows`, those that committed nothing
+    flops: float = 0.0  # of the decoder, the least that its steps take: `text.cost`
+    bytes: float = 0.0  # likewise
+    attention_flops: float = 0.0  # of `flops`
+    prefill_flops: float = 0.0  # of `flops`, those of steps that were mostly prompts
+    prefill_bytes: float = 0.0
+    faults: int = 0  # pages that the process touched first while it was in steps
+    first_touch_s: float = 0.0  # of the driver's thread, that those took
+    with_constraints: int = 0  # prompts that asked for it: each of these is work that no other prompt causes
+    with_lists: int = 0  # constraints that are lists of texts
+    with_stop: int = 0
+    with_logprobs: int = 0  # of answers or of prompts
+    with_penalties: int = 0
+    read_as_they_grow: int = 0
+
+    def add_cost(self, cost: Cost, prompts: bool) -> None:
+        """Of a step; `prompts`: most of its tokens were of prompts."""
+        self.flops += cost.flops
+        self.bytes += cost.bytes
+        self.attention_flops += cost.attention
+        if prompts:
+            self.prefill_flops += cost.flops
+            self.prefill_bytes += cost.bytes
+
+    def add_prompt(self, prepared: Prepared) -> None:
+        """What this prompt wants done beside its tokens."""
+        own = prepared.sampling
+        listed = own.constraint is not None and own.constraint.listed is not None
+        self.with_constraints += own.constraint is not None and not listed
+        self.with_lists += listed
+        self.with_stop += bool(own.stop)
+        self.with_logprobs += own.logprobs is not None or own.prompt_logprobs is not None or own.processed_logprobs
+        self.with_penalties += own.repetition_penalty != 1 or bool(own.presence_penalty or own.frequency_penalty)
+        self.read_as_they_grow += prepared.parts
 
     def add(self, stepped: Stepped, seconds: float) -> None:
         self.steps += 1
@@ -54,6 +95,9 @@ class Counters:
         self.tokens += stepped.tokens
         self.prompt_tokens += stepped.prompt_tokens
         self.cached_tokens += stepped.cached
+        self.recomputed_tokens += stepped.recomputed
+        self.waited_rows += stepped.waited
+        self.preempted_rows += stepped.preempted
         self.output_tokens += stepped.output_tokens
         self.held_s += seconds * stepped.held
         self.echoing_s += seconds * stepped.echoing
@@ -77,6 +121,7 @@ class Driver:
     Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the (ticket, part)
     that came before them, or one by one to the `done` of their submission, which gets no parts. Neither may block.
     `on_step` is told the rows and seconds of each step. With `place` each step waits for its turn at the device.
+    `cost` is what counts what steps cost at least.
     """
 
     def __init__(
@@ -87,8 +132,10 @@ class Driver:
         deliver: Deliver | None = None,
         on_step: Callable[[int, float], None] | None = None,
         place: Place | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.generator, self.on_step = generator, on_step
+        self._cost, self._first_touch = cost, FirstTouch()
         self._place = place or NoPlace()
         self._width = self._used = 1 if place is None else int(generator.facts.get("threads") or 1)
         self.deliver = deliver
@@ -173,6 +220,25 @@ class Driver:
             self._rouse()
         return change.done
 
+    def measure(self, rows: int, seconds: float) -> Future[TextRoofline]:
+        """Have `TextGenerator.measure` done when nothing is under way; from any thread."""
+        done: Future[TextRoofline] = Future()
+
+        def apply() -> None:
+            if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
+            try:
+                done.set_result(self.generator.measure(rows, seconds))
+            except Exception as error:  # noqa: BLE001  whatever it is, answers can go on
+                done.set_exception(error)
+
+        def failed(change: Future[None]) -> None:
+            if not done.done():
+                done.cancel() if change.cancelled() else done.set_exception(change.exception() or _closed())
+
+        self._between_steps(apply, drain=True).add_done_callback(failed)
+        return done
+
     def counters(self) -> dict[str, float]:
         """The fields of `Counters`."""
         return asdict(self._counters)
@@ -203,6 +269,7 @@ class Driver:
             self._wake.notify()
 
     def _run(self) -> None:
+        compiling.book_in(lambda: self._lane)
         try:
             while self._fetch():
                 self._step()
@@ -236,7 +303,9 @@ class Driver:
         self._change_weights()
         held_back = bool(self._updates)
         while self._waiting and not held_back and self._waiting[0][1].samples <= self.generator.free_slots:
-            self.generator.add(*self._waiting.popleft())
+            ticket, prepared = self._waiting.popleft()
+            self._counters.add_prompt(prepared)
+            self.generator.add(ticket, prepared)
         return True
 
     def _change_weights(self) -> None:
@@ -266,6 +335,7 @@ class Driver:
         turn, tokens = self._place.begin(self._width, self.generator.enter), 0.0
         try:
             self._use(self._place.cores_of(turn, self._width))
+            self._first_touch.begin()
             started = time.perf_counter()
             stepped = self.generator.step()
             seconds = time.perf_counter() - started
@@ -275,11 +345,22 @@ class Driver:
                 self.generator.rest()
         if stepped.rows:
             self._counters.add(stepped, seconds)
+            self._account(stepped)
             if self.on_step is not None:
                 self._told(self.on_step, stepped.rows, seconds)
         if stepped.finished or stepped.parts:
             outcomes = [(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)]
             self._hand_out(outcomes, cast(Sequence[tuple[int, Part]], stepped.parts))
+
+    def _account(self, stepped: Stepped) -> None:
+        """What the step cost at least, and what of its time went into memory that was touched first."""
+        counters, prompts = self._counters, 2 * stepped.prompt_tokens > stepped.tokens
+        if self._cost is not None and stepped.extent is not None:
+            counters.add_cost(self._cost.of(stepped.extent), prompts)
+        touching = self._first_touch.end()
+        counters.faults, counters.first_touch_s = self._first_touch.faults, counters.first_touch_s + touching
+        if touching and isinstance(self._lane, LedgerLane):
+            self._lane.rebook("prefill" if prompts else "forward", FIRST_TOUCH, touching)
 
     def _use(self, threads: int) -> None:
         if threads != self._used:

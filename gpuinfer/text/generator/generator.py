@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
+from gpuinfer.text import bare
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
+from gpuinfer.text.cost import extent_of
 from gpuinfer.text.generator.adapters import Adapters, check_name
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
@@ -28,7 +31,7 @@ from gpuinfer.text.generator.seams import Drawn, Ints, Language, Sampler
 from gpuinfer.text.generator.settling import Echo, Settling
 from gpuinfer.text.generator.troubles import Troubles, alone
 from gpuinfer.text.sampling.slots import Rules
-from gpuinfer.text.step import Decoder
+from gpuinfer.text.step import PAGE, Decoder
 from gpuinfer.text.weights import Adapter, Weights
 
 
@@ -66,7 +69,7 @@ class Generator:
         self.enter: Callable[[str], None] = lambda station: None
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
-        self._admission = Admission(decoder, self._table, self.sampler, language)
+        self._admission = Admission(decoder, self._table, self.sampler, language, self._composer.changed)
         self._settling = Settling(
             self._table,
             self._admission,
@@ -79,6 +82,7 @@ class Generator:
         self._adapters = Adapters(decoder, max_adapters, self._admission.forget_adapter)
         self._troubles: Troubles[Row] = Troubles(self._table, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
+        self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
         self._queued = decoder.device.type == "cuda"
 
     @property
@@ -125,7 +129,6 @@ class Generator:
         return work is not None
 
     def step(self) -> Stepped:
-        cached = self._admission.cached
         for work, error in self._admission.place():
             self._settling.fail(work, error)
         plan = self._compose()
@@ -139,15 +142,21 @@ class Generator:
         self.enter("reply")
         self._troubles.passed()
         self._settling.settle(plan, drawn, echoes, time.perf_counter())
+        before, counts = self._counted, (self._admission.cached, self._admission.waited, self._admission.preempted)
+        self._counted = counts
         return Stepped(
             *self._taken(),
             rows=plan.rows,
             tokens=len(plan.step.tokens),
             prompt_tokens=plan.prompt_tokens,
-            cached=self._admission.cached - cached,
+            cached=counts[0] - before[0],
+            recomputed=plan.recomputed,
+            waited=counts[1] - before[1],
+            preempted=counts[2] - before[2],
             output_tokens=len(plan.draws),
             held=self._composer.left and len(plan.step.tokens) >= self._composer.step_tokens,
             echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
+            extent=extent_of(plan.step),
         )
 
     def read_weights(self, place: str) -> object:
@@ -177,6 +186,10 @@ class Generator:
     def unload_adapter(self, name: str) -> None:
         self._adapters.unload(name)
 
+    def measure(self, rows: int, seconds: float) -> TextRoofline:
+        self._admission.forget()  # the pages that it kept are written over
+        return bare.measure(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
+
     def use(self, threads: int) -> None:
         self.decoder.use(threads)
 
@@ -204,9 +217,7 @@ class Generator:
         if not self._queued:
             self.enter("sample")
         echoes = self._echoes(plan, logits)
-        for chunk in plan.chunks:
-            if chunk.last and chunk.row.followers:
-                self.decoder.copy(chunk.row.slot, [row.slot for row in chunk.row.followers], chunk.end)
+        self._copy_for_followers(plan.chunks)
         if not len(plan.draws):
             return None, echoes
         if plan.picks is not None:
@@ -214,6 +225,18 @@ class Generator:
         if rules is None:
             return self.sampler.draw(logits, plan.draws, masks), echoes
         return self.sampler.draw(logits, plan.draws, masks, rules), echoes
+
+    def _copy_for_followers(self, chunks: Sequence[Chunk]) -> None:
+        """The last page of their prompt, which is not full: each of them goes on in its own."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for chunk in chunks:
+            if chunk.last and chunk.row.spares:
+                last = self._table.pages[chunk.row.slot, chunk.end // PAGE]
+                sources += [int(last)] * len(chunk.row.spares)
+                targets += chunk.row.spares
+        if targets:
+            self.decoder.copy_pages(sources, targets)
 
     def _masked(self, slots: Ints) -> Ints | None:
         """What the constraints allow, while the forward is under way on another device. None: there are none."""
@@ -258,7 +281,7 @@ class Generator:
         return of_prompt, told(logits[count:], tokens[count:], sampling.logprobs)
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> None:
-        rows = [row for slot in plan.step.slots if (row := self._table.rows[slot]) is not None]
+        rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
         guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
             self._settling.fail(guilty.work, alone(error))

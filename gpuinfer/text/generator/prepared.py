@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -18,9 +19,12 @@ from gpuinfer.text.diffusion.refusing import refuse_masks
 from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.begun import Begun, begun_of
 from gpuinfer.text.generator.giving import Given
+from gpuinfer.text.generator.pages import pages_for
+from gpuinfer.text.generator.prefixes import Node
 from gpuinfer.text.generator.seams import Growing, Ints, Language, Matcher, Walk
 from gpuinfer.text.sampling import check_sampling
-from gpuinfer.text.step import Decoder
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import PAGE
 from gpuinfer.text.versions import Spans, then
 
 
@@ -47,6 +51,19 @@ class Prepared:
         return self.limit > 0 or self.sampling.prompt_logprobs is not None
 
 
+class Limits(Protocol):
+    """What a decoder holds at most: all that a prompt is checked against."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+
+
 Enter = Callable[[str], None]
 MOST_SAMPLES = 1 << 32  # of one prompt, in all its parts: random numbers tell no more apart
 
@@ -54,7 +71,7 @@ MOST_SAMPLES = 1 << 32  # of one prompt, in all its parts: random numbers tell n
 def prepare(
     language: Language,
     prompts: Sequence[Prompt],
-    decoder: Decoder,
+    decoder: Limits,
     enter: Enter = lambda station: None,
     refuse_adapter: Callable[[str], None] = lambda name: None,
 ) -> list[Prepared | BadPrompt]:
@@ -75,7 +92,7 @@ def _prepare_one(
     language: Language,
     prompt: Prompt,
     tokens: Ints,
-    decoder: Decoder,
+    decoder: Limits,
     enter: Enter,
     refuse_adapter: Callable[[str], None],
 ) -> Prepared | BadPrompt:
@@ -90,6 +107,7 @@ def _prepare_one(
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)
         limit = min(sampling.max_tokens, length - len(tokens))
+        refuse_unfit(len(tokens) + limit, decoder.pages)
         if sampling.constraint is not None:
             enter("constrain")
             matcher = language.matcher(sampling.constraint)
@@ -103,7 +121,7 @@ def _prepare_one(
     return Prepared(tokens, sampling, limit, samples, first_sample, key, matcher, begun=begun, adapter=prompt.adapter)
 
 
-def _check(prompt: Prompt, decoder: Decoder) -> None:
+def _check(prompt: Prompt, decoder: Limits) -> None:
     sampling, slots = prompt.sampling, decoder.slots
     if not sampling.max_tokens or prompt.begun:  # the sampler may not see it
         check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), decoder.shape.vocabulary)
@@ -118,7 +136,17 @@ def _check(prompt: Prompt, decoder: Decoder) -> None:
         )
 
 
-def _truncated(prompt: Prompt, tokens: Ints, decoder: Decoder) -> Ints:
+def refuse_unfit(positions: int, pages: int, canvases: int = 1) -> None:
+    """Raises `BadPrompt` for a row that all pages of the cache would not hold."""
+    if canvases * pages_for(positions) > pages:
+        raise BadPrompt(
+            f"prompt and answer may come to {positions} tokens{' twice, as it is guided' if canvases > 1 else ''}, and "
+            f"the cache holds {pages * PAGE} in {pages} pages. Ask for fewer tokens (max_tokens), shorten the prompt, "
+            f"or start with -B pages={canvases * pages_for(positions)} or more."
+        )
+
+
+def _truncated(prompt: Prompt, tokens: Ints, decoder: Limits) -> Ints:
     """What is kept of a prompt that does not fit: it leaves room for `max_tokens`, but never takes less than half of
     the context for that.
     """
@@ -139,11 +167,14 @@ NO_TOKENS: Ints = np.zeros(0, np.int32)
 
 
 class Row:
-    """One sample of a prompt: it has a slot from its placement until its answer is complete."""
+    """One sample of a prompt: it has a slot from its placement until its answer is complete, and pages of the cache but
+    while it waits for them.
+    """
 
     __slots__ = (
-        "begun", "draws", "echoed_from", "first", "followers", "given", "growing", "known", "logprobs", "matcher",
-        "number", "owner", "shared", "slot", "source", "versions", "walk", "work",
+        "age", "begun", "computed", "draws", "echoed_from", "first", "followers", "given", "growing", "known",
+        "logprobs", "matcher", "node", "number", "owner", "resumed", "shared", "slot", "spares", "versions", "waited",
+        "walk", "work",
     )  # fmt: skip
 
     def __init__(self, work: PromptWork, number: int) -> None:
@@ -164,8 +195,25 @@ class Row:
         self.logprobs: list[Logprob] | None = None
         self.versions = self._versions()  # of the weights that have drawn its answer, and will the next token
         self.followers: tuple[Row, ...] = ()  # rows that go through the same: they copy it
+        self.age = -1  # how many rows came before it
         self.owner: Row | None = None  # whose prefill it waits for
-        self.source, self.shared = -1, 0  # the owner's slot, and how many positions of it are wanted
+        self.shared = 0  # how many positions of the owner are wanted
+        self.node: Node | None = None  # of the prefix tree: its last page there; None while it has no pages
+        self.spares: list[int] = []  # pages that its followers will have
+        self.waited = False  # for pages
+        self.computed = 0  # so many of its positions have been computed, when it last had to give its pages back
+        self.resumed = False  # the tokens that it goes through are those of an answer that goes on
+
+    def suspend(self, filled: int, answer: Ints | None) -> None:
+        """It has lost its pages, which held `filled` positions, and goes through these tokens once more. `answer`: all
+        tokens of prompt and answer, if it was past its first ones.
+        """
+        self.computed = max(self.computed, filled)
+        if answer is not None:
+            self.known, self.first, self.resumed = answer, len(answer) - 1, True
+            self.echoed_from, self.followers = NEVER, ()
+        elif filled > self.echoed_from:
+            self.echoed_from = filled  # what came before has been told
 
     def _echoed_from(self) -> int:
         prepared = self.work.prepared

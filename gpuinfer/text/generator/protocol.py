@@ -9,7 +9,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gpuinfer.api import TextRoofline
 from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.text.cost import Extent
 from gpuinfer.text.generator.prepared import Prepared
 
 
@@ -23,12 +25,16 @@ class Stepped:
     tokens: int = 0  # that went through the decoder
     prompt_tokens: int = 0  # of them, those of prompts
     cached: int = 0  # prompt tokens that did not have to, as another prompt's were taken over
+    recomputed: int = 0  # of `tokens`, those that had been computed before, and whose pages were needed elsewhere
+    waited: int = 0  # rows that there were no pages for when it was their turn
+    preempted: int = 0  # rows that gave back their pages, and go through their tokens again later
     output_tokens: int = 0  # drawn
     held: bool = False  # prompts were cut, or waited, since no more tokens may go in
     echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
     positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
     committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
     idle: int = 0  # of `rows`, those that committed nothing
+    extent: Extent | None = None  # of what the decoder computed: what it costs at least follows from that
 
 
 class TextGenerator(Protocol):
@@ -109,6 +115,12 @@ class TextGenerator(Protocol):
 
     def unload_adapter(self, name: str) -> None:
         """No prompt may ask for it any more; answers under way keep it. Raises `UsageError` for one that is unknown."""
+        ...
+
+    def measure(self, rows: int, seconds: float) -> TextRoofline:
+        """What this machine does with the model at best: see `text.bare.measure`. Only while nothing is under way;
+        what was kept of prompts is forgotten. Raises `UsageError` where it cannot be measured.
+        """
         ...
 
     def use(self, threads: int) -> None:

@@ -64,7 +64,7 @@ class Settling:
         self.version = version
         table = self._table
         for work in self.works.values():
-            begun = any(table.filled[row.slot] for row in work.rows)
+            begun = any(row.resumed or table.filled[row.slot] for row in work.rows)
             name = weights_name(work.adapter, self.version)
             work.versions = (*work.versions, name) if begun else (name,)
             for row in work.rows:
@@ -149,6 +149,7 @@ class Settling:
         for chunk in chunks:
             work = chunk.row.work
             self._table.filled[chunk.row.slot] = chunk.end
+            self._admission.computed(chunk.row)
             if chunk.echoes:
                 self._note(chunk.row, *next(echo))
             if not chunk.last:
@@ -159,7 +160,10 @@ class Settling:
                 self._parts_due = now
             self._admission.prefilled(chunk.row)
             self._composer.changed()
-            if not chunk.draws:
+            if chunk.row.resumed:
+                chunk.row.resumed = False
+                self._table.decodes[chunk.row.slot] = True
+            elif not chunk.draws:
                 for row in chunk.rows:
                     self._conclude(row, now)
 

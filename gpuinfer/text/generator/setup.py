@@ -8,6 +8,7 @@ How the user wants text generated; None leaves it to us.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -26,14 +27,15 @@ from gpuinfer.text.generator.adapters import check_name
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Decoder
+from gpuinfer.text.step import PAGE, Decoder
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
     from gpuinfer.text.decoder import Sizing
     from gpuinfer.text.diffusion.generator import DiffusionGenerator
+    from gpuinfer.text.language import Language
 
-LONGEST = 4096  # positions of a slot unless the user asks for more
+LONGEST = 4096  # positions of a row unless the user asks for more
 SHORTEST = 256  # below it the user has to ask
 SHARE = 0.9  # of what is free: the rest of the program grows too
 
@@ -41,31 +43,35 @@ SHARE = 0.9  # of what is free: the rest of the program grows too
 def fitted(
     checkpoint: Checkpoint,
     slots: int | None,
+    pages: int | None,
     context: int | None,
     dtype: torch.dtype,
     free_bytes: int,
     beside: int = 0,
-    lanes: int = 0,
+    own: bool = False,
 ) -> tuple[int, Estimate]:
-    """Positions in a slot, and what that takes with `slots` (None: one, the least that makes sense), and `beside` bytes
-    of adapters. `lanes` are those of our own kernels.
+    """Positions of a row, and what that takes with steps of `slots` rows (None: one, the least that makes sense),
+    `pages` (None: those of one row) and `beside` bytes of adapters. `own`: our own kernels compute.
 
-    A context that nobody asked for is halved until it fits. Raises `UsageError` with the numbers when nothing does.
+    A context that nobody asked for is halved until one row fits. Raises `UsageError` with the numbers when none does,
+    for pages that do not fit, and for fewer than one row takes.
     """
-    from gpuinfer.text.checkpoint import refuse_unfit
+    from gpuinfer.text.checkpoint.estimate import refuse_short, refuse_unfit, row_pages
 
-    count, room = slots or 1, int(free_bytes * SHARE)
-    length = checked_context(checkpoint.shape, context)
-    estimate = checkpoint.estimate(count, length, dtype, beside, lanes)
-    while context is None and estimate.peak_bytes > room and length > SHORTEST:
+    room, length = int(free_bytes * SHARE), checked_context(checkpoint.shape, context)
+    refuse_short(pages, length)
+
+    def estimated() -> Estimate:
+        return checkpoint.estimate(slots or 1, pages or row_pages(length), length, dtype, beside, own)
+
+    while context is None and pages is None and estimated().peak_bytes > room and length > SHORTEST:
         length = max(SHORTEST, length // 2)
-        estimate = checkpoint.estimate(count, length, dtype, beside, lanes)
-    refuse_unfit(checkpoint.name, estimate, room, slots=count, length=length, dtype=dtype)
-    return length, estimate
+    refuse_unfit(checkpoint.name, estimated(), room, pages=pages or row_pages(length), length=length, dtype=dtype)
+    return length, estimated()
 
 
 def checked_context(shape: Shape, context: int | None) -> int:
-    """Positions in a slot. Raises `UsageError` for more than the model was made for."""
+    """Positions of a row. Raises `UsageError` for more than the model was made for."""
     if context is None:
         return min(shape.positions, LONGEST)
     if not 1 <= context <= shape.positions:
@@ -80,8 +86,9 @@ def checked_context(shape: Shape, context: int | None) -> int:
 class Tuning:
     """A backend's options, as far as they concern generation."""
 
-    slots: int | None = None  # rows under way at once; None: as many as are worth while and fit (CPU: 64 at most)
-    context: int | None = None  # positions in a slot, prompt and answer; None: the model's, 4096 at most
+    slots: int | None = None  # rows under way at once; None: as many as are worth while (CPU: 64 at most)
+    pages: int | None = None  # of the cache; None: what these rows need at full length, or what there is memory for
+    context: int | None = None  # positions of a row, prompt and answer; None: the model's, 4096 at most
     step_tokens: int | None = None  # most tokens of one step, prompts chunked; None: `usual_step_tokens`
     threads: int | None = None  # of the decoder and the sampler on a CPU; None: this process's share of the cores
     compile: bool = False  # torch.compile what lies between the matrix products
@@ -106,6 +113,8 @@ class Options(CutOptions, Protocol):
     @property
     def slots(self) -> int | None: ...
     @property
+    def pages(self) -> int | None: ...
+    @property
     def context(self) -> int | None: ...
     @property
     def step_tokens(self) -> int | None: ...
@@ -125,14 +134,15 @@ def open_generator(
     spec: ModelSpec, setup: Setup, tuning: Options, lane: Callable[[str], Lane] | None = None
 ) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
-    `spec.arguments` may carry slots, context and step_tokens: the tuning's come before them. Its `facts` tell what was
-    estimated and what is there. `lane` gives a lane of the ledger for each stage.
+    `spec.arguments` may carry slots, pages, context and step_tokens: the tuning's come before them. Its `facts` tell
+    what was estimated and what is there. `lane` gives a lane of the ledger for each stage.
 
     Raises `UsageError` when the model cannot be had on this device, or does not fit.
     """
     from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
-    from gpuinfer.text.decoder import own_lanes
+    from gpuinfer.text.decoder import own_kernels
     from gpuinfer.text.decoder.sizing import free_memory
+    from gpuinfer.text.language import open_language
 
     devices = [resolve_device(setup.device)] if tuning.parallel == "data" else resolve_devices(setup.devices)
     device, dtype = devices[0], resolve_dtype(setup.dtype)
@@ -141,11 +151,17 @@ def open_generator(
     wanted = asked(spec, tuning, setup, device, checkpoint.shape)
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
-    lanes = own_lanes(checkpoint.shape, dtype, device, wanted.threads or 1, wanted.compile)
+    own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
-    length, estimate = fitted(checkpoint, wanted.slots, wanted.context, dtype, free, beside, lanes)
-    decoder, sizing = _decoder(checkpoint, setup, tuning, wanted, dtype, length, lane)
-    generator = _assembled(checkpoint, setup, wanted, dtype, decoder, sizing, asdict(estimate))
+    length, estimate = fitted(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
+    with ThreadPoolExecutor(2, "gpuinfer-opening") as others:  # while weights are read, which needs no Python
+        language = others.submit(open_language, checkpoint.language_files(), checkpoint.shape)
+        if own:
+            from gpuinfer.models.kernel_cache import load_compiler
+
+            others.submit(load_compiler)
+        decoder, sizing = _decoder(checkpoint, setup, tuning, wanted, dtype, length, lane)
+        generator = _assembled(checkpoint, setup, wanted, dtype, decoder, sizing, asdict(estimate), language.result())
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST, generator.decoder.pack_adapter(adapter))
@@ -154,27 +170,38 @@ def open_generator(
 
 
 def _warm_up(generator: Generator | DiffusionGenerator) -> None:
-    """Answer two prompts of one token, so that kernels are compiled and pages are there before work comes."""
+    """Answer two prompts of one token, one by the likeliest tokens and one by drawn ones, at once where there are slots
+    for both. So kernels are compiled and pages are there before work comes.
+    """
     for temperature in (0.0, 1.0):
         sampling = Sampling(max_tokens=min(2, generator.decoder.length - 1), temperature=temperature)
         (prepared,) = generator.prepare([Prompt(tokens=(0,), sampling=sampling)])
         if not isinstance(prepared, Prepared):
             return
-        generator.add("warm-up", prepared)
-        while generator.busy:
+        while not generator.free_slots:
             generator.step()
+        generator.add(f"warm-up at {temperature}", prepared)
+    while generator.busy:
+        generator.step()
 
 
 def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
     """What was asked for, with what follows from the machine and the model.
 
-    Raises `UsageError` for numbers below 1.
+    Raises `UsageError` for numbers below 1, and for more threads than there are cores.
     """
-    given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in ("slots", "context", "step_tokens")}
+    named = ("slots", "pages", "context", "step_tokens")
+    given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in named}
     step_tokens = given["step_tokens"] or usual_step_tokens(shape, device)
     threads = tuning.threads or max(1, cores() // setup.processes)
+    if threads > cores():
+        raise UsageError(
+            f"{threads} threads, and this process may use {cores()} cores: more would only wait for one another. "
+            f"Use -B threads=N with N from 1 to {cores()}, or leave it out."
+        )
     return Tuning(
         given["slots"],
+        given["pages"],
         given["context"],
         step_tokens,
         threads,
@@ -218,7 +245,9 @@ def _decoder(
     """Whole or in stages; `tuning` is what was `given`, with what follows from the machine."""
     wanted: dict[str, Any] = {
         "slots": tuning.slots,
+        "pages": tuning.pages,
         "length": length,
+        "sharing": setup.processes,
         "step_tokens": tuning.step_tokens or CPU_STEP_TOKENS,
     }
     if tuning.parallel != "data":
@@ -248,15 +277,14 @@ def _assembled(
     decoder: Decoder,
     sizing: Sizing,
     estimate: Mapping[str, int],
+    language: Language,
 ) -> Generator | DiffusionGenerator:
     from gpuinfer.text.checkpoint import read_adapter
     from gpuinfer.text.checkpoint.replacement import read_other_weights
-    from gpuinfer.text.language import open_language
     from gpuinfer.text.stages.decoder import StagedDecoder
 
     in_force = decoder.in_force if isinstance(decoder, StagedDecoder) else {}
     threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
-    language = open_language(checkpoint.language_files(), checkpoint.shape)
     common: dict[str, Any] = {
         "seed": setup.seed,
         "end_tokens": language.end_tokens,
@@ -273,6 +301,8 @@ def _assembled(
             "dtype": setup.dtype,
             "computes_in": decoder.computes_in,
             "slots": decoder.slots,
+            "pages": decoder.pages,
+            "page_positions": PAGE,
             "context": decoder.length,
             "step_tokens": step_tokens,
             "threads": threads,

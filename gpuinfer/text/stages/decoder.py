@@ -28,7 +28,7 @@ class PortionDecoder(Decoder, Protocol):
         ...
 
     def empty(self) -> None:
-        """Forget what all slots hold; all of the cache is resident from then on."""
+        """Forget what all pages hold; all of the cache is resident from then on."""
         ...
 
 
@@ -92,6 +92,7 @@ class StagedDecoder:
     ) -> None:
         self.in_force = in_force
         self.shape, self.slots, self.length = shape, decoders[0].slots, decoders[0].length
+        self.pages = decoders[0].pages  # every stage has as many, and a page's number is the same in all of them
         self.device, self.computes_in = decoders[-1].device, decoders[-1].computes_in
         self._portions, self._decoders, self._pipeline = portions, decoders, pipeline
         self._cutter, self._alone, self._told = cutter, alone, told
@@ -107,11 +108,12 @@ class StagedDecoder:
             return outcomes[0]
         return torch.cat(outcomes) if rooms[0] is None else self._room[: len(step.wanted)]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        self._on_each(lambda number, decoder: decoder.copy(source, targets, length))
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `step.Decoder.copy_pages`."""
+        self._on_each(lambda number, decoder: decoder.copy_pages(sources, targets))
 
     def empty(self) -> None:
-        """Forget what all slots hold; all of the cache is resident from then on."""
+        """Forget what all pages hold; all of the cache is resident from then on."""
         self._on_each(lambda number, decoder: decoder.empty())
 
     def embedding(self) -> Tensor:

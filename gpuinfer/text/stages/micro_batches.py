@@ -27,7 +27,7 @@ class _Piece:
     tokens: Range
     segments: Range
     skipped: int  # tokens of the first of these segments that are in an earlier piece
-    slots: NDArray[np.int32]
+    pages: NDArray[np.int32]
     lengths: NDArray[np.int32]
     adapters: NDArray[np.int32] | None
 
@@ -49,7 +49,7 @@ class Cutter:
         change from step to step.
         """
         count = self.count(len(step.tokens))
-        known = step.slots, step.lengths, step.adapters, step.sees is None
+        known = step.pages, step.lengths, step.adapters, step.sees is None
         same = self._known is not None and all(a is b for a, b in zip(known, self._known, strict=True))
         if not same:
             self._pieces, self._known = _pieces(step, count), known
@@ -73,7 +73,7 @@ def _pieces(step: Step, count: int) -> list[_Piece]:
         lengths[-1] -= ends[other] - last
         lengths[0] -= skipped
         adapters = None if step.adapters is None else step.adapters[segments].copy()
-        found.append(_Piece((first, last), (one, other + 1), skipped, step.slots[segments].copy(), lengths, adapters))
+        found.append(_Piece((first, last), (one, other + 1), skipped, step.pages[segments].copy(), lengths, adapters))
     return found
 
 
@@ -94,7 +94,7 @@ def _part(step: Step, piece: _Piece) -> Step:
     low, high = np.searchsorted(step.wanted, [first, last]).tolist()
     return Step(
         step.tokens[first:last].copy(),
-        piece.slots,
+        piece.pages,
         starts,
         piece.lengths,
         step.wanted[low:high] - np.int32(first),

@@ -23,7 +23,7 @@ from gpuinfer.models.stages.planning import fits_one, places_of, split_for
 from gpuinfer.models.stages.splitting import Split
 from gpuinfer.models.stages.stage import CpuStage
 from gpuinfer.models.stages.stage_cuda import CudaStage
-from gpuinfer.text.decoder.open_decoder import kernels_for, own_lanes
+from gpuinfer.text.decoder.open_decoder import kernels_for, own_kernels
 from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Shape
@@ -57,9 +57,10 @@ class Making:
     length: int
     deterministic: bool
 
-    def decoder(self, portion: Portion, slots: int, place: torch.device, threads: int) -> PortionDecoder:
+    def decoder(self, portion: Portion, slots: int, pages: int, place: torch.device, threads: int) -> PortionDecoder:
         shape, weights = portion.shape, portion.weights(self.weights)
-        common: dict[str, Any] = {"slots": slots, "length": self.length, "deterministic": self.deterministic}
+        common: dict[str, Any] = {"slots": slots, "pages": pages, "length": self.length}
+        common["deterministic"] = self.deterministic
         if place.type == "cpu" and kernels_for(self.dtype):
             from gpuinfer.text.decoder.cpu import CpuDecoder
 
@@ -119,8 +120,10 @@ def open_in_stages(
     tuning: TextTuning,
     *,
     slots: int | None,
+    pages: int | None,
     length: int,
     step_tokens: int,
+    sharing: int = 1,
     lane: Callable[[str], Lane],
 ) -> tuple[StagedDecoder, Sizing]:
     """As `decoder.open_sized`, on `setup.devices`. `lane` gives a lane of the ledger for each stage.
@@ -134,15 +137,16 @@ def open_in_stages(
     whole_fits = fits_one(places, sum(cut.sizes))
     portions, threads = cut.portions, cut.threads
 
-    def find(shape: Shape, place: torch.device, free: int, lanes: int = 0) -> Sizing:
-        return estimate(shape, dtype, place, free, slots=slots, length=length, step_tokens=step_tokens, lanes=lanes)
+    def find(shape: Shape, place: torch.device, free: int) -> Sizing:
+        own = own_kernels(shape, dtype, place, compile=False)
+        wanted: dict[str, Any] = {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens}
+        return estimate(shape, dtype, place, free, **wanted, own=own, sharing=sharing)
 
     if places[0].type == "cpu":
-        lanes = own_lanes(shape, dtype, places[0], max(threads), compile=False)
-        sizing = find(shape, places[0], free_memory(places[0]), lanes)
-        decoders = _decoders(making, portions, sizing.slots, places, threads)
+        sizing = find(shape, places[0], free_memory(places[0]))
+        decoders = _decoders(making, portions, sizing.slots, sizing.pages, places, threads)
     else:
-        decoders = _decoders(making, portions, 1, places, threads)  # the weights are there before room is counted
+        decoders = _decoders(making, portions, 1, 1, places, threads)  # the weights are there before room is counted
         sizing = fill_devices(decoders, places, find, step_tokens)
     stages = _stages(portions, decoders, places, threads, setup)
     told = _told(stages, cut.split, cut.sizes, {"mode": tuning.parallel, "fits_one": whole_fits})
@@ -187,9 +191,15 @@ def _bytes(part: Any) -> int:
 
 
 def _decoders(
-    making: Making, portions: Sequence[Portion], slots: int, places: Sequence[torch.device], threads: Sequence[int]
+    making: Making,
+    portions: Sequence[Portion],
+    slots: int,
+    pages: int,
+    places: Sequence[torch.device],
+    threads: Sequence[int],
 ) -> list[PortionDecoder]:
-    return [making.decoder(*one) for one in zip(portions, [slots] * len(portions), places, threads, strict=True)]
+    each = zip(portions, places, threads, strict=True)
+    return [making.decoder(portion, slots, pages, place, count) for portion, place, count in each]
 
 
 def fill_devices(
@@ -198,28 +208,29 @@ def fill_devices(
     find: Callable[[Shape, torch.device, int], Sizing],
     step_tokens: int,
 ) -> Sizing:
-    """Give all of them as many slots as there is room for on the fullest device, tried with the largest step. Raises
-    `UsageError` where there is room for none.
+    """Give all of them as many slots and pages as there is room for on the fullest device, tried with the largest step.
+    Raises `UsageError` where there is room for those of no row.
     """
     sharing = {place: places.count(place) for place in places}
     found = [
         find(decoder.shape, place, free_memory(place) // sharing[place])
         for decoder, place in zip(decoders, places, strict=True)
     ]
-    slots = min(sizing.slots for sizing in found)
+    slots, pages = min(sizing.slots for sizing in found), min(sizing.pages for sizing in found)
     tried: list[Sizing] = []
     for decoder, sizing in zip(decoders, found, strict=True):
         assert isinstance(decoder, TorchDecoder)
-        _, own = open_and_try(decoder, replace(sizing, slots=slots), step_tokens)
-        slots = own.slots
+        _, own = open_and_try(decoder, replace(sizing, slots=slots, pages=pages), step_tokens)
+        slots, pages = own.slots, own.pages
         tried.append(own)
     for decoder in decoders:
-        if decoder.slots != slots:
+        if (decoder.slots, decoder.pages) != (slots, pages):
             assert isinstance(decoder, TorchDecoder)
-            decoder.resize(slots)
+            decoder.resize(slots, pages)
     return Sizing(
         slots,
-        sum(own.slot_bytes for own in tried),
+        pages,
+        sum(own.page_bytes for own in tried),
         max(own.working_bytes for own in tried),
         min(own.free_bytes for own in tried),
         sum(own.measured_bytes or 0 for own in tried),

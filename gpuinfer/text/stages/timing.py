@@ -18,8 +18,8 @@ from gpuinfer.text.step import Step
 
 ROWS = 16  # that are one token further: a usual step
 PASSES = 5
-Make = Callable[[Portion, int], PortionDecoder]
-"""A decoder of some layers with so many slots."""
+Make = Callable[[Portion, int, int], PortionDecoder]
+"""A decoder of some layers with so many slots and pages."""
 
 
 def seconds_of(shape: Shape, make: Make, threads: int) -> list[float]:
@@ -40,9 +40,9 @@ def seconds_of(shape: Shape, make: Make, threads: int) -> list[float]:
 def _seconds(portion: Portion, make: Make) -> float:
     rows = np.arange(ROWS, dtype=np.int32)
     zeros = np.zeros(ROWS, np.int32)
-    step = Step(zeros, rows, zeros, np.ones(ROWS, np.int32), rows)
+    step = Step(zeros, rows[:, None].copy(), zeros, np.ones(ROWS, np.int32), rows)
     taken = []
-    with contextlib.closing(make(portion, ROWS)) as decoder, torch.no_grad():
+    with contextlib.closing(make(portion, ROWS, ROWS)) as decoder, torch.no_grad():
         compute = decoder.forward if portion.last else decoder.hidden
         for _ in range(1 + PASSES):  # the first compiles, and finds its memory
             before = time.perf_counter()

@@ -1,0 +1,174 @@
+"""The bare decoder, measured: what this machine does with a model of text at best, with nothing else running.
+
+Steps of the decoder itself, at the rows that a run has and at a short context, where nearly all is products; the same
+products by torch's library on all cores, so that a decoder that leaves cores idle, or whose products are slow, does not
+set its own measure; and how fast memory is read. As with rows (`models.bare`), of many looks those count that were
+disturbed least.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from gpuinfer.api import TextRoofline
+from gpuinfer.errors import UsageError
+from gpuinfer.host.machine import cores, cpu_times, memory_available
+from gpuinfer.models.bare import SERVED, sustained
+from gpuinfer.text.arithmetic import FLOAT32
+from gpuinfer.text.cost import StepCost, extent_of
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import PAGE, Decoder, Step
+
+SEGMENT = 256  # tokens of a prompt in a step of prompts, at most
+LEAST_TOKENS = 32  # of such a step
+MOST_LOOKS = 64
+LOOK_S = 0.05  # at least, of one look: asking who had the cores costs a millisecond
+LIBRARY_BYTES = 96 << 20  # weights that the library's products go through: more than caches hold
+STREAMED_BYTES = 256 << 20  # that are read from memory; 1/8 of what is free at most
+PIECES = 8  # of the memory, for each core: threads that are disturbed leave theirs to others
+
+
+def measure(decoder: Decoder, rows: int, step_tokens: int, seconds: float) -> TextRoofline:
+    """Takes about `seconds`, and writes over the cache from its first page on. Call it in the thread that steps.
+
+    rows: of a decode step, as the run had them; fewer where slots or pages are fewer
+    step_tokens: the most that a step of prompts may have
+
+    Raises `UsageError` for a model without layers.
+    """
+    shape = decoder.shape
+    if not shape.layers:
+        raise UsageError("this model computes nothing, so that there is nothing to measure. Use another model.")
+    cost = StepCost(shape, 1)
+    rows = max(1, min(rows, decoder.slots, decoder.pages))
+    step = decoding(rows, decoder.length)
+    own = _rate(decoder, step, cost.of(extent_of(step)).flops, 0.3 * seconds)
+    affordable = 0.15 * seconds * own / (cost.of(extent_of(step)).flops / rows)  # a prompt's token costs no more
+    prompts = beginning(decoder, int(min(step_tokens, max(LEAST_TOKENS, affordable))))
+    tokens = len(prompts.tokens)
+    own_prompts = _rate(decoder, prompts, cost.of(extent_of(prompts)).flops, 0.3 * seconds)
+    threads = torch.get_num_threads()
+    try:
+        if decoder.device.type == "cpu":
+            torch.set_num_threads(cores())
+        library = Library(shape, decoder.computes_in, decoder.device)
+        best = max(own, library.flops_per_s(rows, 0.15 * seconds))
+        best_prompts = max(own_prompts, library.flops_per_s(tokens, 0.15 * seconds))
+    finally:
+        torch.set_num_threads(threads)
+    return TextRoofline(
+        flops_per_s=best,
+        prompt_flops_per_s=max(best_prompts, best),
+        bytes_per_s=bytes_per_s(decoder.device, 0.1 * seconds),
+        at_rows=rows,
+        at_tokens=tokens,
+        own_flops_per_s=own,
+    )
+
+
+def decoding(rows: int, length: int) -> Step:
+    """A token further in each of so many rows, each with a page of its own, full but for that token."""
+    at = min(PAGE, length) - 1
+    return Step(
+        tokens=np.zeros(rows, np.int32),
+        pages=np.arange(rows, dtype=np.int32)[:, None].copy(),
+        starts=np.full(rows, at, np.int32),
+        lengths=np.ones(rows, np.int32),
+        wanted=np.arange(rows, dtype=np.int32),
+    )
+
+
+def beginning(decoder: Decoder, tokens: int) -> Step:
+    """About so many tokens of prompts that begin, of the last of each the logits."""
+    each = min(tokens, SEGMENT, decoder.length, decoder.pages * PAGE)
+    columns = -(-each // PAGE)
+    segments = max(1, min(tokens // each, decoder.slots, decoder.pages // columns))
+    lengths = np.full(segments, each, np.int32)
+    return Step(
+        tokens=np.zeros(segments * each, np.int32),
+        pages=np.arange(segments * columns, dtype=np.int32).reshape(segments, columns),
+        starts=np.zeros(segments, np.int32),
+        lengths=lengths,
+        wanted=(np.cumsum(lengths) - 1).astype(np.int32),
+    )
+
+
+class Library:
+    """The products of as many layers as are more than caches hold, by torch's library, in the decoder's format."""
+
+    def __init__(self, shape: Shape, computes_in: str, device: torch.device) -> None:
+        heads, hidden = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden
+        inner = max(shape.intermediate, 1)
+        sizes = [(heads, hidden), (hidden, shape.heads * shape.head_dim), ((1 + shape.gated) * inner, hidden)]
+        sizes.append((hidden, inner))
+        self._dtype = torch.float32 if computes_in == FLOAT32 else getattr(torch, computes_in, torch.float32)
+        self._device = device
+        self._values = sum(out * into for out, into in sizes)
+        layers = min(shape.layers, max(1, LIBRARY_BYTES // (self._values * self._dtype.itemsize)))
+        self._weights = [
+            torch.full(size, 0.01, dtype=self._dtype, device=device) for _ in range(layers) for size in sizes
+        ]
+        self._values *= layers
+
+    def flops_per_s(self, rows: int, seconds: float) -> float:
+        """Of all products with so many rows, one after another on all cores."""
+        inputs = {
+            into: torch.full((rows, into), 0.01, dtype=self._dtype, device=self._device)
+            for into in {weight.shape[1] for weight in self._weights}
+        }
+
+        def once() -> None:
+            for weight in self._weights:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+        with torch.inference_mode():
+            return 2.0 * rows * self._values * _passes_per_s(once, self._device, seconds)
+
+
+def bytes_per_s(device: torch.device, seconds: float) -> float:
+    """How fast memory is read by all cores together."""
+    count = int(min(STREAMED_BYTES, memory_available() // 8)) // 4
+    if device.type != "cpu":
+        there = torch.zeros(count, dtype=torch.float32, device=device)
+        return 4.0 * count * _passes_per_s(there.sum, device, seconds)
+    pieces = np.array_split(np.full(count, 1, np.float32), PIECES * cores())
+    with ThreadPoolExecutor(cores()) as pool:
+        return 4.0 * count * _passes_per_s(lambda: list(pool.map(np.max, pieces)), device, seconds)
+
+
+def _rate(decoder: Decoder, step: Step, flops: float, seconds: float) -> float:
+    return flops * _passes_per_s(lambda: decoder.forward(step), decoder.device, seconds)
+
+
+def _passes_per_s(once: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The most that is sustained over some looks, each of them without what its threads waited for a core that others
+    had. The first pass is not counted.
+    """
+    once()
+    found = [_look(once, device)]
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends and len(found) < MOST_LOOKS:
+        found.append(_look(once, device))
+    fair = [rate for rate, served in found if served >= SERVED]
+    return sustained(fair or [rate for rate, _ in found])
+
+
+def _look(once: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Passes per second, and of the time in which threads of ours wanted a core the share in which they had one."""
+    ran, waited = cpu_times()
+    passes, started = 0, time.perf_counter()
+    while passes == 0 or time.perf_counter() < started + LOOK_S:
+        once()
+        passes += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    ran_now, waited_now = cpu_times()
+    ran, waited = max(ran_now - ran, 0.0), max(waited_now - waited, 0.0)
+    served = ran / (ran + waited) if ran > 0 and device.type == "cpu" else 1.0
+    return passes / max(seconds * served, 1e-9), served

@@ -1,0 +1,205 @@
+"""What pages hold, found by content: a radix tree whose nodes are pages.
+
+The way to a node are all tokens before it, so what leads to the same node has the same keys and values (Zheng et al.
+2024, "SGLang", RadixAttention). Each adapter has a root of its own, and other weights begin new trees.
+
+Pages that no row has stay until pages are needed. Those go first that cost least to compute again, in the order of
+GreedyDual-Size (Cao and Irani 1997): a page is worth its cost and a clock, which stands at the worth of the page that
+was evicted last. So of equals the one that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gpuinfer.text.generator.pages import PagePool
+from gpuinfer.text.generator.seams import Ints
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import PAGE
+
+LEAST = 16  # positions that are worth the copy of a page
+CANDIDATES = 16  # pages that begin alike and are looked at, the latest ones
+BYTES = 4  # of a token
+FULL, HEAD = PAGE * BYTES, LEAST * BYTES
+
+
+class Node:
+    """A page in its place of the tree. Only full pages have children."""
+
+    __slots__ = ("alike", "children", "key", "page", "parent", "stamp", "start", "worth")
+
+    def __init__(self, parent: Node | None, key: bytes, page: int, start: int) -> None:
+        self.parent = parent  # None: a root, or no longer in the tree
+        self.key = key  # its tokens, int32, as bytes
+        self.page, self.start = page, start  # the position of its first token
+        self.children: dict[bytes, Node] = {}  # by key
+        self.alike: dict[bytes, dict[Node, None]] = {}  # children by their first LEAST tokens, the latest last
+        self.worth, self.stamp = 0.0, -1  # since it became a leaf that no row has
+
+
+class Match(NamedTuple):
+    """The longest beginning of some tokens that pages hold."""
+
+    node: Node | None  # the last full page's; None: there is no tree yet
+    pages: list[int]  # full ones, from the first position on
+    partly: Node | None = None  # a page whose first `more` tokens come next: worth a copy
+    more: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.pages) * PAGE + self.more
+
+
+class PrefixTree:
+    """The pages of `pool` that can be found. `unused` of them no row has: they can be had by `evict`.
+
+    `cost(start, count)` is what `count` tokens from position `start` on cost to compute.
+    """
+
+    def __init__(self, pool: PagePool, cost: Callable[[int, int], float]) -> None:
+        self._pool, self._cost = pool, cost
+        self._roots: dict[int, Node] = {}
+        self._nodes: list[Node | None] = [None] * pool.pages
+        self._clock = 0.0
+        self._leaves: list[tuple[float, int, Node]] = []  # a heap; entries that no longer hold are passed over
+        self._order = itertools.count()
+        self.unused = 0
+
+    def root(self, adapter: int) -> Node:
+        """Where the pages begin that were computed with this adapter; 0: with none."""
+        return self._roots.setdefault(adapter, Node(None, b"", -1, 0))
+
+    def at(self, page: int) -> Node | None:
+        """What can be found in this page."""
+        return self._nodes[page]
+
+    def find(self, adapter: int, tokens: Ints) -> Match:
+        """The longest beginning of these tokens."""
+        node = self._roots.get(adapter)
+        if node is None:
+            return Match(None, [])
+        data, at = tokens.tobytes(), 0
+        pages: list[int] = []
+        while at + FULL <= len(data) and (child := node.children.get(data[at : at + FULL])) is not None:
+            node = child
+            pages.append(child.page)
+            at += FULL
+        return Match(node, pages, *self._most_alike(node, data[at : at + FULL]))
+
+    def covers(self, parent: Node, key: bytes) -> bool:
+        """Whether a child of `parent` has all of these tokens, LEAST or more."""
+        return self._most_alike(parent, key)[1] * BYTES == len(key)
+
+    def add(self, parent: Node, key: bytes, page: int) -> Node:
+        """A row's page can be found from now on, behind `parent`. There must be none with these very tokens."""
+        node = Node(parent, key, page, parent.start + len(parent.key) // BYTES)
+        parent.children[key] = node
+        if len(key) >= HEAD:
+            parent.alike.setdefault(key[:HEAD], {})[node] = None
+        self._nodes[page] = node
+        return node
+
+    def drop(self, node: Node) -> None:
+        """It cannot be found any more. It has no children."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        alike = parent.alike.get(node.key[:HEAD])
+        if alike is not None:
+            alike.pop(node, None)
+            if not alike:
+                del parent.alike[node.key[:HEAD]]
+        self._nodes[node.page] = node.parent = None
+
+    def share(self, pages: Ints) -> None:
+        """One more row has these pages, which are in the tree."""
+        self.unused -= self._pool.share(pages)
+
+    def leave(self, pages: Ints) -> None:
+        """A row leaves these pages. Those without a node and without another row are free."""
+        for page in self._pool.leave(pages):
+            node = self._nodes[page]
+            if node is None:
+                self._pool.free((page,))
+                continue
+            self.unused += 1
+            node.worth = self._clock + self._cost(node.start, len(node.key) // BYTES)
+            self._may_go(node)
+
+    def evict(self) -> None:
+        """Free the page that is worth least. Some must be `unused`."""
+        while True:
+            self._clock, stamp, node = heapq.heappop(self._leaves)
+            if self._holds(stamp, node):
+                break
+        parent = node.parent
+        self.drop(node)
+        self.unused -= 1
+        self._pool.free((node.page,))
+        if parent is not None:
+            self._may_go(parent)
+
+    def forget(self, adapter: int | None = None) -> None:
+        """Nothing that was computed with this adapter can be found any more; None: nothing at all."""
+        gone = list(self._roots) if adapter is None else [adapter]
+        for number in gone:
+            root = self._roots.pop(number, None)
+            for node in [] if root is None else list(_below(root)):
+                self._nodes[node.page] = node.parent = None
+                if not self._pool.users[node.page]:
+                    self.unused -= 1
+                    self._pool.free((node.page,))
+
+    def _most_alike(self, node: Node, key: bytes) -> tuple[Node | None, int]:
+        """Which child of `node` begins most like `key`, and how many tokens, if it is worth a copy."""
+        best, most = None, LEAST - 1
+        for child in list(node.alike.get(key[:HEAD], ()))[-CANDIDATES:] if len(key) >= HEAD else ():
+            common = _common(child.key, key)
+            if common > most:
+                best, most = child, common
+        return (None, 0) if best is None else (best, most)
+
+    def _may_go(self, node: Node) -> None:
+        if node.parent is None or node.children or self._pool.users[node.page]:
+            return
+        node.stamp = next(self._order)
+        heapq.heappush(self._leaves, (node.worth, node.stamp, node))
+        if len(self._leaves) > 2 * self._pool.pages + 64:  # mostly entries of pages that have been used again
+            self._leaves = [entry for entry in self._leaves if self._holds(*entry[1:])]
+            heapq.heapify(self._leaves)
+
+    def _holds(self, stamp: int, node: Node) -> bool:
+        leaf = node.parent is not None and not node.children
+        return leaf and node.stamp == stamp and not self._pool.users[node.page]
+
+
+def cost_of(shape: Shape) -> Callable[[int, int], float]:
+    """What tokens cost to compute, in tokens at position 0: products with weights, and attention to all before."""
+    width = shape.heads * shape.head_dim
+    weights = shape.hidden * (2 * width + 2 * shape.kv_heads * shape.head_dim) + 3 * shape.hidden * shape.intermediate
+    each = 2 * width / max(1, weights)
+
+    def cost(start: int, count: int) -> float:
+        return count * (1 + each * (start + count / 2))
+
+    return cost
+
+
+def _below(node: Node) -> Iterator[Node]:
+    stack = list(node.children.values())
+    while stack:
+        one = stack.pop()
+        stack += one.children.values()
+        yield one
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """How many tokens they have in common from the beginning."""
+    count = min(len(one), len(other)) // BYTES
+    differs = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
+    return int(differs.argmax()) if differs.any() else count

@@ -1,0 +1,348 @@
+"""What holds a model of text back on the cores: idle ones, memory, first touch, compiling, and what no advice names."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import test_verdict
+import test_verdict_generation as generation
+import test_verdict_unmasking as unmasking
+from hypothesis import given
+from hypothesis import strategies as st
+from test_verdict_generation import BUSY, COMMAND, SUBLINEAR, a_lane, a_run, steps
+
+from gpuinfer.report.judging import judge
+
+NOTHING_ASKED = {f"with_{name}": 0 for name in ("constraints", "lists", "stop", "logprobs", "penalties")}
+OPTIONS = {"-B": {"slots": 64, "threads": 2}, "--": {"batch_size": 64, "dtype": "bfloat16", "temperature": 1.0}}
+ONE_THREAD = {**OPTIONS, "-B": {"slots": 64, "threads": 1}}
+WORK = {**NOTHING_ASKED, "flops": 900e9, "prefill_flops": 100e9, "bytes": 30e9, "prefill_bytes": 1e9}
+
+
+def a_roofline(efficiency, **more):
+    plain = {
+        "tokens_per_s": 1000.0,
+        "at_rows": 64,
+        "least_s": 10.0 * efficiency,
+        "gflops_per_s": 200.0,
+        "own_gflops_per_s": 200.0,
+        "gbytes_per_s": 20.0,
+        "efficiency": efficiency,
+        "limited_by": "products",
+    }
+    return {**plain, **more}
+
+
+def a_text_run(stations=BUSY, **more):
+    """Full slots and full cores, of which nothing was asked beside tokens."""
+    return a_run(stations, **{"options": OPTIONS, "steps": WORK, "batch_s": SUBLINEAR, **more})
+
+
+CASES = [
+    pytest.param(
+        a_text_run(cpu_s=10.0, options=ONE_THREAD),
+        "idle cores",
+        "1.0 of 2 cores were idle. The decoder has 1 thread for 2 cores.",
+        "Let it compute on all cores.",
+        f"{COMMAND} -B threads=2",
+        id="fewer threads than cores",
+    ),
+    pytest.param(
+        a_text_run(cpu_s=10.0, model={"decoder_threads": 1}),
+        "idle cores",
+        "The model's shape is shared out between 1 of 2 threads.",
+        "Report it",
+        None,
+        id="a shape that leaves a core idle",
+    ),
+    pytest.param(
+        a_text_run({**BUSY, "forward": 6.5, "sample": 2.3}, cpu_s=16.0, unused_cores=0.4),
+        "idle cores",
+        "One thread alone worked 25% of the time, most of it at “sample”.",
+        "steps of more rows make it matter less",
+        f"{COMMAND} --batch-size 128",
+        id="a step's serial part",
+    ),
+    pytest.param(
+        a_text_run(cpu_s=19.0, steps={**WORK, "threads_busy_s": 12.0, "threads_waited_s": 7.0}, unused_cores=0.05),
+        "idle cores",
+        "0.8 of 2 cores were idle. Threads waited for one another 35% of the time",
+        "Steps of more rows have larger parts.",
+        f"{COMMAND} --batch-size 128",
+        id="threads that wait for one another, actively",
+    ),
+    pytest.param(
+        a_text_run(unused_cores=0.9, cpu_s=11.0),
+        "idle cores",
+        "0.9 of 2 cores were idle. Nothing here says what its threads waited for.",
+        "larger parts",
+        f"{COMMAND} --batch-size 128",
+        id="idle cores that nothing explains",
+    ),
+    pytest.param(
+        a_text_run({**BUSY, "forward": 4.5, "first touch": 4.0}, steps={**WORK, "faults": 3500}),
+        "first touch",
+        "40% of the time went into memory that was touched for the first time (3,500 page faults).",
+        "It is paid once",
+        None,
+        id="first touch of memory",
+    ),
+    pytest.param(
+        a_text_run({"prefill": 1.0, "forward": 3.0, "compile": 5.5}),
+        "cold start",
+        "55% of the time went into loading and compiling kernels",
+        "It is paid once",
+        None,
+        id="kernels are compiled in the midst of a run",
+    ),
+    pytest.param(
+        a_text_run(steps={**WORK, "bytes": 141e9}, text_roofline=a_roofline(0.7)),
+        "memory bandwidth",
+        "at 82% of the 20 GB/s that memory gives here",
+        "More rows in a step share what it reads",
+        None,
+        id="memory gives no more",
+    ),
+    pytest.param(
+        a_text_run(
+            steps={**WORK, "bytes": 141e9},
+            text_roofline=a_roofline(0.7),
+            dtype="float32",
+            bfloat16_pays=False,
+            options={**OPTIONS, "--": {"dtype": "float32"}},
+        ),
+        "memory bandwidth",
+        "at 82%",
+        "Weights of bfloat16 are half as many bytes.",
+        f"{COMMAND} --dtype bfloat16",
+        id="memory gives no more, of weights that could be smaller",
+    ),
+    pytest.param(
+        a_text_run(text_roofline=a_roofline(0.4, own_gflops_per_s=80.0)),
+        "below the roofline",
+        "The run did 40% of what this machine can do with this model at 64 rows. Products that a library computes",
+        "report it",
+        None,
+        id="products are slow",
+    ),
+    pytest.param(
+        a_text_run(text_roofline=a_roofline(0.4), steps={**WORK, "attention_flops": 200e9}),
+        "below the roofline",
+        "Attention took 50% of the time",
+        "Shorter prompts and answers have less of it",
+        None,
+        id="attention takes long",
+    ),
+    pytest.param(
+        a_text_run(text_roofline=a_roofline(0.5)),
+        "below the roofline",
+        "What lies between products within a step took 40% of the time",
+        "Steps of more rows share it",
+        None,
+        id="what is between products takes long",
+    ),
+    pytest.param(
+        a_text_run({**BUSY, "forward": 5.7, "sample": 2.8, "reply": 0.4}, text_roofline=a_roofline(0.55)),
+        "below the roofline",
+        "Sampling took 28% of the time",
+        "steps of more rows make it matter less",
+        None,
+        id="sampling takes more than anything else",
+    ),
+    pytest.param(
+        a_text_run(text_roofline=a_roofline(0.85)),
+        "device-saturated",
+        "The run did 85% of what this machine can do with this model.",
+        "Only a smaller model or a faster device makes this faster.",
+        None,
+        id="near the roofline",
+    ),
+    pytest.param(
+        a_text_run(requests=3, rows_per_s=0.8, wall_s=4.0, others_cores=1.2, cpu_s=4.0, cpu_wait_s=3.0),
+        "inconclusive",
+        "3 rows in 4 s, while other programs took 1.2 of 2 cores: too short and too disturbed to judge by.",
+        "let it run alone",
+        None,
+        id="three prompts beside other programs",
+    ),
+    pytest.param(
+        a_text_run(batch_s=steps((3, 100, 0.09)), requests=3, rows_per_s=0.3, queue_wait_s=0.0),
+        "too few rows outstanding",
+        "All 3 rows were under way at once: 3.0 of 64 slots were in use",
+        "more rows in one run would share its steps",
+        None,
+        id="three prompts",
+    ),
+    pytest.param(
+        a_text_run(
+            batch_s=steps((1, 900, 0.01)),
+            requests=1,
+            rows_per_s=0.1,
+            queue_wait_s=0.0,
+            steps={**WORK, "bytes": 120e9},
+            text_roofline=a_roofline(0.7),
+        ),
+        "too few rows outstanding",
+        "a step read memory at 70% of what it gives",
+        "more rows in one run would share its steps",
+        None,
+        id="one row",
+    ),
+    pytest.param(
+        a_text_run({"prefill": 9.0, "forward": 0.6}, batch_s=steps((60, 900, 0.01))),
+        "device-saturated",
+        "90% on prompts",
+        "Only a smaller model",
+        None,
+        id="prompts above all, on all cores",
+    ),
+    pytest.param(
+        a_text_run({"prefill": 9.0, "forward": 0.6}, batch_s=steps((60, 900, 0.01)), unused_cores=0.9, cpu_s=11.0),
+        "idle cores",
+        "0.9 of 2 cores were idle.",
+        "Steps of more tokens have larger parts.",
+        None,
+        id="prompts above all, on one core of two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "kind", "why", "advice", "command"), CASES)
+def test_the_verdict_names(run, kind, why, advice, command):
+    told = judge(run)
+    assert (told["class"], told["command"]) == (kind, command), told
+    assert why in told["why"]
+    assert advice in told["advice"]
+
+
+MASKED = [
+    pytest.param(unmasking.a_run(unmasking.counted(4.0, 1.0), decoder="threshold", threshold=0.9), id="no cache"),
+    pytest.param(unmasking.a_run(unmasking.counted(1.0, 0.2), decoder="random", cache="dual"), id="one a step"),
+    pytest.param(
+        unmasking.a_run(unmasking.counted(1.2, 0.2), decoder="threshold", threshold=0.99, cache="dual"),
+        id="a high threshold",
+    ),
+    *unmasking.HEALTHY,
+]
+SATURATED = [case for case in generation.CASES if case.values[1] == "device-saturated"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case.values[0], id=case.id) for case in SATURATED])
+@pytest.mark.parametrize("idle", [0.35, 0.5, 1.0])
+def test_no_run_with_idle_cores_is_called_saturated(case, idle):
+    for run in (replace(case, unused_cores=idle), replace(case, cpu_s=case.wall_s * (case.cores - idle))):
+        told = judge(replace(run, cores=2, others_cores=None))
+        assert told["class"] != "device-saturated"
+        assert not told["healthy"] or told["class"] == "too few rows outstanding"
+
+
+@given(
+    st.lists(st.floats(0, 2.5), min_size=4, max_size=4),
+    st.floats(0.31, 2.0),
+    st.integers(1, 128),
+    st.floats(0.01, 1.0),
+)
+def test_idle_cores_are_seen_whatever_the_stations_are(spent, idle, slots, efficiency):
+    run = a_text_run(dict(zip(BUSY, spent, strict=True)), unused_cores=idle, slots=slots)
+    assert judge(replace(run, text_roofline=a_roofline(efficiency)))["class"] != "device-saturated"
+
+
+@given(st.floats(0.01, 0.59), st.lists(st.floats(0, 2.5), min_size=4, max_size=4))
+def test_half_of_the_roofline_never_looks_well(efficiency, spent):
+    told = judge(a_text_run(dict(zip(BUSY, spent, strict=True)), text_roofline=a_roofline(efficiency)))
+    assert told["class"] != "device-saturated"
+
+
+def test_a_model_that_computes_elsewhere_leaves_the_cores_here_idle_as_it_should():
+    lane = {**a_lane("forward 0", **BUSY), "ran": {"forward": 0.2}}
+    assert judge(replace(a_text_run(unused_cores=1.9, cpu_s=0.5), lanes=[lane]))["class"] == "device-saturated"
+
+
+def test_forwards_of_rows_with_too_few_threads_leave_cores_idle():
+    forward = {**test_verdict.lane("forward 0", forward=9.5), "ran": {"forward": 9.4}}
+    run = test_verdict.a_run(
+        forward, cpu_s=10.0, batch_s={512: (900, 9.4)}, options={"-B": {"threads": 1}}, facts={"clients": 8}
+    )
+    told = judge(run)
+    assert (told["class"], told["command"]) == ("idle cores", "gpuinfer selfplay -B threads=4")
+    assert "3.0 of 4 cores were idle. A forward has 1 thread." in told["why"]
+
+
+# What advice may name. A flag is one that the command has; a feature is blamed where prompts asked for it.
+
+FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*(?: \w+=)?")
+FEATURES = {
+    "stop": "stop string",
+    "logprobs": "log-prob",
+    "penalties": "penalt",
+    "constraints": "constraint",
+    "lists": "lists of texts",
+}
+CONSTRAINED = ("schema", "pattern", "grammar")
+ALL = [
+    *(pytest.param(case.values[0], id=f"rows: {case.id}") for case in test_verdict.CASES),
+    *(pytest.param(case.values[0], id=f"text: {case.id}") for case in (*generation.CASES, *CASES)),
+    *(pytest.param(case.values[0], id=f"masks: {case.id}") for case in MASKED),
+    pytest.param(a_text_run({**BUSY, "forward": 4.0, "sample": 4.5}), id="text: sampling"),
+    pytest.param(a_text_run({**BUSY, "forward": 4.0, "reply": 4.5}), id="text: replying"),
+    *(
+        pytest.param(generation.waiting(a_lane("output", **{name: 9.0}), requests=400), id=f"text: slow {name}")
+        for name in ("read", "understand", "write", "sync")
+    ),
+]
+
+
+@pytest.mark.parametrize("run", ALL)
+def test_no_advice_names_what_is_not_in_use(run):
+    """Of the same run with no option but those of its command, and of prompts that asked for nothing beside tokens."""
+    bare = replace(run, steps={**run.steps, **NOTHING_ASKED, "echoing_s": 0.0}, options={"-B": {}, "-S": {}, "--": {}})
+    told = judge(bare)
+    assert told["command"] is None
+    assert not FLAG.findall(told["advice"]), told["advice"]
+    if told["station"] == "constrain":  # that station is entered for constraints alone
+        return
+    said = told["advice"].lower()
+    assert not [name for name in (*FEATURES.values(), *CONSTRAINED) if name in said], told["advice"]
+
+
+@pytest.mark.parametrize("run", ALL)
+def test_flags_of_an_advice_are_options_that_the_command_has(run):
+    told = judge(run)
+    known = {f"--{name.replace('_', '-')}" for name in run.options.get("--", {})} | {"-B parallel=", "-S max_rows="}
+    assert not set(FLAG.findall(told["advice"])) - known, told["advice"]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("station", ["reply", "sample"])
+def test_what_prompts_asked_for_is_blamed_where_it_costs(station, feature):
+    run = a_text_run({**BUSY, "forward": 4.0, station: 4.5}, steps={**WORK, f"with_{feature}": 7})
+    blamed = {"reply": ("stop", "logprobs", "constraints"), "sample": ("penalties", "logprobs")}[station]
+    advice = judge(run)["advice"].lower()
+    assert (FEATURES[feature] in advice) == (feature in blamed)
+    assert ("(in 7 prompts)" in advice) == (feature in blamed)
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        pytest.param({"input": "-"}, "--input with a local file in the place of a pipe", id="from a pipe"),
+        pytest.param({"input": "rows.jsonl"}, "put the input on a local disk", id="from a file"),
+        pytest.param({}, "from a local file", id="a workload without an input"),
+    ],
+)
+def test_slow_input_is_cured_by_where_it_comes_from(given, cure):
+    run = generation.waiting(a_lane("input", read=9.0), options={"-B": {}, "--": given})
+    assert cure in judge(run)["advice"]
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        pytest.param({"output": "-"}, "Write to a local file (--output FILE)", id="to a pipe"),
+        pytest.param({"output": "answers.jsonl"}, "Put --output on a local disk.", id="to a file"),
+        pytest.param({}, "Let whoever reads the answers read faster.", id="a workload without an output"),
+    ],
+)
+def test_slow_output_is_cured_by_where_it_goes(given, cure):
+    run = generation.waiting(a_lane("output", write=9.0), options={"-B": {}, "--": given})
+    assert cure in judge(run)["advice"]

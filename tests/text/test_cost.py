@@ -1,0 +1,81 @@
+"""What a step costs at least, counted by hand for shapes that are small enough for it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpuinfer.text.cost import Extent, StepCost, extent_of
+from gpuinfer.text.shape import Experts, Shape
+from gpuinfer.text.step import Step
+
+SMALL = Shape(
+    family="llama", vocabulary=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=6, positions=64
+)
+QKV, OUT, MLP, HEAD = (2 + 2) * 2 * 4, 2 * 2 * 4, 3 * 6 * 4, 4 * 10
+
+
+def a_step(starts, lengths, wanted=None, sees=None):
+    tokens = sum(lengths)
+    return Step(
+        tokens=np.zeros(tokens, np.int32),
+        pages=np.zeros((len(starts), 4), np.int32),
+        starts=np.asarray(starts, np.int32),
+        lengths=np.asarray(lengths, np.int32),
+        wanted=np.arange(tokens if wanted is None else wanted, dtype=np.int32),
+        sees=None if sees is None else np.asarray(sees, np.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "extent"),
+    [
+        pytest.param(a_step([7], [1]), Extent(1, 1, 1, 8, 8), id="a token further"),
+        pytest.param(a_step([0], [3], wanted=1), Extent(1, 3, 1, 1 + 2 + 3, 3), id="a prompt that begins"),
+        pytest.param(a_step([2, 0], [2, 1]), Extent(2, 3, 3, 3 + 4 + 1, 4 + 1), id="two rows"),
+        pytest.param(a_step([0], [2], sees=[5, 5]), Extent(1, 2, 2, 10, 5), id="a canvas that sees what lies behind"),
+        pytest.param(a_step([0, 4], [2, 1], sees=[2, 2, 9]), Extent(2, 3, 3, 13, 11), id="canvases of two rows"),
+    ],
+)
+def test_the_extent_of_a_step(step, extent):
+    assert extent_of(step) == extent
+
+
+def test_one_token_meets_every_weight_once():
+    cost = StepCost(SMALL, 4).of(Extent(1, 1, 1, 8, 8))
+    weights = 2 * (QKV + OUT + MLP) + HEAD
+    attention = 2 * 4 * 2 * 2 * 8  # layers, operations for a value, heads, values of a head, positions
+    assert cost.flops == 2 * weights + attention
+    assert cost.attention == attention
+    cached = 2 * 2 * 1 * 2  # layers, keys and values, heads of them, values of one
+    assert cost.bytes == 4 * (weights + 9 * cached)  # eight positions read, one written
+
+
+def test_weights_are_read_once_however_many_rows_there_are():
+    count = StepCost(SMALL, 2)
+    one, many = count.of(Extent(1, 1, 1, 1, 1)), count.of(Extent(8, 8, 8, 8, 8))
+    assert many.flops == 8 * one.flops
+    assert many.bytes < 2 * one.bytes
+
+
+def test_rows_whose_logits_are_not_wanted_leave_the_last_layer_early():
+    count = StepCost(SMALL, 4)
+    all_wanted, last_wanted = count.of(Extent(1, 5, 5, 15, 5)), count.of(Extent(1, 5, 1, 15, 5))
+    assert all_wanted.flops - last_wanted.flops == 2 * 4 * (OUT + MLP + HEAD)
+
+
+def test_a_window_bounds_what_is_attended_and_read():
+    windowed = StepCost(replace(SMALL, windows=(4, None)), 4).of(Extent(1, 1, 1, 100, 100))
+    assert windowed.attention == 4 * 2 * 2 * (4 + 100)
+
+
+def test_of_experts_those_that_are_chosen_cost():
+    mixed = StepCost(replace(SMALL, intermediate=0, experts=Experts(count=8, chosen=2, intermediate=3)), 4)
+    assert mixed._mlp(0) == (2 * 3 * 3 + 8) * 4
+    few, many = (mixed.of(Extent(n, n, n, n, n)).bytes for n in (1, 1000))
+    read = 2 * (8 - 2) * 3 * 3 * 4 * 4  # the other six, in each layer
+    assert many - few == pytest.approx(read + 999 * 2 * 4 * 2 * 2 * 1 * 2)
+
+
+def test_a_model_without_layers_costs_its_head():
+    assert StepCost(replace(SMALL, layers=0), 4).of(Extent(1, 1, 1, 1, 1)).flops == 2 * HEAD

@@ -1,0 +1,432 @@
+"""Pages of keys and values: found by content, shared, copied when written, given back; and what is done when there are
+too few.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from text.pages_held import all_free, check_pages
+from text.toy import LETTERS, alone, joined, run, toy_generator
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.text.generator import Driver
+from gpuinfer.text.generator.pages import PagePool
+from gpuinfer.text.generator.prefixes import PrefixTree
+from gpuinfer.text.step import PAGE
+
+SYSTEM = "a system prompt of forty tokens, this is"  # 40
+
+
+def prompt(text: str, max_tokens: int = 6, samples: int = 1, **given: object) -> Prompt:
+    return Prompt(
+        text=text, key=text, samples=samples, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **given)
+    )
+
+
+def text_of(length: int, first: int = 0) -> str:
+    return "".join(LETTERS[(first + number * 7) % 31] for number in range(length))
+
+
+def added(generator, *prompts, first=0, parts=False):
+    for number, prepared in enumerate(generator.prepare(prompts), first):
+        generator.add(number, replace(prepared, parts=parts))
+
+
+def finished(generator):
+    """Step to the end, and look at the pages after each step."""
+    outcomes, preempted, recomputed, waited = {}, 0, 0, 0
+    while generator.busy:
+        stepped = generator.step()
+        check_pages(generator)
+        outcomes.update(stepped.finished)
+        preempted += stepped.preempted
+        recomputed += stepped.recomputed
+        waited += stepped.waited
+    all_free(generator)
+    return outcomes, preempted, recomputed, waited
+
+
+# Sharing
+
+
+def test_samples_of_a_prompt_share_its_full_pages_and_have_copies_of_the_last_one():
+    generator = toy_generator(slots=8, length=128, step_tokens=128)
+    added(generator, prompt(text_of(70), samples=8))
+    generator.step()
+    table = generator._table
+    assert {tuple(row[:2]) for row in table.pages.tolist()} == {tuple(table.pages[0, :2].tolist())}
+    assert len({row[2] for row in table.pages.tolist()}) == 8
+    assert generator.decoder.copied == 7
+    outcomes, *_ = finished(generator)
+    assert outcomes[0].completions == alone(prompt(text_of(70), samples=8), 128)
+
+
+def test_samples_of_a_prompt_of_full_pages_copy_nothing():
+    generator = toy_generator(slots=8, length=128)
+    added(generator, prompt(text_of(64), samples=8))
+    outcomes, *_ = finished(generator)
+    assert outcomes[0].completions == alone(prompt(text_of(64), samples=8), 128)
+    assert generator.decoder.copied == 0
+
+
+def test_one_system_prompt_is_there_once():
+    generator = toy_generator(slots=8, length=128, step_tokens=512)
+    prompts = [prompt(SYSTEM + text_of(20, number)) for number in range(8)]
+    added(generator, *prompts)
+    generator.step()  # one computes it
+    generator.step()
+    assert len(set(generator._table.pages[:, 0].tolist())) == 1
+    outcomes, *_ = finished(generator)
+    assert [outcomes[number].completions for number in range(8)] == [alone(one, 128) for one in prompts]
+    assert [outcomes[number].cached_tokens for number in range(8)] == [0] + [PAGE] * 7
+
+
+def test_a_tree_of_prompts_is_computed_branch_by_branch():
+    """System, game, power, sample: what two have in common is computed once, whoever comes first."""
+    generator = toy_generator(slots=12, length=256, step_tokens=64)
+    system, games = text_of(64), [text_of(32, 3), text_of(32, 5)]
+    powers = [text_of(32, 8 + number) for number in range(3)]
+    prompts = [prompt(system + game + power, samples=2) for game in games for power in powers]
+    outcomes = run(generator, prompts)
+    assert [outcome.completions for outcome in outcomes] == [alone(one, 256) for one in prompts]
+    new = [one.prompt_tokens - one.cached_tokens for one in outcomes]
+    assert new == [128, 32, 32, 64, 32, 32]
+    all_free(generator)
+
+
+def test_a_chat_that_goes_on_takes_over_all_full_pages():
+    generator = toy_generator(length=256, step_tokens=64)
+    tokens, cached = tuple(range(25)) * 2, []
+    for _ in range(3):
+        asked = Prompt(tokens=tokens, sampling=Sampling(max_tokens=30, ignore_eos=True))
+        [outcome] = run(generator, [asked])
+        cached.append(outcome.cached_tokens)
+        assert outcome.completions == alone(asked, 256)
+        tokens += (*outcome.completions[0].tokens, 1, 2, 3, 4, 5, 6, 7)
+    assert cached == [0, 64, 96 + 20]  # of 79, and of 116 tokens: 16 and more beyond a page are copied
+    all_free(generator)
+
+
+def test_two_that_compute_the_same_at_once_have_it_once():
+    """The second one begins with a page that is only partly the first one's, so it waits for nothing."""
+    generator = toy_generator(length=128, step_tokens=200)
+    one = prompt(text_of(64), prompt_logprobs=0)  # computes everything itself
+    added(generator, one, replace_text(one, text_of(64) + "x"))
+    outcomes, *_ = finished(generator)
+    assert [outcomes[0].completions, outcomes[1].completions] == [
+        alone(one, 128),
+        alone(replace_text(one, text_of(64) + "x"), 128),
+    ]
+
+
+def replace_text(one: Prompt, text: str) -> Prompt:
+    return Prompt(text=text, key=text, sampling=one.sampling)
+
+
+def test_what_other_weights_have_computed_is_free_when_its_rows_are_done():
+    generator = toy_generator(length=128, pages=12)
+    run(generator, [prompt(text_of(100))])
+    added(generator, prompt(text_of(40, 9), 60))
+    generator.step()
+    generator.update("v1", 5)
+    assert len(generator._admission.pages.pool) == 12 - 2
+    outcomes, *_ = finished(generator)
+    assert outcomes[0].versions == ("", "v1")
+    again = run(generator, [prompt(text_of(100))])
+    assert again[0].cached_tokens == 0
+
+
+# Eviction
+
+
+def tree_of(pages: int, *, cost=lambda start, count: float(count)) -> tuple[PagePool, PrefixTree]:
+    pool = PagePool(pages)
+    return pool, PrefixTree(pool, cost)
+
+
+def page_of(number: int, count: int = PAGE) -> np.ndarray:
+    return np.arange(number, number + count, dtype=np.int32)
+
+
+def held(pool, tree, *tokens, adapter=0):
+    """Pages with these tokens one behind the other, that no row has any more."""
+    node, pages = tree.root(adapter), []
+    for own in tokens:
+        there = node.children.get(own.tobytes())
+        if there is None:
+            [page] = pool.take(1)
+            node = tree.add(node, own.tobytes(), page)
+            pages.append(page)
+        else:
+            tree.share(np.array([there.page]))
+            node = there
+            pages.append(there.page)
+    tree.leave(np.array(pages))
+    return pages
+
+
+def evicted(pool, tree, count):
+    before = set(pool._free)
+    for _ in range(count):
+        tree.evict()
+    return set(pool._free) - before
+
+
+def test_of_equals_the_page_used_longest_ago_goes_first():
+    pool, tree = tree_of(3)
+    pages = [held(pool, tree, page_of(100 * number))[0] for number in range(3)]
+    held(pool, tree, page_of(0))  # used again
+    assert evicted(pool, tree, 1) == {pages[1]}
+
+
+def test_leaves_go_before_what_they_stand_on():
+    pool, tree = tree_of(3)
+    pages = held(pool, tree, page_of(0), page_of(100), page_of(200))
+    assert [evicted(pool, tree, 1) for _ in range(3)] == [{page} for page in reversed(pages)]
+
+
+def test_what_costs_more_to_compute_stays_longer_and_goes_in_the_end():
+    pool, tree = tree_of(4, cost=lambda start, count: count * (1 + start / PAGE))
+    _, dear = held(pool, tree, page_of(0), page_of(100))
+    [cheap] = held(pool, tree, page_of(200))
+    assert evicted(pool, tree, 1) == {cheap}
+    for number in range(3, 30):  # each is worth less than the dear one, until the clock has come so far
+        held(pool, tree, page_of(100 * number))
+        if dear in evicted(pool, tree, 1):
+            return
+    raise AssertionError("it stays for ever")
+
+
+def test_pages_that_rows_have_are_not_evicted():
+    pool, tree = tree_of(2)
+    [page] = held(pool, tree, page_of(0))
+    [other] = held(pool, tree, page_of(100))
+    tree.share(np.array([page]))
+    assert tree.unused == 1
+    assert evicted(pool, tree, 1) == {other}
+
+
+def test_pages_that_are_used_again_and_again_take_no_memory():
+    pool, tree = tree_of(2)
+    for _ in range(1000):
+        held(pool, tree, page_of(0))
+    assert len(tree._leaves) <= 2 * 2 + 65
+
+
+def test_an_adapters_pages_are_its_own_and_go_with_it():
+    pool, tree = tree_of(4)
+    held(pool, tree, page_of(0), adapter=1)
+    assert tree.find(0, page_of(0)).tokens == 0
+    assert tree.find(1, page_of(0)).tokens == PAGE
+    tree.forget(1)
+    assert tree.find(1, page_of(0)).tokens == 0
+    assert len(pool) == 4
+
+
+def test_a_page_that_begins_alike_is_found_if_it_is_worth_a_copy():
+    pool, tree = tree_of(4)
+    held(pool, tree, page_of(0), page_of(100, 20))
+    for common, expected in [(15, PAGE), (16, PAGE + 16), (19, PAGE + 19), (32, PAGE + 20)]:
+        tokens = np.concatenate([page_of(0), page_of(100, common), page_of(900, 5)])
+        assert tree.find(0, tokens).tokens == expected
+
+
+# Too few pages
+
+
+def test_rows_wait_until_there_are_pages_for_their_prompts():
+    generator = toy_generator(slots=8, length=128, step_tokens=512, pages=5)
+    prompts = [prompt(text_of(40, number)) for number in range(8)]
+    added(generator, *prompts)
+    assert generator.step().rows == 2  # two pages each, and one left over
+    outcomes, preempted, recomputed, waited = finished(generator)
+    assert [outcomes[number].completions for number in range(8)] == [alone(one, 128) for one in prompts]
+    assert (preempted, recomputed, waited) == (0, 0, 0)  # they have waited from the first step on
+
+
+def test_a_step_tells_how_many_rows_wait():
+    generator = toy_generator(slots=8, length=128, pages=5)
+    added(generator, *(prompt(text_of(40, number)) for number in range(8)))
+    assert generator.step().waited == 6
+    assert generator.step().waited == 0
+
+
+def test_the_youngest_row_gives_way_and_goes_on_as_if_nothing_had_happened():
+    generator = toy_generator(slots=4, length=128, pages=6)
+    prompts = [prompt(text_of(20, number), 90, temperature=0.9, logprobs=1) for number in range(4)]
+    added(generator, *prompts)
+    outcomes, preempted, recomputed, _ = finished(generator)
+    assert [outcomes[number].completions for number in range(4)] == [alone(one, 128) for one in prompts]
+    assert preempted
+    assert recomputed
+
+
+def test_the_oldest_row_is_never_stopped():
+    generator = toy_generator(slots=4, length=128, pages=4)
+    added(generator, *(prompt(text_of(20, number), 100) for number in range(4)))
+    ends = []
+    steps = 0
+    while generator.busy:
+        ends += [ticket for ticket, _ in generator.step().finished]
+        steps += 1
+        if not ends:
+            assert generator._table.held[0]
+            assert steps <= 100 + 1
+    assert ends == [0, 1, 2, 3]
+
+
+WATCHED = {
+    "drawn": Sampling(max_tokens=70, temperature=0.8, seed=3, ignore_eos=True),
+    "penalised": Sampling(max_tokens=70, repetition_penalty=1.2, presence_penalty=0.4, ignore_eos=True),
+    "stopped": Sampling(max_tokens=70, stop=("qu", "x."), ignore_eos=True),
+    "with log-probabilities": Sampling(max_tokens=70, logprobs=2, ignore_eos=True),
+    "worth": Sampling(max_tokens=70, processed_logprobs=True, ignore_eos=True),
+    "echoed": Sampling(max_tokens=70, prompt_logprobs=1, ignore_eos=True),
+    "a regex": Sampling(max_tokens=70, constraint=Constraint(regex="[a-f]{60}( x)*")),
+    "a list": Sampling(max_tokens=70, constraint=Constraint(choice=("a" * 50 + "b", "a" * 50 + "c"))),
+}
+
+
+@pytest.mark.parametrize("pages", [4, 5, 7])
+@pytest.mark.parametrize("kind", WATCHED)
+def test_an_answer_that_was_stopped_is_the_one_that_it_would_have_been(kind, pages):
+    """Also what is given out of it while it grows."""
+    prompts = [
+        Prompt(text=text_of(20 + 9 * number, number), key=f"{number}", samples=1 + number % 2, sampling=WATCHED[kind])
+        for number in range(4)
+    ]
+    plenty, short = toy_generator(slots=6, length=128), toy_generator(slots=6, length=128, pages=pages)
+    added(plenty, *prompts, parts=True)
+    added(short, *prompts, parts=True)
+    expected, _, _, _ = finished(plenty)
+    outcomes, preempted, waited = {}, 0, 0
+    given = {number: [] for number in range(4)}
+    while short.busy:
+        stepped = short.step()
+        for number, part in stepped.parts:
+            given[number].append(part)
+        outcomes.update(stepped.finished)
+        preempted += stepped.preempted
+        waited += stepped.waited
+        check_pages(short)
+    assert waited
+    for number in range(4):
+        assert outcomes[number].completions == expected[number].completions
+        assert outcomes[number].prompt_logprobs == expected[number].prompt_logprobs
+        assert joined(given[number]) == list(outcomes[number].completions)
+    all_free(short)
+
+
+def test_a_prompt_that_is_stopped_half_way_is_echoed_once():
+    generator = toy_generator(slots=4, length=128, step_tokens=2, pages=5)
+    echoed = prompt(text_of(90), 4, prompt_logprobs=1)
+    added(generator, prompt("abc", 120), echoed)
+    outcomes, preempted, _, _ = finished(generator)
+    assert preempted
+    [expected] = run(toy_generator(slots=4, length=128, step_tokens=8), [echoed])
+    assert outcomes[1].prompt_logprobs == expected.prompt_logprobs
+    assert outcomes[1].completions == expected.completions
+
+
+def test_more_samples_than_there_are_pages_go_one_after_another():
+    generator = toy_generator(slots=8, length=128, pages=4)
+    asked = prompt(text_of(40), 12, samples=8)
+    added(generator, asked)
+    outcomes, *_ = finished(generator)
+    assert outcomes[0].completions == alone(asked, 128)
+
+
+def test_a_row_with_an_adapter_is_computed_again_with_it():
+    generator = toy_generator(slots=4, length=128, pages=5)
+    generator.load_adapter("policy", "v1", 7)
+    asked = [
+        Prompt(text=text_of(20), key="a", adapter=adapter, sampling=Sampling(max_tokens=80, ignore_eos=True))
+        for adapter in ("policy", None, "policy")
+    ]
+    added(generator, *asked)
+    generator.step()
+    generator.unload_adapter("policy")
+    outcomes, preempted, _, _ = finished(generator)
+    assert preempted
+    expected = [alone(one, 128, weights=7 if one.adapter else 0) for one in asked]
+    assert [[one.tokens for one in outcomes[n].completions] for n in range(3)] == [
+        [one.tokens for one in completions] for completions in expected
+    ]
+    assert not generator.decoder.loaded
+
+
+def stopped(generator):
+    """Step until a row has had to give its pages back."""
+    while not any(row.resumed for row in generator._admission._queue):
+        generator.step()
+    return generator._admission._queue[0]
+
+
+def test_a_stopped_row_keeps_what_old_weights_have_drawn_and_goes_on_with_the_new_ones():
+    generator = toy_generator(slots=2, length=128, pages=5)
+    prompts = [prompt(text_of(20, number), 90) for number in range(2)]
+    added(generator, *prompts)
+    drawn = len(stopped(generator).known) - 20
+    generator.update("v1", 5)
+    outcomes, *_ = finished(generator)
+    tokens = outcomes[1].completions[0].tokens
+    assert outcomes[1].completions[0].versions == ((0, ""), (drawn, "v1"))
+    assert tokens[:drawn] == alone(prompts[1], 128)[0].tokens[:drawn]
+    begun = Prompt(text=prompts[1].text, key=prompts[1].key, sampling=prompts[1].sampling, begun=(tokens[:drawn],))
+    other = toy_generator(slots=2, length=128)
+    other.update("v1", 5)
+    assert run(other, [begun])[0].completions[0].tokens == tokens
+
+
+def test_a_stopped_row_can_be_cancelled():
+    generator = toy_generator(slots=2, length=128, pages=4)
+    added(generator, *(prompt(text_of(20, number), 90) for number in range(2)))
+    stopped(generator)
+    assert generator.cancel(1)
+    assert generator.free_slots == 1
+    outcomes, *_ = finished(generator)
+    assert list(outcomes) == [0]
+
+
+def test_who_waits_for_a_stopped_rows_beginning_goes_on():
+    generator = toy_generator(slots=3, length=128, step_tokens=4, pages=5)
+    prompts = [prompt("abc", 120), prompt(text_of(60) + "a"), prompt(text_of(60) + "b")]
+    added(generator, *prompts)
+    outcomes, *_ = finished(generator)
+    assert [outcomes[number].completions for number in range(3)] == [alone(one, 128) for one in prompts]
+
+
+def test_a_row_that_all_pages_would_not_hold_is_refused_with_the_cure():
+    generator = toy_generator(slots=4, length=128, pages=2)
+    [refused, fits] = generator.prepare([prompt(text_of(40), 30), prompt(text_of(40), 24)])
+    assert isinstance(refused, BadPrompt)
+    assert "70 tokens" in str(refused)
+    assert "-B pages=3" in str(refused)
+    assert not isinstance(fits, Exception)
+
+
+def test_the_driver_counts_who_waited_and_what_was_computed_again():
+    driver = Driver(toy_generator(slots=4, length=128, pages=5))
+    try:
+        prepared = driver.generator.prepare([prompt(text_of(20, number), 90) for number in range(4)])
+        outcomes = []
+        import threading
+
+        done = threading.Semaphore(0)
+        for one in prepared:
+            driver.submit(one, lambda outcome: (outcomes.append(outcome), done.release()))
+        for _ in prepared:
+            assert done.acquire(timeout=60)
+        counted = driver.counters()
+    finally:
+        driver.close()
+    assert counted["preempted_rows"] > 0
+    assert counted["recomputed_tokens"] > 0
+    assert counted["waited_rows"] >= 0
+    assert counted["prompt_tokens"] == 80
+    assert math.isclose(counted["output_tokens"], 360)
