@@ -133,7 +133,7 @@ def test_a_real_checkpoint_passes_every_check_that_can_be_made_here(verify):
     assert "fails" not in statuses.values()
     assert 0 < found["gpuinfer = transformers"]["largest_difference"] < 1e-4
     words = " ".join(said.split())
-    assert "All 10 checks that were made hold" in words
+    assert f"All {list(statuses.values()).count('holds')} checks that were made hold" in words
     # transformers makes a Qwen2 tokenizer anew and cuts words as Qwen's does, whatever tokenizer.json says
     assert statuses["tokens = AutoTokenizer's"] == "differs"
     assert "the difference is on the side of transformers (Qwen2Tokenizer" in words

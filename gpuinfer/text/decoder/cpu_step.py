@@ -182,7 +182,6 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                 begins[thread], order[thread], expert_inner,
             )  # fmt: skip
             barrier(thread, threads, control, addresses)
-        if inners[layer, 1]:
             out_of_experts(
                 control, rows, layer, width, inner, expert_inner, sizes, addresses, shares, begins[thread],
                 order[thread], delta[thread], added,
@@ -233,9 +232,13 @@ def next_rows(control, rows):
 
 @inlined
 def rows_of_piece(rows, inner, size):
+    """Rows that a piece of a product takes: all of them where they stay in a core's cache, else about equal blocks, as
+    products go through rows by 8 (of one block) or by 32.
+    """
     most = max(32, min(ROW_BLOCK, ROW_BYTES // (inner * size) // 32 * 32))
     blocks = max(1, -(-rows // most))
-    return -(-rows // blocks // 8) * 8 if blocks == 1 else (-(-rows // blocks) + 31) // 32 * 32
+    unit = 8 if blocks == 1 else 32
+    return -(-rows // (blocks * unit)) * unit
 
 
 @inlined
@@ -315,7 +318,7 @@ def adapt(part, end, layer, first, last, a, inner, c, sizes, addresses, runs, ad
     """
     product, ranks = addresses[at.WIDE_PRODUCT], sizes[at.RANKS]
     for number in range(sizes[at.RUNS]):
-        place, begin, rows = runs[number, 0], max(first, runs[number, 1]), 0
+        place, begin = runs[number, 0], max(first, runs[number, 1])
         rows = min(last, runs[number, 2]) - begin
         if rows <= 0:
             continue

@@ -20,13 +20,13 @@ class Blocking(Awaitable[T]):
         inner = self._own.__await__()
         send: Callable[[], Any] = functools.partial(next, inner)
         while True:
-            began = time.perf_counter()
+            began = time.monotonic()
             try:
                 waits_for = send()
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             finally:
-                self._tell(time.perf_counter() - began)
+                self._tell(time.monotonic() - began)
             try:
                 yield waits_for
                 send = functools.partial(next, inner)
