@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpuinfer.text.decoder.cpu_bandwidth import bandwidth
+from gpuinfer.text.bare import bytes_per_s
 from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
 from gpuinfer.text.decoder.cpu_panels import panel_bytes, panels_of
 from gpuinfer.text.decoder.cpu_product import product_with
@@ -30,6 +30,7 @@ MODELS: Mapping[str, Sequence[tuple[int, int]]] = {  # inner, columns
     "llama-7b": ((4096, 11008), (11008, 4096)),
 }
 ROWS = (1, 8, 16, 32, 64, 128, 512)
+BUFFER = 1 << 30  # bytes that no cache holds
 COLD = 160 << 20  # bytes of copies
 PIECE_ROWS, PIECE_PANELS = 128, 16
 TURNS, TURN_S = 3, 0.05
@@ -157,8 +158,10 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(here))
     given: Any = parser.parse_args()
     counts = [int(word) for word in given.rows.split(",")]
+    print(
+        f"all cores read {bytes_per_s([torch.ones(BUFFER // 4)], torch.device('cpu'), 0.5) / 1e9:.1f} GB/s", flush=True
+    )
     for threads in [int(word) for word in given.threads.split(",")]:
-        print(f"{threads} threads read {bandwidth(threads) / 1e9:.1f} GB/s", flush=True)
         for model in given.models.split(","):
             for inner, columns in MODELS[model]:
                 for line in compared(inner, columns, counts, threads, given.kinds.split(",")):

@@ -2,22 +2,23 @@
 
 Steps of the decoder itself, at the rows that a run has and at a short context, where nearly all is products; the same
 products by torch's library on all cores, so that a decoder that leaves cores idle, or whose products are slow, does not
-set its own measure; and how fast memory is read. As with rows (`models.bare`), of many looks those count that were
-disturbed least.
+set its own measure; and how fast the weights are read where they lie. As with rows (`models.bare`), of many looks those
+count that were disturbed least.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import UsageError
-from gpuinfer.host.machine import cores, cpu_times, memory_available
+from gpuinfer.host.machine import cores, cpu_times
 from gpuinfer.models.bare import SERVED, sustained
 from gpuinfer.text.arithmetic import FLOAT32
 from gpuinfer.text.cost import StepCost, extent_of
@@ -29,8 +30,8 @@ LEAST_TOKENS = 32  # of such a step
 MOST_LOOKS = 64
 LOOK_S = 0.05  # at least, of one look: asking who had the cores costs a millisecond
 LIBRARY_BYTES = 96 << 20  # weights that the library's products go through: more than caches hold
-STREAMED_BYTES = 256 << 20  # that are read from memory; 1/8 of what is free at most
-PIECES = 8  # of the memory, for each core: threads that are disturbed leave theirs to others
+STREAMED_BYTES = 256 << 20  # that are read from a device's memory
+PIECE = 1 << 21  # values of 2 bytes that a core reads at once: a thread that is disturbed leaves the rest to others
 
 
 def measure(decoder: Decoder, rows: int, step_tokens: int, seconds: float) -> TextRoofline:
@@ -64,7 +65,7 @@ def measure(decoder: Decoder, rows: int, step_tokens: int, seconds: float) -> Te
     return TextRoofline(
         flops_per_s=best,
         prompt_flops_per_s=max(best_prompts, best),
-        bytes_per_s=bytes_per_s(decoder.device, 0.1 * seconds),
+        bytes_per_s=bytes_per_s(decoder.weight_tensors(), decoder.device, 0.1 * seconds),
         at_rows=rows,
         at_tokens=tokens,
         own_flops_per_s=own,
@@ -130,15 +131,15 @@ class Library:
             return 2.0 * rows * self._values * _passes_per_s(once, self._device, seconds)
 
 
-def bytes_per_s(device: torch.device, seconds: float) -> float:
-    """How fast memory is read by all cores together."""
-    count = int(min(STREAMED_BYTES, memory_available() // 8)) // 4
+def bytes_per_s(weights: Sequence[Tensor], device: torch.device, seconds: float) -> float:
+    """How fast all cores together read these weights where they lie; on another device, memory of its own."""
     if device.type != "cpu":
-        there = torch.zeros(count, dtype=torch.float32, device=device)
-        return 4.0 * count * _passes_per_s(there.sum, device, seconds)
-    pieces = np.array_split(np.full(count, 1, np.float32), PIECES * cores())
+        there = torch.zeros(STREAMED_BYTES // 4, dtype=torch.float32, device=device)
+        return there.nbytes * _passes_per_s(there.sum, device, seconds)
+    found = [np.ravel(weight.detach().view(torch.int16).numpy()) for weight in weights]
+    pieces = [one[start : start + PIECE] for one in found for start in range(0, len(one), PIECE)]
     with ThreadPoolExecutor(cores()) as pool:
-        return 4.0 * count * _passes_per_s(lambda: list(pool.map(np.max, pieces)), device, seconds)
+        return sum(one.nbytes for one in found) * _passes_per_s(lambda: list(pool.map(np.max, pieces)), device, seconds)
 
 
 def _rate(decoder: Decoder, step: Step, flops: float, seconds: float) -> float:

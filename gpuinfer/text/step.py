@@ -86,6 +86,10 @@ class Decoder(Protocol):
         """[vocabulary, hidden] of the weights it computes with, on the device, as they are stored; only to be read."""
         ...
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        """The memory of the weights it computes with, in whatever order they lie; only to be read."""
+        ...
+
     def pack(self, weights: Weights) -> object:
         """Other weights of the same shape as `swap` takes them: whatever takes long. From any thread."""
         ...

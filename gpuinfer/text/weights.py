@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +54,33 @@ class Layer:
     mixture: Mixture | None = None
 
 
+class UnreadLayers(Sequence[Layer]):
+    """Layers that are read each time they are asked for, so that not all of them are in memory at once."""
+
+    def __init__(self, count: int, read: Callable[[int], Layer]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> Layer: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Layer]: ...
+    def __getitem__(self, number: int | slice) -> Layer | list[Layer]:
+        found = range(self._count)[number]
+        return self._read(found) if isinstance(found, int) else [self._read(one) for one in found]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return map(self._read, range(self._count))  # holds no layer while it reads the next
+
+
 @dataclass(frozen=True)
 class Weights:
     """All of a model's weights, on the CPU, contiguous."""
 
     embedding: Tensor  # [vocabulary, hidden]
-    layers: tuple[Layer, ...]
+    layers: Sequence[Layer]
     norm: Norm
     head: Linear  # [vocabulary, hidden]; the embedding itself when tied
     positions: Tensor | None = None  # learned: [positions, hidden]

@@ -76,6 +76,9 @@ class Witness:
     def embedding(self) -> Tensor:
         return self._decoder.embedding()
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        return self._decoder.weight_tensors()
+
     def pack(self, weights: Weights) -> object:
         return self._decoder.pack(weights)
 

@@ -21,6 +21,9 @@ class Recorded:
         self.slots, self.pages, self.length, self.shape = slots, pages, length, shape
         self.steps = []
 
+    def weight_tensors(self):
+        return [torch.ones(1000, 3), torch.ones(7, dtype=torch.int16)]
+
     def forward(self, step):
         assert len(step.starts) <= self.slots
         assert (step.starts + step.lengths).max() <= self.length

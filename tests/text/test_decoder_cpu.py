@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +24,7 @@ from gpuinfer.text.decoder.cpu import CpuDecoder, available
 from gpuinfer.text.decoder.cpu_panels import aligned
 from gpuinfer.text.shape import Rope
 from gpuinfer.text.step import PAGE
+from gpuinfer.text.weights import UnreadLayers
 
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
 
@@ -265,3 +268,17 @@ def test_exp_is_right_to_seven_digits():
     out = np.empty_like(x)
     each(x, out)
     np.testing.assert_allclose(out, np.exp(x.astype(np.float64)), rtol=5e-7)
+
+
+def test_each_layer_is_read_once_and_let_go_before_the_next_is_read():
+    weights, alive, most = random_weights(LLAMA, torch.float32), [], []
+
+    def read(number):
+        layer = copy.deepcopy(weights.layers[number])
+        alive.append(weakref.ref(layer.down.weight))
+        most.append(sum(weight() is not None for weight in alive))
+        return layer
+
+    lazy = replace(weights, layers=UnreadLayers(len(weights.layers), read))
+    CpuDecoder(LLAMA, lazy, torch.float32, slots=1, pages=2, length=64, threads=1)
+    assert most == [1] * len(weights.layers)

@@ -11,7 +11,7 @@ from random_models import LLAMA, random_weights
 from steps import COLUMNS, step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.estimate import CPU_COPIED, CUDA_COPIED, page_bytes, working_bytes
+from gpuinfer.text.checkpoint.estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working_bytes
 from gpuinfer.text.decoder import open_decoder, open_sized, sizing
 from gpuinfer.text.decoder.open_decoder import NullDecoder
 from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try
@@ -34,8 +34,11 @@ class Opened:
 
     shape: object = LLAMA
 
-    def weights(self, dtype):
+    def weights(self, dtype, *, by_layer=False):
         return random_weights(self.shape, dtype)
+
+    def estimate(self, slots, pages, length, dtype):
+        return Estimate(weights_bytes=0, cache_bytes=0, peak_bytes=0)
 
 
 def opened(dtype=torch.float32, shape=LLAMA, slots=3, pages=3 * COLUMNS, **changes):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.family import Biases
 from gpuinfer.text.checkpoint.tensor_names import LLAMA, TensorNames
 from gpuinfer.text.shape import Experts, Shape
-from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
+from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, UnreadLayers, Weights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout(Protocol):
     def shape(self) -> Shape: ...
 
     def weights(self, take: Take) -> Weights:
-        """All weights, each taken once, in the order in which the model uses them."""
+        """All weights; those of a layer are taken when it is asked for."""
         ...
 
 
@@ -59,7 +59,7 @@ class RotaryLayout:
         shape, names = self.shape, self.names
         name = self.embedding_name or names.embedding_of(self.prefix)
         embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
-        layers = tuple(self._layer(number, take) for number in range(shape.layers))
+        layers = UnreadLayers(shape.layers, lambda number: self._layer(number, take))
         norm = self._norm(f"{self.prefix}{names.norm}", shape.hidden, take)
         return Weights(embedding, layers, norm, _head(shape, names.head_of(self.prefix), embedding, take))
 
@@ -126,7 +126,7 @@ class Gpt2Layout:
         name = self.embedding_name or f"{self.prefix}wte.weight"
         embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
         positions = take([TensorPart(f"{self.prefix}wpe.weight", (shape.positions, shape.hidden))], False)
-        layers = tuple(self._layer(f"{self.prefix}h.{number}.", take) for number in range(shape.layers))
+        layers = UnreadLayers(shape.layers, lambda number: self._layer(f"{self.prefix}h.{number}.", take))
         norm = self._norm(f"{self.prefix}ln_f", take)
         return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take), positions)
 
@@ -198,7 +198,7 @@ def parts_of(layout: Layout) -> list[TensorPart]:
         found.extend(parts)
         return torch.empty(size_of(parts), device="meta")
 
-    layout.weights(take)
+    all_weights(layout, take)
     return found
 
 
@@ -259,8 +259,16 @@ def _nearest(name: str, store: Store, wanted: Mapping[str, tuple[int, ...]]) -> 
     return f" (is it '{found[0][:120]}'?)" if found else ""
 
 
-def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
-    """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used."""
+def all_weights(layout: Layout, take: Take) -> Weights:
+    """Each weight taken once."""
+    weights = layout.weights(take)
+    return replace(weights, layers=tuple(weights.layers))
+
+
+def read_weights(store: Store, layout: Layout, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
+    """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used.
+    `by_layer`: a layer is read when it is asked for, each time anew.
+    """
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         into = torch.empty(size_of(parts), dtype=torch.float32 if wide else dtype)
@@ -271,7 +279,7 @@ def read_weights(store: Store, layout: Layout, dtype: torch.dtype) -> Weights:
             row += rows
         return into
 
-    return layout.weights(take)
+    return layout.weights(take) if by_layer else all_weights(layout, take)
 
 
 def size_of(parts: Sequence[TensorPart]) -> tuple[int, ...]:

@@ -42,9 +42,11 @@ class Checkpoint:
         """Hexadecimal: of settings, tokenizer and all weights, which are read for it. Raises `UsageError`."""
         return fingerprint(self.store, self.settings)
 
-    def weights(self, dtype: torch.dtype) -> Weights:
-        """All weights in memory of their own, matrices in `dtype`. Raises `UsageError` for a damaged file."""
-        return read_weights(self.store, self.layout, dtype)
+    def weights(self, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
+        """All weights in memory of their own, matrices in `dtype`; `by_layer`: a layer is read when it is asked for.
+        Raises `UsageError` for a damaged file, then or now.
+        """
+        return read_weights(self.store, self.layout, dtype, by_layer=by_layer)
 
     def estimate(
         self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.assembly import Layout, TensorPart, size_of
+from gpuinfer.text.checkpoint.assembly import Layout, TensorPart, all_weights, size_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE
 from gpuinfer.text.weights import Adapter, Weights
@@ -74,7 +74,7 @@ def weight_bytes(layout: Layout, dtype: torch.dtype) -> int:
         total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
         return torch.empty(size_of(parts), device="meta")
 
-    layout.weights(take)
+    all_weights(layout, take)
     return total
 
 
@@ -84,7 +84,7 @@ def empty_weights(layout: Layout, dtype: torch.dtype) -> Weights:
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         return torch.empty(size_of(parts), device="meta", dtype=torch.float32 if wide else dtype)
 
-    return layout.weights(take)
+    return all_weights(layout, take)
 
 
 def adapter_bytes(adapter: Adapter) -> int:

@@ -10,7 +10,6 @@ cpu_product.py    products whose bits are a row's own: cpu_block.py (vectors), c
 cpu_experts.py    cpu_activation.py    cpu_adapters.py    what stands in a layer between its products
 cpu_weights.py    cpu_sizes.py         what the compiled step reads, and where
 cpu_vectors.py    cpu_math.py          cpu_intrinsics.py    vectors and what LLVM makes of them
-cpu_bandwidth.py  how fast memory is read
 torch_decoder.py  any device and format    torch_layers.py   torch_experts.py   torch_batch.py   torch_cache.py
 segments.py       where the tokens of a step are, and what they see
 torch_static.py   batches of fixed shape: compiled, and captured as CUDA graphs

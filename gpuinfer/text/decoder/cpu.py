@@ -105,6 +105,11 @@ class CpuDecoder:
             return stored if self._dtype == torch.float32 else stored.view(torch.int16).view(torch.bfloat16)
         return weight_in(self._packed.kept[self._packed.head], self.shape.vocabulary, self.shape.hidden)
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        """See `step.Decoder.weight_tensors`. bfloat16 is there as its bits in int16."""
+        kept = self._packed.kept
+        return [torch.from_numpy(one if one.dtype == np.float32 else one.view(np.int16)) for one in kept]
+
     def pack(self, weights: Weights) -> PackedWeights:
         """See `step.Decoder.pack`."""
         return packed(weights, self.shape, self._columns * PAGE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from gpuinfer.text.decoder.cpu_panels import panels_of
 from gpuinfer.text.decoder.cpu_pool import Arena
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Linear, Mixture, Norm, Weights
+from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,43 @@ def panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
 
 
 def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
-    """For rows of up to so many positions. A head that is the embedding is kept once."""
-    keep = _Keep()
-    for number, layer in enumerate(weights.layers):
-        inner = shape.inner(number)
-        keep.add(layer.qkv.weight)
-        keep.add(layer.out.weight)
-        keep.add(layer.up.weight[:inner])
-        keep.add(layer.up.weight[inner:] if shape.gated else None)
-        keep.add(layer.down.weight)
-    keep.add(weights.head.weight)
-    head = len(keep.kept) - 1
-    for layer in weights.layers:
-        _keep_experts(keep, shape, layer.mixture)
-    return PackedWeights(keep.addresses, keep.kept, _model_arrays(weights, shape, positions), head)
+    """For rows of up to so many positions. A head that is the embedding is kept once. Each layer is asked for once, and
+    its matrices are let go as soon as they are packed.
+    """
+    keep, rest = _Keep(), []
+    addresses, of_experts = [], []
+    for number in range(shape.layers):
+        layer, inner = weights.layers[number], shape.inner(number)
+        addresses += [
+            keep.add(layer.qkv.weight),
+            keep.add(layer.out.weight),
+            keep.add(layer.up.weight[:inner]),
+            keep.add(layer.up.weight[inner:] if shape.gated else None),
+            keep.add(layer.down.weight),
+        ]
+        of_experts += _keep_experts(keep, shape, layer.mixture)
+        rest.append(_without_matrices(layer))
+        del layer
+    addresses.append(keep.add(weights.head.weight))
+    head, model = len(keep.kept) - 1, _model_arrays(replace(weights, layers=rest), shape, positions)
+    return PackedWeights(addresses + of_experts, keep.kept, model, head)
+
+
+def _without_matrices(layer: Layer) -> Layer:
+    """Its norms and biases, and of its matrices how many rows they have."""
+
+    def emptied(linear: Linear) -> Linear:
+        return Linear(linear.weight.new_empty((len(linear.weight), 0)), linear.bias)
+
+    mixture, none = layer.mixture, layer.qkv.weight.new_empty(0)
+    return replace(
+        layer,
+        qkv=emptied(layer.qkv),
+        out=emptied(layer.out),
+        up=emptied(layer.up),
+        down=emptied(layer.down),
+        mixture=None if mixture is None else Mixture(none, mixture.bias, none, none),
+    )
 
 
 def tied(weights: Weights) -> bool:
@@ -129,33 +152,29 @@ def _routing(shape: Shape, weights: Weights) -> tuple[NDArray[np.float32], NDArr
     return biases, np.array([experts.scale if experts else 1.0], np.float32)
 
 
-def _keep_experts(keep: _Keep, shape: Shape, mixture: Mixture | None) -> None:
+def _keep_experts(keep: _Keep, shape: Shape, mixture: Mixture | None) -> list[int]:
+    """The addresses of a layer's experts; zeros where it has none and others do."""
     if shape.experts is None:
-        return
+        return []
     if mixture is None:
-        keep.addresses += [0] * (1 + at.EXPERT_WEIGHTS * shape.experts.count)
-        return
-    keep.add(mixture.router.float())
-    inner = shape.experts.intermediate
+        return [0] * (1 + at.EXPERT_WEIGHTS * shape.experts.count)
+    addresses, inner = [keep.add(mixture.router.float())], shape.experts.intermediate
     for up, down in zip(mixture.up, mixture.down, strict=True):
-        keep.add(up[:inner])
-        keep.add(up[inner:] if shape.gated else None)
-        keep.add(down)
+        addresses += [keep.add(up[:inner]), keep.add(up[inner:] if shape.gated else None), keep.add(down)]
+    return addresses
 
 
 class _Keep:
     def __init__(self) -> None:
         self._arena = Arena()
-        self.addresses: list[int] = []
         self.kept: list[NDArray[Any]] = []
 
-    def add(self, weight: torch.Tensor | None) -> None:
+    def add(self, weight: torch.Tensor | None) -> int:
+        """The address of its panels, or 0 where there is no weight."""
         if weight is None:
-            self.addresses.append(0)
-            return
-        panels = panels_of(weight, self._arena)
-        self.addresses.append(panels.ctypes.data)
-        self.kept.append(panels)
+            return 0
+        self.kept.append(panels_of(weight, self._arena))
+        return int(self.kept[-1].ctypes.data)
 
 
 def _stack_unequal(rows: list[torch.Tensor]) -> NDArray[np.float32]:

@@ -51,6 +51,9 @@ class NullDecoder:
     def embedding(self) -> Tensor:
         return torch.zeros((self.shape.vocabulary, 0))
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        return []
+
     def pack(self, weights: Weights) -> object:
         return weights
 
@@ -116,26 +119,25 @@ def open_sized(
         of_all = pages or count * row_pages(length)
         decoder = NullDecoder(shape, slots=min(count, of_all), pages=of_all, length=length, dtype=weights_dtype)
         return decoder, Sizing(decoder.slots, of_all, 0, 0, free_memory(device))
-    weights = checkpoint.weights(weights_dtype)
     own = own_kernels(shape, weights_dtype, device, compile)
+    weights = checkpoint.weights(weights_dtype, by_layer=True)  # so they are never in memory twice
 
     def find(free: int) -> Sizing:
         wanted: dict[str, Any] = {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens}
         return estimate(shape, weights_dtype, device, free, **wanted, own=own, sharing=sharing)
 
-    if own:
-        from gpuinfer.text.decoder.cpu import CpuDecoder
-
-        sizing = find(free_memory(device))
-        found = partial(CpuDecoder, shape, weights, weights_dtype, length=length, threads=threads)
-        return found(slots=sizing.slots, pages=sizing.pages, deterministic=deterministic), sizing
     open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, length=length, deterministic=deterministic)
-    if device.type != "cuda":
-        sizing = find(free_memory(device))
+    if device.type == "cuda":
+        # Free memory is counted once the weights are on the device.
+        whole = open_with(slots=1, pages=1, compile=compile, graphs=graphs)
+        return open_and_try(whole, find(free_memory(device)), step_tokens)
+    sizing = find(free_memory(device) - checkpoint.estimate(1, 1, length, weights_dtype).weights_bytes)
+    if not own:
         return open_with(slots=sizing.slots, pages=sizing.pages, compile=compile, graphs=False), sizing
-    whole = open_with(slots=1, pages=1, compile=compile, graphs=graphs)  # the weights are there before room is counted
-    sizing = find(free_memory(device))
-    return open_and_try(whole, sizing, step_tokens)
+    from gpuinfer.text.decoder.cpu import CpuDecoder
+
+    counts = {"slots": sizing.slots, "pages": sizing.pages, "length": length, "threads": threads}
+    return CpuDecoder(shape, weights, weights_dtype, **counts, deterministic=deterministic), sizing
 
 
 def own_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, compile: bool) -> bool:

@@ -132,6 +132,10 @@ class TorchDecoder:
         """See `step.Decoder.embedding`."""
         return self._weights.embedding
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        """See `step.Decoder.weight_tensors`."""
+        return list(torch_layers.tensors_of(self._weights))
+
     @torch.no_grad()
     def pack(self, weights: Weights) -> Weights:
         """See `step.Decoder.pack`."""

@@ -56,7 +56,7 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
     tied = weights.head.weight.data_ptr() == weights.embedding.data_ptr()
     return Weights(
         embedding=embedding,
-        layers=tuple(layer(given) for given in weights.layers),
+        layers=tuple(map(layer, weights.layers)),
         norm=norm(weights.norm),
         head=Linear(embedding) if tied else linear(weights.head),
         positions=None if weights.positions is None else weights.positions.to(device, dtype),

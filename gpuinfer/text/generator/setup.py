@@ -19,6 +19,7 @@ from gpuinfer.api import BackendContext, Lane, ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
+from gpuinfer.host.resident import give_back
 from gpuinfer.models.device import resolve_device, resolve_devices, resolve_dtype
 from gpuinfer.models.memory import keep_freed_memory
 from gpuinfer.models.stages.options import CutOptions, Parallel
@@ -165,6 +166,7 @@ def open_generator(
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST, generator.decoder.pack_adapter(adapter))
+    give_back()  # what weights were read into, before they were packed
     _warm_up(generator)
     return generator
 

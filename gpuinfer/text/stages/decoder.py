@@ -121,6 +121,10 @@ class StagedDecoder:
         found = self._decoders[0].embedding()
         return found if found.device == self.device else found.to(self.device)
 
+    def weight_tensors(self) -> Sequence[Tensor]:
+        """See `step.Decoder.weight_tensors`. Of all stages, each on its device."""
+        return [tensor for decoder in self._decoders for tensor in decoder.weight_tensors()]
+
     def pack(self, weights: Weights) -> Sequence[object]:
         """See `step.Decoder.pack`."""
         return [
