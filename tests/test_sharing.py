@@ -49,6 +49,12 @@ def test_the_threads_of_a_forward_are_one_station(ours: float, threads: int, for
     assert told(ours, device={"threads": threads})["stations"]["forward"] == forward
 
 
+def test_the_threads_of_a_step_of_prompts_are_of_its_station() -> None:
+    lanes = ({"name": "forward 0", "ran": {"prefill": 6.0, "forward": 2.0, "sample": 1.0}},)
+    found = cores(Snapshot(lanes=lanes, device={"threads": 2}), 10.0, CoreTime(17.0, 17.0, 0.0))
+    assert found["stations"] == {"prefill": 12.0, "forward": 4.0, "sample": 1.0}
+
+
 def test_stations_are_no_more_than_what_the_program_ran() -> None:
     found = told(ours=3.0)
     assert sum(found["stations"].values()) == pytest.approx(3.0)

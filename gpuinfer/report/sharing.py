@@ -9,6 +9,8 @@ from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.stats import Snapshot
 
+COMPUTING = ("forward", "prefill")  # stations in which a forward's other threads compute too
+
 
 def cores(snapshot: Snapshot, wall_s: float, used: CoreTime | None) -> dict[str, Any]:
     """`{count, busy_s, waiting_s, others_s, stolen_s, idle_s, stations}` of a stretch of `wall_s` seconds.
@@ -49,7 +51,9 @@ def on_cores(snapshot: Snapshot, busy_s: float) -> dict[str, float]:
     total = math.fsum(ran.values())
     if total > busy_s:
         return {station: spent * busy_s / total for station, spent in ran.items()}
-    threads = snapshot.device.get("threads") or 1
-    if "forward" in ran:
-        ran["forward"] += min((threads - 1) * ran["forward"], busy_s - total)
+    others = (snapshot.device.get("threads") or 1) - 1
+    computed = math.fsum(ran.get(station, 0.0) for station in COMPUTING)
+    if others and computed:
+        factor = 1 + min(others, (busy_s - total) / computed)
+        ran |= {station: factor * ran[station] for station in COMPUTING if station in ran}
     return {station: spent for station, spent in ran.items() if spent}

@@ -3,6 +3,7 @@
 ```
 open_decoder.py   which decoder, and one that computes nothing    sizing.py   with how many slots and pages
 cpu.py            the decoder for a CPU      cpu_threads.py   its threads: pieces of work, barriers
+fewest_threads.py how many of them a step takes that waits for memory
 cpu_step.py       a step, phase by phase     cpu_plan.py      which rows go through attention together
 cpu_attention.py  attention over pages       cpu_pool.py      the memory of pages
 cpu_product.py    products whose bits are a row's own: cpu_block.py (vectors), cpu_amx.py (the matrix unit),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from gpuinfer.text.decoder.cpu_step import MOST_PANELS, ROW_BLOCK, ROWS_AT_ONCE,
 from gpuinfer.text.decoder.cpu_threads import Threads
 from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.decoder.cpu_weights import PackedWeights, packed, tied
+from gpuinfer.text.decoder.fewest_threads import FewestThreads
 from gpuinfer.text.decoder.segments import firsts_of, positions_of
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
@@ -81,6 +83,7 @@ class CpuDecoder:
         self._step: tuple[NDArray[Any], ...] = ()
         self._threads: Threads | None = None
         self._most_threads = self._taking_part = threads
+        self._fewest = FewestThreads()
         self._used = {"threads": threads, "busy_s": 0.0, "waited_s": 0.0}  # by threads that have been closed
 
     def forward(self, step: Step) -> Tensor:
@@ -195,7 +198,9 @@ class CpuDecoder:
         counts = rows, segments, outputs, len(by_adapter.runs), vectors, few, picked
         self._sizes[cpu_sizes.ROWS : cpu_sizes.PICKED + 1] = counts
         assert self._threads is not None  # made with the room
-        self._threads.step(self._taking_part)
+        threads, began = self._fewest.threads_for(rows, self._taking_part), time.perf_counter()
+        self._threads.step(threads)
+        self._fewest.took(rows, threads, time.perf_counter() - began)
         return by_adapter
 
     def _attend_to(
