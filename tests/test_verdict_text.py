@@ -253,6 +253,15 @@ def test_half_of_the_roofline_never_looks_well(efficiency, spent):
     assert told["class"] != "device-saturated"
 
 
+def test_a_thread_that_waits_for_one_without_a_core_is_no_idle_core():
+    """Another program had the core: its share is that program's, and the wait for it is no lack of work."""
+    waiting = {"steps": {**WORK, "threads_busy_s": 12.0, "threads_waited_s": 5.0}, "unused_cores": 0.0}
+    alone = a_text_run(cpu_s=17.0, others_cores=0.0, **waiting)
+    beside = a_text_run(cpu_s=17.0, others_cores=0.3, cpu_wait_s=4.0, **waiting)
+    assert alone.idle_cores == pytest.approx(0.5)
+    assert beside.idle_cores == pytest.approx(0.1)
+
+
 def test_a_model_that_computes_elsewhere_leaves_the_cores_here_idle_as_it_should():
     lane = {**a_lane("forward 0", **BUSY), "ran": {"forward": 0.2}}
     assert judge(replace(a_text_run(unused_cores=1.9, cpu_s=0.5), lanes=[lane]))["class"] == "device-saturated"

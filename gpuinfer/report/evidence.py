@@ -123,7 +123,8 @@ class Evidence:
     @property
     def idle_cores(self) -> float:
         """Cores, on average, that computed nothing while nobody else had them: no thread wanted them, or one of ours
-        waited there, actively, for the other threads of a step. 0 where it is not known, or the model is elsewhere.
+        waited there, actively, for the other threads of a step. While one of these is ready and has no core, somebody
+        else's program is why. 0 where it is not known, or the model is elsewhere.
         """
         if not self.on_cpu or not (self.cpu_s or self.unused_cores is not None) or not self.computes_here:
             return 0.0
@@ -131,7 +132,9 @@ class Evidence:
         if unused is None:
             unused = max(0.0, self.cores - self.cores_busy - (self.others or 0.0))
         waited, computed = (self.steps.get(f"threads_{what}_s", 0.0) / self.wall_s for what in ("waited", "busy"))
-        return min(unused + min(waited, max(0.0, self.cores_busy - computed)), float(self.cores))
+        held_up = ((self.threads or 1) - 1) * self.cpu_wait_s / self.wall_s
+        waited = min(max(0.0, waited - held_up), max(0.0, self.cores_busy - computed))
+        return min(unused + waited, float(self.cores))
 
     @property
     def computes_here(self) -> bool:
