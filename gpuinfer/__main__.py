@@ -8,8 +8,9 @@ import sys
 
 
 def main() -> None:
-    from gpuinfer.host import plugin_folder, signals, standard_files
+    from gpuinfer.host import pauses, plugin_folder, signals, standard_files
 
+    pauses.collect_seldom()
     standard_files.keep_open()
     if problem := plugin_folder.see_plugins():  # before anything looks for plugins
         print(f"gpuinfer: {problem}", file=sys.stderr)

@@ -24,6 +24,7 @@ from gpuinfer.text.decoder.cpu_weights import panel_bytes
 ROWS_AT_ONCE = 4  # in a piece of what goes row by row
 ROW_BLOCK, ROW_BYTES = 256, 384 << 10  # rows of a piece of a product: so many, or as many as stay in a core's cache
 MOST_PANELS, PIECES = 16, 8  # panels of a piece; pieces for each thread, if there are as many
+FEW_ROWS, FEW_PIECES, FEW_PANELS = 4, 3, 8  # of so few rows, which wait for memory: whole blocks (`panels_for`)
 
 
 @compiled
@@ -242,8 +243,10 @@ def rows_of_piece(rows, inner, size):
 
 
 @inlined
-def panels_of_piece(panels, blocks, threads):
+def panels_of_piece(rows, panels, blocks, threads):
     """So few that threads end a phase at about the same time, and so many that a piece is worth its while."""
+    if rows <= FEW_ROWS:
+        return max(FEW_PANELS, min(MOST_PANELS, panels // (FEW_PIECES * threads) // FEW_PANELS * FEW_PANELS))
     wide = panels * blocks // (PIECES * threads)
     return max(2, min(MOST_PANELS, wide // 4 * 4 if wide >= 4 else 2))
 
@@ -258,7 +261,7 @@ def share_product(threads, control, sizes, addresses, rows, columns, inner, a, l
     size, panels = sizes[at.MULTIPLIED], (columns + TILE - 1) // TILE
     high = rows_of_piece(rows, inner, size)
     blocks = (rows + high - 1) // high
-    wide = panels_of_piece(panels, blocks, threads)
+    wide = panels_of_piece(rows, panels, blocks, threads)
     pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, inner)
     while True:
         piece = claim(control)
@@ -279,7 +282,7 @@ def share_up(threads, control, sizes, addresses, rows, width, hidden, normed, we
     size, panels = sizes[at.MULTIPLIED], (width + TILE - 1) // TILE
     high = min(rows_of_piece(rows, hidden, size), len(gate) // (MOST_PANELS * TILE))
     blocks = (rows + high - 1) // high
-    wide = panels_of_piece(panels, blocks, threads)
+    wide = panels_of_piece(rows, panels, blocks, threads)
     pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, hidden)
     lda = normed.shape[1]
     while True:
