@@ -8,7 +8,7 @@ bfloat16 up to a multiple of 32, which is what a tile of the matrix unit holds.
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,11 @@ def panel_bytes(inner: int, size: int) -> int:
     return terms * TILE * size
 
 
-def panels_of(weight: torch.Tensor, arena: Arena | None = None) -> NDArray[Any]:
+def panels_of(weight: torch.Tensor, arena: Arena | None = None, pool: Executor | None = None) -> NDArray[Any]:
     """A weight [out, in], float32 or bfloat16, in panels: [out / 16, `panel_bytes` / its values' size], on cache lines.
 
-    bfloat16 is there as its bits in uint16. They lie in the `arena`, or by themselves.
+    bfloat16 is there as its bits in uint16. They lie in the `arena`, or by themselves. The threads of the `pool`, if
+    there is one, share a large weight.
     """
     out, inner = weight.shape
     source = weight.detach()
@@ -55,13 +56,12 @@ def panels_of(weight: torch.Tensor, arena: Arena | None = None) -> NDArray[Any]:
     def some(first: int, end: int) -> None:
         pack(size, out, inner, source.data_ptr(), size * source.stride(0), panels.ctypes.data, each, first, end)
 
-    threads = min(machine.cores(), count) if panels.nbytes >= SHARED_FROM else 1
-    bounds = [count * thread // threads for thread in range(threads + 1)]
-    if threads == 1:
+    if pool is None or panels.nbytes < SHARED_FROM:
         some(0, count)
     else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(some, bounds[:-1], bounds[1:]))
+        parts = min(machine.cores(), count)
+        bounds = [count * part // parts for part in range(parts + 1)]
+        list(pool.map(some, bounds[:-1], bounds[1:]))
     return panels
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuinfer.host import machine
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_math import inlined
 from gpuinfer.text.decoder.cpu_panels import panels_of
@@ -40,7 +42,12 @@ def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
     """For rows of up to so many positions. A head that is the embedding is kept once. Each layer is asked for once, and
     its matrices are let go as soon as they are packed.
     """
-    keep, rest = _Keep(), []
+    with ThreadPoolExecutor(machine.cores(), "gpuinfer-packing") as pool:
+        return _packed_by(pool, weights, shape, positions)
+
+
+def _packed_by(pool: Executor, weights: Weights, shape: Shape, positions: int) -> PackedWeights:
+    keep, rest = _Keep(pool), []
     addresses, of_experts = [], []
     for number in range(shape.layers):
         layer, inner = weights.layers[number], shape.inner(number)
@@ -165,15 +172,15 @@ def _keep_experts(keep: _Keep, shape: Shape, mixture: Mixture | None) -> list[in
 
 
 class _Keep:
-    def __init__(self) -> None:
-        self._arena = Arena()
+    def __init__(self, pool: Executor) -> None:
+        self._arena, self._pool = Arena(), pool
         self.kept: list[NDArray[Any]] = []
 
     def add(self, weight: torch.Tensor | None) -> int:
         """The address of its panels, or 0 where there is no weight."""
         if weight is None:
             return 0
-        self.kept.append(panels_of(weight, self._arena))
+        self.kept.append(panels_of(weight, self._arena, self._pool))
         return int(self.kept[-1].ctypes.data)
 
 
