@@ -142,6 +142,7 @@ def test_it_can_be_written_out_as_a_folder_that_transformers_opens(tmp_path):
 
 
 SHARDING = """
+import os
 import sys
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,7 +165,8 @@ else:
     ways = [kinds[at % 3] if one.dim() > 1 else Shard(0) for at, (_, one) in enumerate(found)]
     state = {name: distribute_tensor(one, mesh, [way]) for (name, one), way in zip(found, ways)}
 dcp.save(state, checkpoint_id=place)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # the files are whole; how gloo's threads end, which abort at times on a loaded machine, is not our matter
 """
 
 
