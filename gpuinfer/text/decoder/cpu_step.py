@@ -24,7 +24,8 @@ from gpuinfer.text.decoder.cpu_weights import panel_bytes
 ROWS_AT_ONCE = 4  # in a piece of what goes row by row
 ROW_BLOCK, ROW_BYTES = 256, 384 << 10  # rows of a piece of a product: so many, or as many as stay in a core's cache
 MOST_PANELS, PIECES = 16, 8  # panels of a piece; pieces for each thread, if there are as many
-FEW_ROWS, FEW_PIECES, FEW_PANELS = 4, 3, 8  # of so few rows, which wait for memory: whole blocks (`panels_for`)
+FEW_ROWS = 4  # with more, products take longer than reading the weights
+FEW_PIECES, FEW_PANELS = 3, 8  # the same of so few rows, whose pieces are whole blocks (`panels_for`)
 
 
 @compiled

@@ -7,7 +7,8 @@ itself, since a step has the same bits for any number of threads.
 
 from __future__ import annotations
 
-FEW_ROWS = 4  # tokens of a step: with more, products take longer than reading the weights
+from gpuinfer.text.decoder.cpu_step import FEW_ROWS
+
 SETTLE = 32  # such steps before the first trial: a short run is not worth one
 TURNS = 4  # steps with each of two numbers of threads, in turn
 AS_FAST = 1.03  # times the seconds of more threads
