@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gpuinfer.text.decoder.cpu_intrinsics import F32, I32, I64, VOID
-from gpuinfer.text.decoder.cpu_vectors import BITS, TILE, WIDE, WIDE_VECTORS, splat
+from gpuinfer.text.decoder.cpu_vectors import BITS, TILE, WIDE, WIDE_VECTORS, splat, sum_of_none
 
 BYTE, I16, BIT = ir.IntType(8), ir.IntType(16), ir.IntType(1)
 ADDRESS = ir.PointerType(BYTE)
@@ -85,15 +85,11 @@ def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, co
     sides = _Pointers.of_rows(builder, a, lda, rows)
     weights = _Pointers.of_panels(builder, weight, apart, panels, there)
     next_lines = _Moving(builder, ahead)
-    masks = [mask_of(builder, columns, panel) for panel in range(panels)]
     targets = [builder.add(c, builder.mul(ldc, number(row))) for row in range(rows)]
-    sums = [
-        [
-            cgutils.alloca_once_value(builder, _kept(builder, target, panel, masks[panel], fresh))
-            for panel in range(panels)
-        ]
-        for target in targets
-    ]
+    sums = [[sum_of_none(builder) for _ in range(panels)] for _ in range(rows)]
+    whole = builder.icmp_signed(">=", columns, number(panels * TILE))
+    with builder.if_then(builder.icmp_unsigned("==", fresh, number(0))):
+        _load_sums(builder, targets, sums, columns, whole)
     terms = 1 if kind == "float32" else 2
     steps = builder.udiv(inner, number(terms))
     with cgutils.for_range_slice(builder, number(0), steps, number(1)):
@@ -111,9 +107,41 @@ def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, co
         odd = builder.icmp_unsigned("!=", builder.and_(inner, number(1)), number(0))
         with builder.if_then(odd, likely=False):
             _add(builder, kind, sides, weights, sums, last=True)
+    _store_sums(builder, targets, sums, columns, whole)
+
+
+def _load_sums(builder, targets, sums, columns, whole):
+    """Sums go on from what stands in c. Masks are for the last columns alone: AVX2 is slow at them."""
+    with builder.if_else(whole) as (all_columns, some_columns):
+        with all_columns:
+            for place, total, _ in _places(builder, targets, sums):
+                builder.store(builder.load(place, align=4), total)
+        with some_columns:
+            masks = _masks(builder, columns, sums)
+            for place, total, panel in _places(builder, targets, sums):
+                builder.store(load_some(builder, place, masks[panel]), total)
+
+
+def _store_sums(builder, targets, sums, columns, whole):
+    with builder.if_else(whole) as (all_columns, some_columns):
+        with all_columns:
+            for place, total, _ in _places(builder, targets, sums):
+                builder.store(builder.load(total), place, align=4)
+        with some_columns:
+            masks = _masks(builder, columns, sums)
+            for place, total, panel in _places(builder, targets, sums):
+                store_some(builder, builder.load(total), place, masks[panel])
+
+
+def _places(builder, targets, sums):
+    """Where in c each sum belongs, the sum, and the number of its panel."""
     for target, totals in zip(targets, sums, strict=True):
         for panel, total in enumerate(totals):
-            store_some(builder, builder.load(total), _place(builder, target, panel), masks[panel])
+            yield _place(builder, target, panel), total, panel
+
+
+def _masks(builder, columns, sums):
+    return [mask_of(builder, columns, panel) for panel in range(len(sums[0]))]
 
 
 def _add(builder, kind, sides, weights, sums, last=False):
@@ -179,14 +207,6 @@ PAIRS = ir.VectorType(_BFloat16(), 2 * TILE)
 def _products_of_pairs(builder, total, pair, line):
     given = [builder.bitcast(pair, PAIRS), builder.bitcast(line, PAIRS)]
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", WIDE, total, *given)
-
-
-def _kept(builder, target, panel, mask, fresh):
-    """What a sum begins with: zeros, or what stands there."""
-    goes_on = builder.icmp_unsigned("==", fresh, number(0))
-    first = builder.insert_element(ir.Constant(MASK, ir.Undefined), goes_on, ir.Constant(I32, 0))
-    every = builder.shuffle_vector(first, ir.Constant(MASK, ir.Undefined), ir.Constant(BITS, [0] * TILE))
-    return load_some(builder, _place(builder, target, panel), builder.and_(mask, every))
 
 
 def load_some(builder, place, mask):
