@@ -29,6 +29,7 @@ from gpuinfer.openai.changing import CHANGES, LoadBody, UpdateBody
 from gpuinfer.stats import Snapshot
 
 encode = msgspec.json.Encoder().encode
+OF_REPLICAS = ("/v1/completions and the other routes of models (GET /openapi.json)",)
 
 
 class View(Protocol):
@@ -64,7 +65,7 @@ class Control:
         self._fleet, self._key, self._socket = fleet, key, socket
         self._watching = Watching(self._see)
         self._floor: Floor = {}
-        self.paths = Paths(self._routes(), access)
+        self.paths = Paths(self._routes(), access, elsewhere=OF_REPLICAS)
         self._server: HttpServer | None = None
         self._began = time.monotonic()
 

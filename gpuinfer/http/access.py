@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gpuinfer.http.exchange import Exchange
 
 FILE_BYTES = 1 << 20
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+NAME = re.compile(r"[a-z0-9._-]{1,100}|\[[0-9a-f:.]{2,45}\]")  # a host's, as it may be repeated in an error
 
 
 class Keys:
@@ -83,15 +85,34 @@ class Access:
         if self.hosts is None:
             return None
         host = exchange.headers.get("host", "").lower()  # which browsers always send
-        if "host" in exchange.headers and host not in self.hosts and _name(host) not in self.hosts:
-            return "this server is not called by that name. Use one of: " + ", ".join(sorted(self.hosts)) + "."
+        if "host" in exchange.headers and host not in self.hosts and name_of(host) not in self.hosts:
+            return not_called(host)
         origin = exchange.headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            return "a page of another origin asks. Only this server's own page may."
+            return other_origin()
         return None
 
 
-def _name(host: str) -> str:
+def not_called(host: str) -> str:
+    """Why a request for this Host is refused."""
+    name = name_of(host)
+    cure = f"--allowed-hosts {name}" if NAME.fullmatch(name) else "--allowed-hosts NAME"
+    return (
+        f"this server is not called by the name in Host. Ask it by its own, such as localhost, or start it with {cure} "
+        "(behind a proxy: by the name that clients use)."
+    )
+
+
+def other_origin() -> str:
+    """Why a request of a page from another origin is refused, which a proxy that changes Host brings about too."""
+    return (
+        "a page of another origin than this server's asks, and only its own may. A proxy in front must pass Host on as "
+        "it came; start the server with --allowed-hosts and the name in it."
+    )
+
+
+def name_of(host: str) -> str:
+    """Without the port."""
     """Without the port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"

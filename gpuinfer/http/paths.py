@@ -10,6 +10,7 @@ from gpuinfer.http.access import Access
 from gpuinfer.http.exchange import Exchange, Handler
 
 UNAUTHORISED = [("WWW-Authenticate", 'Bearer realm="gpuinfer"')]
+LONGEST_PATH = 100  # characters of a path that an error repeats
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,12 @@ class Route:
 class Paths:
     """A handler of exchanges: finds the route, checks access, calls the route's handler."""
 
-    def __init__(self, routes: Sequence[Route], access: Access) -> None:
+    def __init__(self, routes: Sequence[Route], access: Access, elsewhere: Sequence[str] = ()) -> None:
+        """`elsewhere`: what the same clients find that is not answered here, for the list in a 404."""
         self.routes = tuple(routes)
         self.access = access
+        here = [f"{route.method} {route.path}" for route in routes if not route.openapi.get("hidden")]
+        self._listed = f"There is {', '.join([*elsewhere, *here])}."
         self._fixed: dict[str, dict[str, Route]] = {}
         self._patterns: list[tuple[list[str], dict[str, Route]]] = []
         for route in routes:
@@ -71,7 +75,7 @@ class Paths:
             return None
         by_method = self._found(exchange)
         if by_method is None:
-            exchange.refuse(404, f"there is nothing at {exchange.path}.")
+            exchange.refuse(404, f"there is nothing at {exchange.path[:LONGEST_PATH]}. {self._listed}")
             return None
         route = by_method.get("GET" if exchange.method == "HEAD" else exchange.method)
         if route is None:

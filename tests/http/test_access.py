@@ -163,6 +163,31 @@ def test_on_loopback_browsers_cannot_be_tricked(headers, status):
                 assert answer.status == (404 if path == b"/nowhere" and status == 200 else status)
                 if status == 403:
                     assert answer.error["type"] == "permission_error"
+                    assert "--allowed-hosts" in answer.error["message"]
+
+    run(main())
+
+
+def test_behind_a_proxy_the_refusal_names_the_option_and_the_name():
+    async def main() -> None:
+        async with serving(access=Access(hosts=LOOPBACK)) as served:
+            raw = b"GET /health HTTP/1.1\r\nHost: llm.example.org:443\r\nConnection: close\r\n\r\n"
+            (answer,) = answers(await said_to(served.port, [raw]))
+            assert "--allowed-hosts llm.example.org " in answer.error["message"]
+        async with serving(access=Access(hosts=LOOPBACK | {"llm.example.org"})) as served:
+            assert answers(await said_to(served.port, [raw]))[0].status == 200
+
+    run(main())
+
+
+def test_what_is_not_there_is_told_what_is():
+    async def main() -> None:
+        async with serving() as served:
+            client = served.client()
+            message = json.loads((await client.request("GET", "/nowhere/" + "x" * 5000)).body)["error"]["message"]
+            assert "GET /echo, POST /echo" in message
+            assert len(message) < 1000
+            await client.close()
 
     run(main())
 

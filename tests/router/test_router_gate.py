@@ -42,7 +42,13 @@ async def test_a_name_that_was_bound_to_this_address_is_not_let_in():
     async with routing(Upstream(), hosts=("127.0.0.1", "localhost")) as router:
         connection = await router.connect()
         await connection.send(post().replace(b"Host: 127.0.0.1", b"Host: evil.example"))
-        assert (await connection.answer()).status == 403
+        answer = await connection.answer()
+        assert answer.status == 403
+        assert "--allowed-hosts evil.example " in answer.message
+        connection.close()
+        connection = await router.connect()
+        await connection.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert (await connection.answer()).status == 200, "a probe, and no browser"
         connection.close()
         connection = await router.connect()
         await connection.send(post().replace(b"Host: 127.0.0.1", b"Host: LocalHost:8000"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.request_head import RequestHead
-from gpuinfer.http.access import Keys
+from gpuinfer.http.access import Keys, name_of, not_called, other_origin
 
 REMEMBERED = 256  # names that were let in
 
@@ -20,23 +20,24 @@ class Gate:
 
     def refused(self, head: RequestHead, for_replicas: bool) -> tuple[int, str] | None:
         """The control application looks at keys itself, since some of its routes need none and others another one."""
-        if self._hosts and not self._called_right(head):
-            return 403, "this server is not called by that name. Use its own, or the page that it serves."
+        if self._hosts and (why := self._called_wrong(head)):
+            return 403, why
         if for_replicas and self._keys is not None:
             given = None if head.authorization is None else head.authorization.decode("latin-1")
             if not self._keys.allow(given):
                 return 401, "no valid API key. Send one: Authorization: Bearer KEY."
         return None
 
-    def _called_right(self, head: RequestHead) -> bool:
-        host = (head.host or b"").lower()
+    def _called_wrong(self, head: RequestHead) -> str | None:
+        if head.host is None:  # no browser asks: a probe by HTTP/1.0
+            return None
+        host = head.host.lower()
+        if host not in self._known:
+            name = host.decode("latin-1")
+            if name not in self._hosts and name_of(name) not in self._hosts:
+                return not_called(name)
+            if len(self._known) < REMEMBERED:
+                self._known.add(host)
         if head.origin is not None and head.origin.lower() not in (b"http://" + host, b"https://" + host):
-            return False
-        if host in self._known:
-            return True
-        name = host.decode("latin-1")
-        bare = name.partition("]")[0] + "]" if name.startswith("[") else name.partition(":")[0]
-        right = bool(name) and (name in self._hosts or bare in self._hosts)
-        if right and len(self._known) < REMEMBERED:
-            self._known.add(host)
-        return right
+            return other_origin()
+        return None
