@@ -26,7 +26,7 @@ class Run:
     tokens: int  # of all answers
     seconds: float  # from the first prompt in to the last answer out
     setup_s: float  # before that: the process's start, imports, loading
-    idle: float  # share of the cores that did not compute for it, while it ran
+    idle: float  # share of the cores that nothing ran on, of what the machine below us left to them
     between_s: float  # between two tokens of an answer, the median
     resident: int  # bytes, the most seen after its start
     report: dict[str, Any]
@@ -89,7 +89,8 @@ def reported(report: dict[str, Any], expected: int, resident: int) -> Run:
     tokens = round(report["throughput"]["output_tokens_per_s"] * seconds)
     if tokens != expected:
         raise SystemExit(f"gpuinfer generate made {tokens} tokens where {expected} were asked for.")
-    idle = 1 - cores["busy_s"] / (cores["count"] * seconds)
+    unused = seconds * cores["count"] - cores["busy_s"] if cores["idle_s"] is None else cores["idle_s"]
+    idle = unused / (cores["count"] * seconds)
     between = (report["between_tokens_s"] or {}).get("p50", 0.0)
     return Run(tokens, seconds, report["setup_s"], idle, between, resident, report)
 
