@@ -8,7 +8,20 @@ import sys
 
 
 def main() -> None:
-    from gpuinfer.host import pauses, plugin_folder, signals, standard_files
+    from gpuinfer.host import signals
+
+    signals.own()
+    try:
+        _run()
+    except KeyboardInterrupt:  # while the command line was loaded
+        signals.now(signals.STOPPED)
+    except SystemExit as ending:
+        signals.soon(ending.code if isinstance(ending.code, int) else 1)
+        raise
+
+
+def _run() -> None:
+    from gpuinfer.host import pauses, plugin_folder, standard_files
 
     pauses.collect_seldom()
     standard_files.keep_open()
@@ -16,12 +29,7 @@ def main() -> None:
         print(f"gpuinfer: {problem}", file=sys.stderr)
     from gpuinfer.cli import main as command
 
-    signals.own()
-    try:
-        command()
-    except SystemExit as ending:
-        signals.soon(ending.code if isinstance(ending.code, int) else 1)
-        raise
+    command()
 
 
 if __name__ == "__main__":

@@ -326,6 +326,61 @@ def test_ctrl_c_before_the_start_exits_3(gpuinfer, monkeypatch):
     assert (code, err) == (3, "")
 
 
+STRUCK = """if True:
+    import os, signal, sys
+
+    class Strikes:
+        def find_spec(self, name, path=None, target=None):
+            if name == os.environ["AT"]:
+                sys.meta_path.remove(self)
+                os.kill(os.getpid(), signal.Signals[os.environ["SENT"]])
+
+    sys.meta_path.insert(0, Strikes())
+    from gpuinfer.__main__ import main
+    main()
+"""
+STARTS = ["gpuinfer.host.pauses", "gpuinfer.cli", "typer", "pydantic_settings", "gpuinfer.runtime.run"]
+
+
+@pytest.mark.parametrize("at", STARTS)
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
+def test_a_signal_at_any_instant_of_the_start_exits_3(sent, at):
+    child = process(*RUN, "--json", "r.json", code=STRUCK, AT=at, SENT=sent)
+    assert (child.returncode, child.stderr) == (3, "")
+    assert not Path("r.json").exists()
+
+
+@pytest.mark.parametrize("workload", registry.names("workloads"))
+def test_sigterm_while_a_workload_is_loaded_exits_3(workload):
+    child = process(workload, code=STRUCK, AT="gpuinfer.cli.building", SENT="SIGTERM")
+    assert (child.returncode, child.stderr) == (3, "")
+
+
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        pytest.param("atexit.register(os.kill, os.getpid(), number)", id="interpreter taken apart"),
+        pytest.param("threading.Thread(target=late, args=(number,)).start()", id="threads waited for"),
+    ],
+)
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
+def test_a_signal_once_all_is_said_does_not_change_the_exit_code(sent, arranged):
+    code = f"""if True:
+        import atexit, os, signal, threading
+        number = signal.{sent}
+        def late(number):
+            threading.main_thread().join()
+            os.kill(os.getpid(), number)
+        {arranged}
+        from gpuinfer.__main__ import main
+        main()
+    """
+    child = process("no-such-command", code=code)
+    assert child.returncode == 2
+    assert "no command named" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
 # Settings → build
 
 

@@ -3,11 +3,13 @@
 A thread hears them, by way of the descriptor that Python's own handler in C writes to: so they are heard too while a
 plugin blocks the event loop.
 
-The end of a process of the command line's own: at once, whatever its threads do, and no child stays behind.
+A process of the command line's own ends with a code of ours from its first instant to its last: SIGTERM before a run
+has begun, or between two, ends it at once. It leaves whatever its threads do, and no child stays behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -101,14 +103,32 @@ def _hear(
 
 SHOW_CURSOR = "\x1b[?25h"  # the live view hides it
 EXIT_S = 2.0  # for threads that a plugin left running, once all is said
+STOPPED = 3  # exit code: stopped with work left
 
 _owned = False
 
 
 def own() -> None:
-    """This process runs one command and nothing else: it may be ended."""
+    """This process runs one command and nothing else: it may be ended, and SIGTERM ends it with `STOPPED`."""
     global _owned
     _owned = True
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: _leave(STOPPED))
+        atexit.register(_ignore)  # the first to be registered is the last to be called
+
+
+def _leave(code: int) -> None:
+    """From a signal's handler, which may stand in the midst of an import that `now` relies on."""
+    try:
+        now(code)
+    finally:
+        os._exit(code)
+
+
+def _ignore() -> None:
+    """While the interpreter is taken apart, Python's handlers are gone and the system's own would set the code."""
+    for number in HEEDED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def owned() -> bool:
@@ -136,7 +156,12 @@ def _last_words() -> None:
 
 
 def soon(code: int) -> None:
-    """End this process in a moment, if threads that nobody waits for keep it from ending by itself."""
+    """End this process in a moment, if threads that nobody waits for keep it from ending by itself. A signal ends it
+    at once, and changes the code no more.
+    """
+    if _owned:
+        for number in HEEDED:
+            signal.signal(number, lambda number, frame: _leave(code))
     others = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
     if _owned and others:
         _last_words()  # later there may be no thread for them
