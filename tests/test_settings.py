@@ -104,6 +104,23 @@ def test_a_named_file_must_exist():
         settings.load(config=Path("absent.toml"))
 
 
+PLACES = [
+    pytest.param(lambda path: path.mkdir(), "is a folder", id="folder"),
+    pytest.param(os.mkfifo, "is a pipe", id="pipe"),
+    pytest.param(lambda path: path.symlink_to(path.name), "is a link that leads back to itself", id="circle of links"),
+    pytest.param(lambda path: path.symlink_to("gone.toml"), "is a link that leads nowhere", id="link to nothing"),
+    pytest.param(lambda path: path.symlink_to("/dev/null"), "is no file", id="device"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), PLACES)
+@pytest.mark.parametrize("named", [None, Path("gpuinfer.toml")], ids=["found", "named"])
+def test_what_is_no_file_is_refused_and_not_waited_for(make, said, named):
+    make(Path("gpuinfer.toml"))
+    with pytest.raises(UsageError, match=f"the settings file gpuinfer.toml {said}. (Put|Give) "):
+        settings.load(config=named)
+
+
 @pytest.mark.parametrize("origin", ["file", "environment"])
 def test_disabled_plugins_are_off_once_settings_are_loaded(origin, monkeypatch):
     if origin == "file":

@@ -6,8 +6,10 @@ that is `GPUINFER_SELFPLAY__GAMES`; in the file, `games` under `[selfplay]`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -129,10 +131,25 @@ def _config_file(config: Path | None) -> Path | None:
     if config is None and (named := os.environ.get("GPUINFER_CONFIG")):
         config = Path(named)
     if config is None:
-        return FILE if FILE.is_file() else None
-    if not config.is_file():
-        raise UsageError(f"there is no settings file {config}. Give --config a file that exists, or leave it out.")
-    return config
+        return _regular(FILE, "Put a text file in its place, or rename it.") if os.path.lexists(FILE) else None
+    cure = "Give --config a file that exists, or leave it out."
+    if not os.path.lexists(config):
+        raise UsageError(f"there is no settings file {config}. {cure}")
+    return _regular(config, cure)
+
+
+def _regular(file: Path, cure: str) -> Path:
+    """Raises `UsageError` for anything but a file: a pipe that nobody writes to would be waited for without end."""
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        reasons = {errno.ELOOP: "is a link that leads back to itself", errno.ENOENT: "is a link that leads nowhere"}
+        why = reasons.get(error.errno or 0, f"cannot be looked at: {error.strerror}")
+    else:
+        if stat.S_ISREG(mode):
+            return file
+        why = "is a folder" if stat.S_ISDIR(mode) else "is a pipe" if stat.S_ISFIFO(mode) else "is no file"
+    raise UsageError(f"the settings file {file} {why}. {cure}")
 
 
 def _from_file(file: Path) -> dict[str, Given]:
