@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import datetime, timedelta
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 MAGNITUDES = ("", "k", "M", "G", "T")
@@ -38,6 +39,36 @@ def duration(seconds: float) -> str:
         return f"{total} s"
     minutes, rest = divmod(total, 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def left(seconds: float) -> str:
+    """An estimate, no more exact than it can be: 40 s left, about 2 h 10 min left, about 3 days left."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{duration(seconds)} left"
+    if minutes < 60:
+        return f"about {minutes} min left"
+    hours, rest = divmod(round(minutes / 10) * 10, 60)
+    if hours < 10:
+        return f"about {hours} h{f' {rest} min' if rest else ''} left"
+    hours = round(seconds / 3600)
+    return f"about {hours} h left" if hours < 48 else f"about {round(hours / 24)} days left"
+
+
+def until(seconds: float, now: datetime | None = None) -> str:
+    """When that will be: until 02:10, with the day where it is further away than a day; nothing for seconds."""
+    if seconds < 60:
+        return ""
+    try:
+        end = (now or datetime.now()) + timedelta(seconds=seconds)
+    except OverflowError:  # later than any date
+        return ""
+    return f"until {end:%H:%M}" if seconds < 86_400 else f"until {end:%a %d %b, %H:%M}"
+
+
+def left_until(seconds: float, now: datetime | None = None) -> str:
+    """Both: about 3 h left, until 02:10."""
+    return ", ".join(filter(None, [left(seconds), until(seconds, now)]))
 
 
 def short(seconds: float) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -64,6 +66,23 @@ def test_numbers_have_three_digits_and_a_magnitude(value, text):
 )
 def test_durations_read_as_people_say_them(seconds, text):
     assert units.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        pytest.param(0, "0 s left", id="none"),
+        pytest.param(40, "40 s left", id="seconds, whose end is no time of day"),
+        pytest.param(725, "about 12 min left, until 23:12", id="minutes"),
+        pytest.param(3590, "about 1 h left, until 23:59", id="nearly an hour"),
+        pytest.param(7900, "about 2 h 10 min left, until 01:11", id="hours, across midnight"),
+        pytest.param(11 * 3600, "about 11 h left, until 10:00", id="many hours"),
+        pytest.param(75 * 3600, "about 3 days left, until Sun 29 Nov, 02:00", id="days"),
+        pytest.param(1e15, "about 11574074074 days left", id="beyond all dates"),
+    ],
+)
+def test_the_time_left_is_an_estimate_and_says_when_that_will_be(seconds, text):
+    assert units.left_until(seconds, datetime(2026, 11, 25, 23, 0)) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (3.5e-4, "350 µs"), (1.2e-3, "1.20 ms"), (3.4, "3.40 s")])
@@ -129,6 +148,14 @@ def test_rates_say_what_there_is_to_say(rates, texts):
 )
 def test_the_time_left_is_told_once_it_can_be(progress, left):
     assert view.left_of(update(4.0, progress=progress)) == left
+
+
+def test_plain_lines_and_wide_views_say_until_when_and_narrow_views_leave_it_out():
+    moment = update(3600.0, progress=Progress(50, 200, "games"))
+    assert re.search(r" · about 3 h left, until \d\d:\d\d$", view.ViewLines().due(moment, {}))
+    assert re.search(r"about 3 h left, until \d\d:\d\d ", drawn(frame(moment, {}, "selfplay", 100, 30), 100))
+    narrow = drawn(frame(moment, {}, "selfplay", 60, 30), 60)
+    assert ("about 3 h left" in narrow, "until" in narrow) == (True, False)
 
 
 def test_batches_fall_into_powers_of_two():

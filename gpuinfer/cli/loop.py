@@ -20,7 +20,7 @@ from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import check
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.units import duration, number, whole
+from gpuinfer.units import duration, left_until, number, whole
 
 if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
@@ -210,13 +210,19 @@ def _write_first(plan: Plan, spec: ModelSpec, seed: int) -> None:
 def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.progress import interruptible
-    from gpuinfer.loop.course import follow
+    from gpuinfer.loop.course import Remaining, follow
 
-    line = _Line(replaced=not verbose and sys.stderr.isatty())
+    line, remaining = _Line(replaced=not verbose and sys.stderr.isatty()), Remaining(plan)
 
     def say(step: Step, what: str, end: str = "\n") -> None:
         if not quiet:
-            line.say(f"iteration {step.iteration} of {plan.iterations} · {what}", end)
+            seconds = remaining.seconds()
+            rest = f" · {left_until(seconds)}" if seconds else ""
+            line.say(f"iteration {step.iteration} of {plan.iterations} · {what}{rest}", end)
+
+    def ended(step: Step, report: Report, seconds: float) -> None:
+        remaining.ended(step, seconds)
+        say(step, _told(step, report, seconds))
 
     def began(step: Step) -> None:
         if verbose:
@@ -226,12 +232,7 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
 
     try:
         with interruptible(), line:
-            follow(
-                list(plan.steps()),
-                verbose,
-                began,
-                lambda step, report, seconds: say(step, _told(step, report, seconds)),
-            )
+            follow(list(plan.steps()), verbose, began, ended)
     except KeyboardInterrupt:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
         return "partial"

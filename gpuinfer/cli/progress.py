@@ -29,10 +29,10 @@ class ComparisonProgress:
     def step(self, step: SeriesStep) -> Iterator[Callable[[Any], None]]:
         """Show one step, and afterwards what it brought."""
         from gpuinfer.bench.series import RunKind
-        from gpuinfer.units import duration
+        from gpuinfer.units import left_until
 
-        left = f" · about {duration(step.left_s)} left" if step.left_s else ""
-        said, known = f"{step.variant.name} · {step.doing}{left}", self._results()
+        remaining = f" · {left_until(step.left_s)}" if step.left_s else ""
+        said, known = f"{step.variant.name} · {step.doing}{remaining}", self._results()
         if not self._live or step.kind is RunKind.ROOFLINE:
             self._say("measuring the bare model …" if step.kind is RunKind.ROOFLINE else said)
         with self._view(said) as update:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import commands
-from gpuinfer.loop.plan import Step
+from gpuinfer.loop.plan import Kind, Plan, Step
 
 STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
 USAGE, PARTIAL = 2, 3  # exit codes
@@ -34,6 +34,39 @@ def reported(step: Step) -> Report | None:
     except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) and report.get("status") == "done" else None
+
+
+class Remaining:
+    """How long the rest of a loop takes, by how long the last step of each kind took."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._kinds: dict[Path, Kind] = {}  # of steps that are not done, by their reports
+        self._took: dict[Kind, float] = {}
+        for step in plan.steps():
+            if (report := reported(step)) is None:
+                self._kinds[step.report] = step.kind
+            else:
+                self._took[step.kind] = seconds_of(report)
+
+    def ended(self, step: Step, seconds: float) -> None:
+        """A step was done in so many seconds."""
+        self._kinds.pop(step.report, None)
+        self._took[step.kind] = seconds
+
+    def seconds(self) -> float | None:
+        """Of all steps that have not ended; None before one of each kind has."""
+        took = dict(self._took)
+        if "games" in took:  # games of a match are about as long as those of self-play
+            took.setdefault("match", took["games"] * self._plan.evaluation_games / self._plan.games)
+        if any(kind not in took for kind in self._kinds.values()):
+            return None
+        return sum(took[kind] for kind in self._kinds.values())
+
+
+def seconds_of(report: Report) -> float:
+    """All of the command's last run: getting ready and working."""
+    return float(report["setup_s"]) + float(report["wall_s"])
 
 
 def run(step: Step, program: Sequence[str], verbose: bool) -> Report:

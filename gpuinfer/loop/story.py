@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.loop.course import Report, reported
+from gpuinfer.loop.course import Report, reported, seconds_of
 from gpuinfer.loop.plan import KINDS, Plan
 from gpuinfer.report.strength import in_elo, in_score
 from gpuinfer.units import duration, number, whole
@@ -42,18 +42,13 @@ def _iteration(number: int, reports: Mapping[str, Report]) -> dict[str, Any]:
     return {
         "iteration": number,
         "games": games and games["progress"]["done"],
-        "games_s": games and _seconds(games),
+        "games_s": games and seconds_of(games),
         "games_per_min": games and games["throughput"].get("games_per_min"),
         "loss": training and loss_of(training),
-        "training_s": training and _seconds(training),
+        "training_s": training and seconds_of(training),
         "strength": match and match["strength"],
-        "match_s": match and _seconds(match),
+        "match_s": match and seconds_of(match),
     }
-
-
-def _seconds(report: Report) -> float:
-    """All of the command's last run: getting ready and working."""
-    return float(report["setup_s"]) + float(report["wall_s"])
 
 
 def loss_of(report: Report) -> float | None:

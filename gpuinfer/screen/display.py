@@ -138,7 +138,7 @@ def frame(update: Update, rates: Mapping[str, float], title: str, width: int, he
         body = [Text(f"{view.note_of(update) or 'preparing'} …", style=ACCENT)]
     else:
         body = [
-            _progress_line(update),
+            _progress_line(update, inside),
             Text(),
             _rates_line(rates, inside),
             Text(),
@@ -217,7 +217,7 @@ def svg(renderable: RenderableType, title: str, width: int = 80) -> str:
     return FONT.sub("", console.export_svg(title=title))
 
 
-def _progress_line(update: Update) -> RenderableType:
+def _progress_line(update: Update, width: int) -> RenderableType:
     done, total = update.progress.done, update.progress.total
     share = f"{done / total:.0%}" if total else ""
     line = Table.grid(expand=True, padding=(0, 1))
@@ -227,7 +227,7 @@ def _progress_line(update: Update) -> RenderableType:
     completed = ProgressBar(
         total=total or 1, completed=done if total else 0, complete_style=ACCENT, finished_style=GOOD
     )
-    remark = "  ".join(filter(None, [share, view.left_of(update)]))
+    remark = "  ".join(filter(None, [share, view.left_of(update, brief=width < WIDE)]))
     line.add_row(Text(view.done_of(update)), completed, Text(remark, style=FAINT))
     return line
 

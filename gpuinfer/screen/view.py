@@ -13,7 +13,7 @@ from gpuinfer.report import text_roofline
 from gpuinfer.report.report import doublings
 from gpuinfer.screen import rollouts, strength, training
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
-from gpuinfer.units import MAGNITUDES, duration, number, short, whole
+from gpuinfer.units import MAGNITUDES, duration, left, left_until, number, short, whole
 from gpuinfer.unmasked import Unmasked
 
 if TYPE_CHECKING:
@@ -151,13 +151,14 @@ def done_of(update: Update) -> str:
     return f"{whole(progress.done)}{total} {progress.unit}"
 
 
-def left_of(update: Update) -> str:
-    """The time left at the average pace; empty while nobody can tell."""
+def left_of(update: Update, brief: bool = False) -> str:
+    """The time left at the average pace and, unless `brief`, when that will be; empty while nobody can tell."""
     progress = update.progress
     worked = progress.done - progress.before + progress.begun
     if not progress.total or worked <= 0 or update.elapsed_s <= 0:
         return ""
-    return f"{duration((progress.total - progress.before - worked) * update.elapsed_s / worked)} left"
+    seconds = max(0.0, (progress.total - progress.before - worked) * update.elapsed_s / worked)
+    return left(seconds) if brief else left_until(seconds)
 
 
 def row_word(slots: int) -> str:

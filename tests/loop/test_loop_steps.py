@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from gpuinfer.cli import loop
 from gpuinfer.cli.building import merge
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.loop import drawing, pages, story
+from gpuinfer.loop import course, drawing, pages, story
 from gpuinfer.loop.course import follow
 from gpuinfer.loop.plan import Plan
 
@@ -94,6 +95,26 @@ def test_on_a_terminal_what_is_under_way_gives_place_to_what_came_of_it(capsys):
         line.say("training …", end="")
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "games …\r\x1b[Kgames in 3 s: 12\ntraining …\n"
+
+
+def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(plan, tmp_path, monkeypatch, capsys):
+    program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
+    monkeypatch.setattr(course.follow, "__defaults__", (program,))
+    assert loop._follow(plan, verbose=False, quiet=False) == "done"
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
+    assert re.fullmatch(r"iteration 1 of 3 · training in .*: loss 2\.50 · (\d+ s|about \d+ min) left.*", second)
+    assert re.fullmatch(r"iteration 3 of 3 · match in .* over the first generation", last)
+
+
+def test_the_rest_of_a_loop_takes_as_long_as_the_last_step_of_each_kind(plan, go):
+    steps = list(plan.steps())
+    rest = course.Remaining(plan)
+    for step, seconds in zip(steps, [10.0, 5.0, 20.0, 6.0, 100.0], strict=False):
+        rest.ended(step, seconds)
+    assert rest.seconds() == 20.0 + 6.0 + 100.0
+    go("done", steps[:2])  # 3 s each, as their reports say
+    assert course.Remaining(plan).seconds() == 4 * 3.0 + 2 * 3.0 * 400 / 30  # matches of 400 games for 30
 
 
 def test_training_looks_back_as_far_as_the_window(plan):
