@@ -115,7 +115,7 @@ def execute(values: Mapping[str, Any]) -> int:
     finally:
         told = story.document(plan, settings, command, ended)
         destination.write(told)
-        pages.write(options.out, told)
+        pages.write(plan, told)
         folder.release()
     if told["iterations"]:
         _show(told, options, on_stderr=destination.stdout)

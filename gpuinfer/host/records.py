@@ -13,9 +13,9 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import TORN, put_whole
@@ -32,6 +32,8 @@ class RecordFolder:
 
     `holds` is what it is called in errors.
     """
+
+    tells: ClassVar[Sequence[str]] = ()  # files beside the shards that say how it went: alone, they are no records
 
     def __init__(self, path: Path, schema: str, suffix: str, holds: str = "records") -> None:
         self.path, self._schema, self._suffix, self._holds = path, schema, suffix, holds
@@ -134,7 +136,8 @@ class RecordFolder:
         """Whether there is a manifest and nothing else: its run ended before it had anything to keep, such as for a
         misspelt model, and so decides nothing about the next one.
         """
-        return all(one.name == MANIFEST or one.name.endswith(TORN) for one in self.path.iterdir())
+        nothing = (MANIFEST, *self.tells)
+        return all(one.name in nothing or one.name.endswith(TORN) for one in self.path.iterdir())
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"

@@ -1,18 +1,24 @@
-"""A loop for people: `loop.md`, one page that needs no network (`loop.html`), and the plot of both (`loop.svg`)."""
+"""A loop for people: `loop.md`, one page that needs no network (`loop.html`), and the plot of both (`loop.svg`).
+
+The loss of each step of all trainings is in `loss.jsonl`: rows as `report/loss_curve.py` has them, with `iteration`.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from gpuinfer.errors import WorkError
 from gpuinfer.host.files import put_whole
 from gpuinfer.loop import story
+from gpuinfer.loop.plan import Plan
 from gpuinfer.loop.story import Document
-from gpuinfer.report import plotting
+from gpuinfer.report import loss_curve, plotting
 from gpuinfer.report.strength import in_elo
 
 if TYPE_CHECKING:
@@ -32,10 +38,15 @@ th { color: #777; font-weight: normal } pre { background: #f4f4f4; padding: .6re
 """
 
 
-def write(folder: Path, told: Document) -> None:
-    """Put `loop.json`, `loop.md`, `loop.html` and `loop.svg` into the folder. Raises `WorkError` when one cannot be."""
-    picture = plotting.image(plot(told), "svg")
+def write(plan: Plan, told: Document) -> None:
+    """Put `loop.json`, `loop.md`, `loop.html`, `loop.svg` and `loss.jsonl` into the plan's folder. Raises `WorkError`
+    when one cannot be.
+    """
+    folder, curves = plan.folder, {at: loss_curve.read(plan.curve(at)) for at in range(1, plan.iterations + 1)}
+    picture = plotting.image(plot(told, curves), "svg")
+    rows = [{"iteration": at, **row} for at, curve in curves.items() for row in curve]
     texts = {
+        loss_curve.NAME: b"".join(msgspec.json.encode(row) + b"\n" for row in rows),
         "loop.json": json.dumps(told, indent=2, ensure_ascii=False).encode() + b"\n",
         "loop.md": markdown(told).encode(),
         "loop.html": page(told, picture).encode(),
@@ -68,8 +79,8 @@ def page(told: Document, picture: bytes) -> str:
     )
 
 
-def plot(told: Document) -> Figure:
-    """Elo with its interval above, the loss below, both by iteration."""
+def plot(told: Document, curves: Mapping[int, Sequence[loss_curve.Row]]) -> Figure:
+    """Elo with its interval above, the loss below: of each step as a line, at the end of each iteration as a dot."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -77,7 +88,14 @@ def plot(told: Document) -> Figure:
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     _strength(above, told)
     trained = [(one["iteration"], one["loss"]) for one in told["iterations"] if one["loss"] is not None]
-    below.plot([at for at, _ in trained], [loss for _, loss in trained], "o-", color=plotting.COLOURS[1], markersize=4)
+    steps = [
+        (iteration - 1 + row["step"] / curve[-1]["step"], row["loss"])
+        for iteration, curve in curves.items()
+        for row in curve
+        if row.get("loss") is not None
+    ]
+    loss_curve.draw(below, steps, plotting.COLOURS[1])
+    below.plot([at for at, _ in trained], [loss for _, loss in trained], "o", color=plotting.COLOURS[1], markersize=4)
     below.set_ylabel("loss")
     below.set_xlabel("iteration")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))

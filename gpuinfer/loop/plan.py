@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpuinfer.report import loss_curve
+
 FIRST, WEIGHTS = "first.safetensors", "weights.safetensors"
 
 Kind = Literal["games", "training", "match"]
@@ -66,6 +68,10 @@ class Plan:
         """Those that an iteration has come to; of 0, the first generation's."""
         return self.first if iteration == 0 else self.of(iteration) / "training" / WEIGHTS
 
+    def curve(self, iteration: int) -> Path:
+        """Where its training says what the loss of each step was."""
+        return self.of(iteration) / "training" / loss_curve.NAME
+
     def is_evaluated(self, iteration: int) -> bool:
         return iteration == self.iterations or bool(self.evaluate_every and iteration % self.evaluate_every == 0)
 
@@ -84,6 +90,7 @@ class Plan:
         if kind == "training":
             window = range(max(1, iteration - self.window + 1), iteration + 1)
             said += [f"--records={self.of(one) / 'games'}" for one in window]
+            said += ["--no-picture"]  # the loop draws one of all iterations
         return Step(kind, iteration, [*command, *said, "--resume", *self.common], report)
 
     def _games(self, iteration: int) -> dict[str, Any]:

@@ -184,18 +184,26 @@ def test_a_report_of_a_run_that_was_not_done_counts_for_nothing(plan, go):
     assert len(go()) == 8
 
 
-def test_the_story_is_told_in_a_table_a_page_and_a_plot(plan, go, tmp_path):
+def test_the_story_is_told_in_a_table_a_page_a_plot_and_the_loss_of_each_step(plan, go):
     go()
     told = story.document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
     assert [one["loss"] for one in told["iterations"]] == [2.5, 2.5, 2.5]
     assert [bool(one["strength"]) for one in told["iterations"]] == [False, True, True]
     assert story.verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
     assert list(story.rows(told))[1][-2:] == ("+191 Elo (+147 to +241)", "75.0%")
-    pages.write(tmp_path, told)
-    assert json.loads((tmp_path / "loop.json").read_text()) == told
-    assert "| 3 | 30 | " in (tmp_path / "loop.md").read_text()
-    assert "data:image/svg+xml" in (tmp_path / "loop.html").read_text()
-    assert "Elo over the first generation" in (tmp_path / "loop.svg").read_text()
+    for iteration in (1, 2):
+        rows = [{"step": step, "loss": 3.0 / step} for step in range(1, 21)] + [{"step": 20, "validation": 0.2}]
+        plan.curve(iteration).parent.mkdir(parents=True, exist_ok=True)
+        plan.curve(iteration).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pages.write(plan, told)
+    assert json.loads((plan.folder / "loop.json").read_text()) == told
+    assert "| 3 | 30 | " in (plan.folder / "loop.md").read_text()
+    assert "data:image/svg+xml" in (plan.folder / "loop.html").read_text()
+    assert "Elo over the first generation" in (plan.folder / "loop.svg").read_text()
+    steps = [json.loads(line) for line in (plan.folder / "loss.jsonl").read_text().splitlines()]
+    assert [(row["iteration"], row["step"]) for row in steps if "loss" in row] == [
+        (iteration, step) for iteration in (1, 2) for step in range(1, 21)
+    ]
 
 
 def test_a_strength_without_a_bound_is_drawn_too(plan, go):
@@ -203,7 +211,7 @@ def test_a_strength_without_a_bound_is_drawn_too(plan, go):
     told = story.document(plan, {}, "", "done")
     for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
         one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
-    pages.plot(told)
+    pages.plot(told, {})
 
 
 def matches(*found):
@@ -245,4 +253,4 @@ def test_of_a_loop_that_has_just_begun_little_is_told(plan):
     told = story.document(plan, {}, "gpuinfer loop", "partial")
     assert told["weights"] is None
     assert "No network has played" in pages.markdown(told)
-    pages.plot(told)
+    pages.plot(told, {})

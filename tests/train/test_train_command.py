@@ -22,12 +22,15 @@ from gpuinfer.models.gradients import GradientPass
 from gpuinfer.positions.reading import Sizes, positions_of, sizes_of
 from gpuinfer.positions.records import Folder
 from gpuinfer.report.report import schema
+from gpuinfer.workloads.train import workload
 from gpuinfer.workloads.train.batching import Batches
+from gpuinfer.workloads.train.checkpoints import TrainingFolder
 from gpuinfer.workloads.train.schedule import rate_at
 from gpuinfer.workloads.train.stepping import Stepper
 
 SETTINGS = {"game": "made up", "game_options": {}}
 STEPS = 24
+FILES = ("checkpoint.safetensors", "weights.safetensors")
 
 
 def written(path, parts, settings=SETTINGS):
@@ -65,6 +68,25 @@ def same(one, other):
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
+def test_the_same_weights_are_the_same_bytes(tmp_path):
+    """And the file is one as safetensors writes it: sizes that are no multiple of eight are padded."""
+    state = {"weights/a.é": torch.arange(3.0), "weights/b": torch.ones(2, 3), "moments/b": torch.zeros(5)}
+    written = set()
+    for number in range(20):
+        folder = TrainingFolder(tmp_path / str(number))
+        folder.claim({}, resume=False)
+        folder.keep(7, "policy", state)
+        folder.finish(7, "policy", state)
+        step, loss, found = folder.last()
+        assert (step, loss) == (7, "policy")
+        assert all(torch.equal(found[name], one) for name, one in state.items())
+        with safe_open(tmp_path / str(number) / "weights.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", "loss": "policy", "step": "7"}
+            assert torch.equal(file.get_tensor("b"), state["weights/b"])
+        written.add(tuple((tmp_path / str(number) / name).read_bytes() for name in FILES))
+    assert len(written) == 1
+
+
 def test_training_learns_and_reports_it(train, tmp_path):
     code, out, errors = train("--json", "-", steps=150)
     assert code == 0, errors
@@ -79,6 +101,62 @@ def test_training_learns_and_reports_it(train, tmp_path):
     assert report["throughput"]["steps_per_s"] > 0
     assert "evaluations_per_s" not in report["throughput"]
     assert all(np.isfinite(one).all() for one in weights(tmp_path / "out").values())
+
+
+def curve(folder):
+    return [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_of_each_step_is_a_row_and_a_picture_shows_them(train, tmp_path):
+    code, out, errors = train("--json", "-")
+    assert code == 0, errors
+    told, rows = json.loads(out)["training"], curve(tmp_path / "out")
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert steps[0]["loss"] == told["first_loss"]
+    assert np.mean([row["loss"] for row in steps]) == pytest.approx(told["loss"]["total"])
+    assert all(row["loss_policy"] + row["loss_value"] == pytest.approx(row["loss"], rel=1e-5) for row in steps)
+    assert [row["learning_rate"] for row in steps[:4]] == pytest.approx([0.003 / 4 * n for n in range(1, 5)])
+    apart = [row for row in rows if "validation" in row]
+    assert [row["step"] for row in apart] == [5, 10, 15, 20, STEPS]
+    assert apart[-1]["validation"] == told["validation"]["total"]
+    assert "</svg>" in (tmp_path / "out" / "loss.svg").read_text()
+
+
+def test_a_row_of_a_long_training_is_the_mean_of_several_steps(train, tmp_path, monkeypatch):
+    assert train(out="each", validation_share=0, checkpoint_every=100)[0] == 0
+    monkeypatch.setattr(workload, "MOST_ROWS", 5)
+    assert train("--no-picture", validation_share=0, checkpoint_every=100)[0] == 0
+    each, rows = curve(tmp_path / "each"), curve(tmp_path / "out")
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, STEPS]
+    assert rows[1]["loss"] == pytest.approx(np.mean([row["loss"] for row in each[5:10]]))
+    assert rows[1]["learning_rate"] == each[9]["learning_rate"]
+    assert not (tmp_path / "out" / "loss.svg").exists()
+
+
+def test_the_curve_of_a_run_that_broke_is_that_of_one_that_did_not(train, tmp_path):
+    assert train(out="whole", schedule="constant", steps=10)[0] == 0
+    with (tmp_path / "whole" / "loss.jsonl").open("a") as file:
+        file.write('{"step":11,"loss":1.0}\n{"step":12,"lo')  # a kill in the midst of a row, after the last checkpoint
+    assert train("--resume", out="whole", schedule="constant")[0] == 0
+    assert train(schedule="constant")[0] == 0
+    at = [row["step"] for row in curve(tmp_path / "whole") if "loss" in row]
+    assert at == list(range(1, STEPS + 1))
+    steps = [[row for row in curve(tmp_path / one) if "loss" in row] for one in ("whole", "out")]
+    assert steps[0] == steps[1]
+
+
+def test_a_run_that_broke_before_its_first_checkpoint_decides_nothing(train, monkeypatch):
+    """Its loss curve alone does not hold the folder."""
+
+    def broken(self, gradients, rate):
+        raise MemoryError("the machine is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stepper, "step", broken)
+        assert train()[0] == 1
+    code, _, errors = train(learning_rate=0.001)
+    assert code == 0, errors
 
 
 def test_passes_and_steps_compute_in_one_thread_and_no_other_is_left_that_did(train, monkeypatch):
@@ -123,6 +201,7 @@ def test_a_run_that_broke_goes_on_to_the_same_bits(train, tmp_path, monkeypatch)
     assert code == 0, errors
     assert json.loads(out)["progress"]["before"] == 10
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
 
 
 @pytest.mark.thorough

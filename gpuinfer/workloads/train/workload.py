@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MODELS = ("blobnet", "blobnet-small", "module:factory")
 LATEST = 100  # steps: the loss that is told is their mean
+MOST_ROWS = 10_000  # about, of the loss curve: in a longer training, each row is the mean of several steps
+CURVE_S = 1.0  # between two writings of what the curve has grown by
 TELL_S = 0.1  # between two words of how it goes: a step of a small network takes a millisecond
 
 Made = TypeVar("Made")
@@ -39,7 +41,7 @@ class Train(Workload):
 
     class Options(api.Options):
         records: list[Path] = Field(description="folders that selfplay --out wrote, oldest first")
-        out: Path = Field(description="folder for checkpoints and, in the end, weights.safetensors")
+        out: Path = Field(description="folder for checkpoints, the loss curve and, in the end, weights.safetensors")
         model: str = Field(
             "blobnet",
             description="blobnet, blobnet-small or module:factory",
@@ -59,6 +61,7 @@ class Train(Workload):
         window: int | None = Field(None, ge=1, description="train on so many of the newest positions alone [all]")
         validation_share: float = Field(0.05, ge=0, lt=1, description="of the games, kept apart to validate on")
         checkpoint_every: int = Field(500, ge=1, description="steps from one checkpoint to the next")
+        picture: bool = Field(True, description="draw the loss curve at the end, to loss.svg")
         resume: bool = Field(False, description="go on with the last checkpoint in --out")
 
     options: Options
@@ -131,6 +134,9 @@ class _Training:
         self._step = self._begun = self._kept = 0
         self._loss_name = ""
         self._latest: deque[Gradients] = deque(maxlen=LATEST)
+        self._since: list[dict[str, float]] = []  # what the steps since the curve's last row came to
+        self._rows: list[dict[str, float]] = []  # of the curve, to be written
+        self._write_at = 0.0
         self._tell_at = 0.0
         self._facts: dict[str, float] = {}
         self._spent = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
@@ -144,6 +150,7 @@ class _Training:
         yield Progress(0, note="making the model ready", unit="steps", setup=True)
         await self._do(self._compute, self._open, positions, settings)
         try:
+            await self._do(self._files, self.folder.begin_curve, self._step)
             limits = await self._infer.ready()
             if self._batches.size > limits.max_rows:
                 raise UsageError(
@@ -187,6 +194,8 @@ class _Training:
                 if self._step % own.checkpoint_every == 0 and self._step < own.steps:
                     await self._validate(me)
                     await self._keep()
+                if time.monotonic() >= self._write_at:
+                    await self._write_curve()
                 if time.monotonic() >= self._tell_at:
                     yield self._progress()
             if self._step == own.steps and self._step > self._begun:
@@ -195,6 +204,8 @@ class _Training:
             await self._keep()
         if self._step == own.steps:
             await self._do(self._files, self.folder.finish, self._step, self._loss_name, self._stepper.state())
+        if own.picture and self._step > self._begun:
+            await self._do(self._files, self.folder.draw_curve)
         yield self._progress()
 
     async def _one_step(self, me: Hashable) -> None:
@@ -219,6 +230,10 @@ class _Training:
         self._spent["optimizer_s"] += time.perf_counter() - began
         told = {"learning_rate": rate, "gradient_norm": norm, "activation_bytes": found.activation_bytes}
         self._facts.update({"first_loss": found.loss} | self._facts | told)
+        parts = {f"loss_{name}": value for name, value in found.parts.items()}
+        self._since.append({"loss": found.loss, **parts, "gradient_norm": norm, "learning_rate": rate})
+        if self._step % math.ceil(own.steps / MOST_ROWS) == 0:
+            self._add_row()
 
     async def _ask(self, batch: TrainingBatch, me: Hashable) -> Gradients:
         own, step = self._own, self._step
@@ -238,7 +253,10 @@ class _Training:
         found = [await self._ask(replace(batch, backward=False), me) for batch in self._batches.validating()]
         if found:
             rows = [len(batch.features) for batch in self._batches.validating()]
-            self._facts.update(self._mean(found, "validation", rows))
+            mean = self._mean(found, "validation", rows)
+            self._facts.update(mean)
+            self._add_row()
+            self._rows.append({"step": self._step, **{name.replace(": ", "_"): one for name, one in mean.items()}})
 
     @staticmethod
     def _mean(found: list[Gradients], name: str, weights: list[int] | None = None) -> dict[str, float]:
@@ -251,8 +269,24 @@ class _Training:
             )
         return {key: value / sum(shares) for key, value in sums.items()}
 
+    def _add_row(self) -> None:
+        """To the loss curve, of the steps since its last row."""
+        if self._since:
+            last = self._since[-1]
+            means = {name: math.fsum(one.get(name, 0.0) for one in self._since) / len(self._since) for name in last}
+            self._rows.append({"step": self._step, **means, "learning_rate": last["learning_rate"]})
+            self._since.clear()
+
+    async def _write_curve(self) -> None:
+        self._write_at = time.monotonic() + CURVE_S
+        rows, self._rows = self._rows, []
+        if rows:
+            await self._do(self._files, self.folder.add_to_curve, rows)
+
     async def _keep(self) -> None:
         self._lane.enter("record")
+        self._add_row()
+        await self._write_curve()  # before the checkpoint: what is done again begins after it
         await self._do(self._files, self.folder.keep, self._step, self._loss_name, self._stepper.state())
         self._lane.enter("idle")
         self._kept = self._step
