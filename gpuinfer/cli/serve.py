@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.serving.replica import Place
+
+log = logging.getLogger("gpuinfer.serve")
 
 NAME, LAUNCHER = "serve", "launcher"
 COMMON = (
@@ -55,6 +58,7 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.config.options import check
+    from gpuinfer.http.request_log import JsonLines
 
     pairs = flags.pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
     merged = merge(NAME, {key: value for key, value in values.items() if key != "launcher_options"})
@@ -69,7 +73,8 @@ def execute(values: Mapping[str, Any]) -> int:
             with described.naming(name):
                 refuse_absent(model)
     backend, strategy = described.plugins()
-    log_to_people(merged.common.verbose)
+    as_json = own.log_format == "json"
+    log_to_people(max(merged.common.verbose, as_json), JsonLines() if as_json else None)
     place = place_of(own)
     launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
     if serving_fleet.wanted(own, launcher_options):
@@ -83,7 +88,7 @@ def execute(values: Mapping[str, Any]) -> int:
     def say(host: str, port: int) -> None:
         show_status("")
         if not merged.common.quiet:
-            print(_welcome(described, own, host, port), file=sys.stderr, flush=True)
+            tell_people(_welcome(described, own, host, port), own)
 
     async def serve() -> int:
         return await Replica(described, backend, strategy, place, spans).run(say)
@@ -104,7 +109,7 @@ def _fleet(own: FleetOptions, described: Described, place: Place, options: Mappi
     def tell(news: str) -> None:
         if not quiet:
             with contextlib.suppress(OSError):  # nobody reads, and the fleet goes on
-                print(news, file=sys.stderr, flush=True)
+                tell_people(news, own)
 
     def say(fleet: Fleet) -> None:
         if own.ready_file is not None:
@@ -115,6 +120,14 @@ def _fleet(own: FleetOptions, described: Described, place: Place, options: Mappi
             tell(notice.replace("{port}", str(fleet.port)))
 
     return serving_fleet.run(plan, launcher, say, tell)
+
+
+def tell_people(news: str, own: FleetOptions) -> None:
+    """On standard error, in the form of the log."""
+    if own.log_format == "json":
+        log.info("%s", news)
+    else:
+        print(news, file=sys.stderr, flush=True)
 
 
 def described_by(own: FleetOptions, merged: Settings) -> Described:

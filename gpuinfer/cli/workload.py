@@ -131,10 +131,13 @@ class _ToPeople(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         show_status("")
-        print(f"gpuinfer: {record.getMessage()}", file=sys.stderr)
+        print(self.format(record) if self.formatter else f"gpuinfer: {record.getMessage()}", file=sys.stderr)
 
 
-def log_to_people(verbose: int) -> None:
+def log_to_people(verbose: int, form: logging.Formatter | None = None) -> None:
+    """`form`: of the lines, in place of plain words."""
     log = logging.getLogger("gpuinfer")
     log.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
-    log.handlers = [_ToPeople()]
+    handler = _ToPeople()
+    handler.setFormatter(form)
+    log.handlers = [handler]

@@ -9,6 +9,7 @@ departures    who is gone, while nobody reads
 exchange      one request and its response, as a handler has them
 replies       the bytes of responses, and of errors in OpenAI's shape
 paths         which handler answers what; `access`: keys, Host and Origin
+request_log   one line for each request
 server        listening, deadlines, draining; `binding` makes the sockets
 client        requests over kept connections; `line` is one of them
 loop          uvloop, where it is installed

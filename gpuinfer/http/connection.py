@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol, cast
 
 from gpuinfer.errors import GpuinferError
-from gpuinfer.http import replies
+from gpuinfer.http import replies, request_log
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler, Quick
 from gpuinfer.http.incoming import Incoming
 from gpuinfer.http.limits import HttpLimits
@@ -264,6 +264,8 @@ class Connection(asyncio.Protocol):
     def _next(self) -> bool:
         """The response is complete. Whether more has come already."""
         exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            request_log.of_exchange(exchange)
         self._release()
         if self.stage == GONE or self.transport.is_closing():
             return False
@@ -279,8 +281,13 @@ class Connection(asyncio.Protocol):
         """The bytes are at fault: say so, and close."""
         self._host.count("refused")
         self._release()
-        head_only = self._exchange is not None and self._exchange.method == "HEAD"
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        head_only = exchange is not None and exchange.method == "HEAD"
+        if exchange is None:
+            request_log.of_nobody(self._peer, error.status, error.message)
+        else:
+            exchange.status, exchange.notes["refused"] = error.status, error.message
+            request_log.of_exchange(exchange)
         self.transport.write(replies.refusal(error.status, error.message, head_only=head_only))
         self._close()
 

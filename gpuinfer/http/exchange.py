@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http import replies
@@ -41,16 +42,22 @@ class Exchange:
         "_outlet",
         "_query",
         "_stage",
+        "added",
+        "began",
         "_whole",
         "body",
         "headers",
         "keep",
         "method",
         "minor",
+        "notes",
         "parameters",
         "path",
         "peer",
         "raw_query",
+        "routine",
+        "status",
+        "trailers",
     )
 
     def __init__(self, outlet: Outlet, head: Head, path: str, peer: str) -> None:
@@ -65,6 +72,12 @@ class Exchange:
         self.peer = peer  # host:port of the client, "unix" for a Unix socket
         self.parameters: Mapping[str, str] = {}  # of the route's path
         self._query: Mapping[str, str] | None = None
+        self.began = time.monotonic()
+        self.status = 0  # of the response, once that has begun
+        self.notes: dict[str, Any] = {}  # of the request log (`request_log.write`)
+        self.routine = False  # it is asked again and again, and of no interest to the request log
+        self.added: list[tuple[str, str]] = []  # headers that the response has beside its own, whatever it is,
+        self.trailers: list[tuple[str, str]] = []  # and such as follow a body in chunks
         self._stage = FRESH
         self._chunked = False
         self._events = False  # the body is of server-sent events,
@@ -92,19 +105,24 @@ class Exchange:
     ) -> None:
         """The whole response at once."""
         self._leave(FRESH)
-        bare = status in NO_BODY
+        self.status, bare = status, status in NO_BODY
+        if self.added:
+            headers = [*headers, *self.added]
         head = replies.head(status, content_type if body else "", -1 if bare else len(body), self.keep, headers)
         self._stage = ENDED
         self._outlet.send(head if bare or self.method == "HEAD" else head + body)
 
     def refuse(self, status: int, message: str, headers: Pairs = (), *, code: str | None = None) -> None:
         """Respond with an error in OpenAI's shape."""
+        self.notes["refused"] = message
         self.respond(status, replies.error_bytes(message, replies.type_of(status), None, code), headers=headers)
 
     def begin(self, status: int, content_type: str, headers: Pairs = ()) -> None:
         """Begin a response whose length is not known: in chunks, for HTTP/1.0 up to the connection's end."""
         self._leave(FRESH)
-        self._chunked = self.minor > 0
+        self.status, self._chunked = status, self.minor > 0
+        if self.added:
+            headers = [*headers, *self.added]
         head = replies.head(status, content_type, None if self._chunked else -1, self.keep, headers)
         self._stage = BEGUN
         self._events = self._chunked and content_type.startswith("text/event-stream")
@@ -123,7 +141,7 @@ class Exchange:
         self._leave(BEGUN)
         self._stage = ENDED
         if self._chunked and self.method != "HEAD":
-            self._outlet.send(replies.LAST_CHUNK)
+            self._outlet.send(replies.last_chunk(self.trailers))
 
     def probe(self) -> bytes | None:
         """Bytes that mean nothing to a client that reads, now; None: there are none such."""

@@ -82,7 +82,8 @@ class Paths:
             allowed = ", ".join(sorted({*by_method, *(["HEAD"] if "GET" in by_method else [])}))
             exchange.refuse(405, f"{exchange.path} takes {allowed}.", [("Allow", allowed)])
             return None
-        return route if route.access == "open" or self._allowed(exchange, route) else None
+        exchange.routine = route.access == "open"
+        return route if exchange.routine or self._allowed(exchange, route) else None
 
     def _allowed(self, exchange: Exchange, route: Route) -> bool:
         access = self.access

@@ -13,7 +13,6 @@ from http import HTTPStatus
 Pairs = Sequence[tuple[str, str]]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
 RETRY = [("Retry-After", "1")]
 TYPES = {
     501: "invalid_request_error",
@@ -96,6 +95,13 @@ def check_field(name: str, value: str) -> None:
     """Raise ValueError for what would end a header's line."""
     if _UNSAFE.search(value) or not _NAME.fullmatch(name):
         raise ValueError(f"header {name!r} has a name or a value that cannot be sent")
+
+
+def last_chunk(trailers: Pairs = ()) -> bytes:
+    """What ends a body in chunks, and the headers after it."""
+    for name, value in trailers:
+        check_field(name, value)
+    return b"0\r\n%b\r\n" % "".join(f"{name}: {value}\r\n" for name, value in trailers).encode("latin-1")
 
 
 def chunk(data: bytes) -> bytes:

@@ -33,7 +33,7 @@ class Unavailable(Closed):
 class Refused:
     """One error as a response."""
 
-    __slots__ = ("body", "headers", "status")
+    __slots__ = ("body", "headers", "message", "status")
 
     def __init__(
         self, error: BaseException, request_id: str, retry_s: float | None = None, model: str | None = None
@@ -41,7 +41,8 @@ class Refused:
         """`model`: by its name, where one has been asked."""
         ours = error if isinstance(error, GpuinferError) else None
         self.status = status(error)
-        self.body = encode(told(error, request_id, model))
+        body = told(error, request_id, model)
+        self.body, self.message = encode(body), str(body["error"]["message"])
         self.headers: list[tuple[str, str]] = []
         if ours is not None and (name := nearest(ours)):
             self.headers.append(("X-Gpuinfer-Error", name))  # by which another process of ours makes it again

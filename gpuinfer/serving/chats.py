@@ -20,7 +20,7 @@ from gpuinfer.serving.answers import encode, plain_headers
 from gpuinfer.serving.asking import Asking
 from gpuinfer.serving.bounds import MOST_PROMPTS, check_request
 from gpuinfer.serving.growing import growing, whole
-from gpuinfer.serving.service import Service, ways
+from gpuinfer.serving.service import Service, tokens_of, ways
 
 USUAL = {"/v1/completions": 16, "/v1/chat/completions": MOST_TOKENS}
 """Tokens of an answer that is asked for without a number: as OpenAI has them, where a chat goes on to its end."""
@@ -61,17 +61,22 @@ class Chats:
             else:
                 answers = await whole(self._service.session, prompts, ways(asking))
                 asking.span.generated(answers)
+                self._service.spent(exchange, *tokens_of(answers))
                 exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
 
         return work
 
     async def _stream(self, exchange: Exchange, asking: Asking, prompts: Sequence[Prompt], told: events.Events) -> None:
         """The response begins with the first news: what fails before that fails with a status of its own."""
+        tokens = 0
         try:
             async with contextlib.aclosing(growing(self._service.session, prompts, ways(asking))) as answers:
                 async for news in answers:
                     if isinstance(news, Generation):
                         asking.span.generated(news)
+                        self._service.spent(exchange, *tokens_of(news))
+                    else:
+                        tokens += len(news.tokens)
                     data = told.end(news) if isinstance(news, Generation) else told.of(news)
                     if not exchange.begun:
                         exchange.begin(200, events.CONTENT_TYPE, plain_headers(asking.id, events.HEADERS))
@@ -79,12 +84,15 @@ class Chats:
                         await exchange.write(data)
             exchange.end()
         except (ClientGone, asyncio.CancelledError):
+            exchange.notes["output_tokens"] = tokens
             raise
         except Exception as error:
             if not exchange.begun:
                 raise
             asking.span.failed(type(error).__name__)
-            await exchange.write(events.error_event(self._service.refused(error, asking.id).body))
+            refused = self._service.refused(error, asking.id)
+            exchange.notes["refused"] = refused.message
+            await exchange.write(events.error_event(refused.body))
             exchange.end()
 
 

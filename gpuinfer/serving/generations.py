@@ -8,12 +8,13 @@ import contextlib
 import msgspec
 
 from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.generation import Generation
 from gpuinfer.http.exchange import ClientGone, Exchange
 from gpuinfer.serving.answers import SAID, plain_headers
 from gpuinfer.serving.asking import Asking
 from gpuinfer.serving.bounds import check_request
 from gpuinfer.serving.growing import growing
-from gpuinfer.serving.service import Service, ways
+from gpuinfer.serving.service import Service, tokens_of, ways
 from gpuinfer.text.frames import FRAMES_TYPE, prompt_from_body, to_frame
 
 
@@ -31,6 +32,7 @@ class Generations:
         check_request(prompt, self._service.widest)
         if exchange.query.get("parts") == "0":
             found = await self._service.session(prompt, rows=prompt.samples, **ways(asking))
+            self._service.spent(exchange, *tokens_of(found))
             exchange.respond(200, to_frame(found), FRAMES_TYPE, plain_headers(asking.id))
             return
         try:
@@ -38,6 +40,8 @@ class Generations:
                 async for news in answers:
                     if not exchange.begun:
                         exchange.begin(200, FRAMES_TYPE, plain_headers(asking.id))
+                    if isinstance(news, Generation):
+                        self._service.spent(exchange, *tokens_of(news))
                     await exchange.write(to_frame(news))
             exchange.end()
         except (ClientGone, asyncio.CancelledError):

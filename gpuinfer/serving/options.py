@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -69,6 +69,9 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     drain_timeout: float = Field(30.0, ge=0, le=86_400, description="seconds that requests have to finish at the end")
     max_body: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one request's body, at most")
     max_connections: int = Field(8192, ge=1, le=1 << 20, description="connections at once")
+    log_format: Literal["plain", "json"] = Field(
+        "plain", description="json: a line of JSON for each message, and one for each request, as -v has them"
+    )
     otlp_endpoint: str | None = Field(None, description="where to send a span for each request: http://host:4318")
     setup_file: Path | None = Field(None, description="a server described in a file, in place of --model")
     ready_file: Path | None = Field(

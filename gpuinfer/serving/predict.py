@@ -14,7 +14,7 @@ from gpuinfer.openai.schema import MOST_SAMPLES, MOST_TOKENS
 from gpuinfer.serving.answers import encode, plain_headers
 from gpuinfer.serving.asking import Asking
 from gpuinfer.serving.bounds import check_request
-from gpuinfer.serving.service import Service, ways
+from gpuinfer.serving.service import Service, tokens_of, ways
 
 
 class PredictBody(Struct, forbid_unknown_fields=True):
@@ -51,6 +51,7 @@ class Predict:
         check_request(prompt, self._service.widest)
         found = await self._service.session(prompt, rows=prompt.samples, **ways(asking))
         asking.span.generated(found)
+        self._service.spent(exchange, *tokens_of(found))
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendDied, unwrap
-from gpuinfer.generation import Sampling, Unmasking
+from gpuinfer.generation import Generation, Sampling, Unmasking
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler
 from gpuinfer.http.malformed import Malformed
 from gpuinfer.openai.unmasking import USUAL_TOKENS
@@ -101,11 +101,13 @@ class Service:
                 self._refuse(exchange, Unavailable(why), asking.id)
                 return
             self.health.in_flight += 1
+            exchange.notes |= {"id": asking.id, "model": self.name}
+            if asking.traceparent is not None:
+                exchange.notes["trace"] = asking.traceparent
             if self.spans.wanted:
                 asking.span = self.spans.begin(
                     f"{exchange.method} {exchange.path}", asking.traceparent, attributes(exchange, asking)
                 )
-            began = time.monotonic()
             try:
                 await work(exchange, asking)
             except (asyncio.CancelledError, ClientGone):
@@ -120,9 +122,6 @@ class Service:
             finally:
                 self.health.in_flight -= 1
                 asking.span.end()
-                if log.isEnabledFor(logging.INFO):
-                    took_ms, trace = 1e3 * (time.monotonic() - began), asking.traceparent or "no trace"
-                    log.info("%s: %s of %s took %.1f ms, %s", asking.id, exchange.path, exchange.peer, took_ms, trace)
 
         return handle
 
@@ -137,7 +136,18 @@ class Service:
 
     def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
         refused = self.refused(error, request_id)
+        exchange.notes |= {"id": request_id, "refused": refused.message}
         exchange.respond(refused.status, refused.body, headers=plain_headers(request_id, refused.headers))
+
+    def spent(self, exchange: Exchange, input_tokens: int, output_tokens: int) -> None:
+        """So many tokens have come of a request so far: for its log, quotas, and a router's, which reads no answers."""
+        exchange.notes |= {"input_tokens": input_tokens, "output_tokens": output_tokens}
+        if self.behind_router:
+            told = ("X-Gpuinfer-Used", f"{input_tokens} {output_tokens}")
+            if exchange.begun:
+                exchange.trailers = [told]
+            else:
+                exchange.added.append(told)
 
     def retry_s(self) -> float | None:
         """When there may be room in the queue, by the rate at which rows are answered; None: not known."""
@@ -148,6 +158,11 @@ class Service:
     async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:
         """`decode(body)`; beside the event loop when it is large."""
         return decode(body) if len(body) <= LARGE else await asyncio.to_thread(decode, body)
+
+
+def tokens_of(answers: Generation) -> tuple[int, int]:
+    """Of the prompt, and of all answers to it."""
+    return answers.prompt_tokens, sum(len(one.tokens) for one in answers.completions)
 
 
 def attributes(exchange: Exchange, asking: Asking) -> dict[str, str]:
