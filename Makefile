@@ -3,7 +3,7 @@
 # make test   the tests with small counts: minutes
 # make kernels   what of the kernels is not compiled yet, so that tests do not wait for it
 # make thorough    what takes long, each test of it alone: CI runs it too
-# make system  what needs SLURM, Chromium, promtool or Ray: installs them (Debian, as root) and tries them
+# make system  what needs SLURM, Chromium, nginx, Caddy, promtool or Ray: installs them (Debian, as root) and tries them
 # make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
 # make real   SmolLM2 from its Python package: what it answers, beside transformers; bits, commands, serve
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
@@ -60,7 +60,7 @@ real: $(READY)
 debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) >/dev/null; }
 
-DEBIAN := chromium curl haproxy munge prometheus slurm-wlm
+DEBIAN := caddy chromium curl haproxy munge nginx prometheus slurm-wlm
 system: $(READY)
 	$(call debian,$(DEBIAN))
 	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary and not dist and not real" tests plugins
