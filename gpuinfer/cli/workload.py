@@ -18,10 +18,11 @@ from gpuinfer.cli.flags import anew
 from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.cli.trial import EndOfRun
 from gpuinfer.config import registry, settings
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.terminal import show_status
 
 if TYPE_CHECKING:
+    from gpuinfer.api import Workload
     from gpuinfer.runtime.run import RunPlan
     from gpuinfer.trace.merge import Merged
 
@@ -68,7 +69,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     )
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     ending = EndOfRun(plan.workload, merged, display, destination)
-    with display, _failed_report(destination):
+    with display, _failed_report(destination, plan.workload):
         report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload))
     if report["status"] == "failed":
         _say_failures(report["failures"])
@@ -116,14 +117,25 @@ def _say_recorded(trace: Merged) -> None:
 
 
 @contextlib.contextmanager
-def _failed_report(destination: output.Destination) -> Iterator[None]:
-    """A failed run's report is worth reading too: it travels with the error."""
+def _failed_report(destination: output.Destination, workload: Workload) -> Iterator[None]:
+    """A failed run's report is worth reading too: it travels with the error, which also says where the run is kept."""
     try:
         yield
     except BaseException as error:
         if (report := getattr(error, "report", None)) is not None:
             destination.write(report)
+        if isinstance(error, WorkError) and "--resume" not in str(error) and (place := _goes_on_in(workload)):
+            kept = f"What was finished is kept in {place}: the same command with --resume goes on."
+            error.args = (f"{error}\n{kept}",)
         raise
+
+
+def _goes_on_in(workload: Workload) -> str | None:
+    """The file or folder with what a run with `--resume` goes on with; None where there is none."""
+    if "resume" not in workload.goes_on_by:
+        return None
+    places = (str(getattr(workload.options, name) or "") for name in workload.writes_to)
+    return next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
 
 
 class _ToPeople(logging.Handler):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
-from forking import run
+from forking import Forked, run
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -60,3 +63,36 @@ def test_a_deterministic_run_plays_the_same_games_as_without_a_server(tmp_path, 
     selfplay(*central, cwd=tmp_path)
     selfplay("--backend", "inprocess", "--workers", "1", "--deterministic", "--out", "inprocess", cwd=tmp_path)
     assert in_order().same(records_of(tmp_path / "central"), records_of(tmp_path / "inprocess"))
+
+
+def server_of(process):
+    """The process of its session, beside the command itself, that listens at an abstract address."""
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listening = {f"socket:[{words[6]}]" for words in unix if words[3] == "00010000" and words[-1].startswith("@")}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            if os.getsid(pid) == process.pid != pid:
+                for descriptor in (folder / "fd").iterdir():
+                    if os.readlink(descriptor) in listening:
+                        return pid
+    raise AssertionError("no server")
+
+
+def test_a_run_whose_server_is_killed_keeps_its_games_and_says_how_to_go_on(tmp_path):
+    """Games of the last seconds too, which no shard holds yet."""
+    words = ["--backend", "central", "--workers", "2", "--simulations", "10", "--model", "blobnet-small", "--no-live"]
+    words += ["--no-roofline", "--out", "games", "--json", "report.json", "--games", "100000"]
+    with Forked(["gpuinfer", "selfplay", *words], tmp_path, text=True, workers=True) as process:
+        while " games/min" not in (line := process.stderr.readline()):
+            assert line, "it ended before that"
+        os.kill(server_of(process), signal.SIGKILL)
+        _, errors = process.communicate(timeout=240)
+    assert process.returncode == 1, errors
+    assert "the central server is gone" in errors
+    assert "What was finished is kept in games: the same command with --resume goes on." in errors
+    told = json.loads((tmp_path / "report.json").read_text())["progress"]["done"]
+    kept = len(records_of(tmp_path / "games")["finished"])
+    assert kept >= told > 0
+    report = selfplay("--out", "games", "--games", str(kept + 200), "--resume", cwd=tmp_path)
+    assert report["progress"]["done"] == kept + 200

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 
 from gpuinfer import stats
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import BackendDied, UsageError, WorkError, unwrap
 from gpuinfer.host import compiling
 from gpuinfer.positions import records
-from gpuinfer.workloads.selfplay import keeping, player
+from gpuinfer.workloads.selfplay import arrays, keeping, player
 
 
 class Session:
@@ -32,10 +33,12 @@ def writer(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """No shard is written before this is set."""
+    """No shard is written before this is set. Its `writing`: one is waiting to be."""
     opened, write = threading.Event(), records.Folder.write
+    opened.writing = threading.Event()
 
     def slow(self, arrays):
+        opened.writing.set()
         assert opened.wait(60)
         return write(self, arrays)
 
@@ -114,3 +117,70 @@ async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
     over.set()
     assert await task
     assert told == ([{"note": player.COMPILING}] if compiled else [])
+
+
+class LastSearch:
+    """An arena with one game, which the search finishes while it asks for one more row."""
+
+    slots, trees, queued, begun = 1, 1, 0, 0.0
+    search = arrays.Search(**dict.fromkeys(arrays.Search._fields, arrays.NETWORK))
+    features = np.zeros((1, 1), np.float32)
+    counters = np.zeros(7, np.int64)
+    busy = 1
+
+    def __init__(self):
+        self._finished = None
+
+    def add_games(self, ids): ...
+
+    def spare(self, busy):
+        return 0
+
+    def play(self, logits, values):
+        self._finished = part(7)
+        return 1
+
+    def collect(self):
+        finished, self._finished = self._finished, None
+        return finished
+
+
+class Dead(Session):
+    """A way to a model that is gone."""
+
+    def __init__(self):
+        self.stopping = asyncio.Event()
+
+    def client(self):
+        return contextlib.nullcontext("me")
+
+    async def __call__(self, *_, **__):
+        raise BackendDied("the server was killed.")
+
+
+class Silent(Told):
+    async def receive(self):
+        await asyncio.Event().wait()
+
+
+def last_round(path):
+    return player.Round([LastSearch()], Dead(), Silent(), {"out": str(path)}).play()
+
+
+async def test_games_that_finished_in_a_search_whose_answers_never_come_are_kept(tmp_path):
+    with pytest.raises(ExceptionGroup) as failed:
+        await last_round(tmp_path)
+    assert isinstance(unwrap(failed.value), BackendDied)
+    assert records.Folder(tmp_path).finished() == {7}
+
+
+async def test_a_parent_that_hangs_up_meanwhile_does_not_keep_them_from_the_disk(gate, tmp_path):
+    playing = asyncio.create_task(last_round(tmp_path))
+    assert await asyncio.to_thread(gate.writing.wait, 60)
+    for _ in range(2):
+        playing.cancel()
+        await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(ExceptionGroup):
+        await playing
+    assert records.Folder(tmp_path).finished() == {7}

@@ -163,8 +163,23 @@ class Round:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            await self._keeper.flush()  # what is finished is kept, however the rest ended
+            await self._keep_finished()
         await self._channel.send({**self._counts(), "ended": True})
+
+    async def _keep_finished(self) -> None:
+        """All finished games count when this returns, however the round ended: those too of a search whose answers
+        never came, and though the parent cancels this, which it does once another worker has failed.
+        """
+        keeping = asyncio.ensure_future(self._collect_all())
+        while not keeping.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(keeping)
+        keeping.result()
+
+    async def _collect_all(self) -> None:
+        for arena in self._arenas:
+            await self._collect(arena)
+        await self._keeper.flush()
 
     async def _run(self, arena: Slots) -> None:
         play = self._with_network if arena.search.evaluator == arrays.NETWORK else self._alone
