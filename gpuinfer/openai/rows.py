@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, GpuinferError, UsageError
 from gpuinfer.generation import Prompt
+from gpuinfer.openai.formats import CHAT_FIELDS, HEAD_BYTES, TEXT_FIELDS, other_format
 from gpuinfer.openai.requests import (
     MOST_SHOWN,
     URLS,
@@ -69,7 +70,7 @@ class RowReader:
         try:
             row = self._row.decode(piece)
         except (ValueError, RecursionError) as error:
-            why = unreadable(error, InputRow, piece, "row", LOOSE)
+            why = _misnamed(piece) or unreadable(error, InputRow, piece, "row", LOOSE)
             return AskedRow(error=why, content=b"unreadable" + piece, id=_id_of(piece))
         if isinstance(row, str):
             row = InputRow(prompt=row)
@@ -87,6 +88,7 @@ class RowReader:
             if (adapter := self._defaults.adapter if row.adapter is None else row.adapter) and asked.prompt:
                 asked.prompt = msgspec.structs.replace(asked.prompt, adapter=adapter)
         except BadPrompt as error:
+            error = _misnamed(piece) or error
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked
 
@@ -123,6 +125,10 @@ def _pieces(path: Path, flag: str) -> Iterator[Piece]:
     splitter = Either()
     try:
         with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+            if found := other_format(head, str(path), whole=len(head) < HEAD_BYTES):
+                raise UsageError(found.refused(f"{flag} {path}", f"> rows.jsonl\nand give {flag} rows.jsonl."))
+            file.seek(0)
             while chunk := file.read(CHUNK):
                 yield from splitter.feed(chunk)
     except OSError as error:
@@ -150,6 +156,21 @@ def _url_of(row: InputRow) -> str:
 
 def _short(value: str | None) -> str:
     return "none" if value is None else f"'{value[:MOST_SHOWN]}'"
+
+
+def _misnamed(piece: bytes) -> BadRequest | None:
+    """What is wrong with a row that holds its prompt or its chat under another name; None for any other row."""
+    try:
+        row = msgspec.json.decode(piece, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return None
+    if not row.keys().isdisjoint(("prompt", "prompt_token_ids", "messages", "body")):
+        return None
+    for wanted, others in (("prompt", TEXT_FIELDS), ("messages", CHAT_FIELDS)):
+        for name in others:
+            if name in row:
+                return BadRequest(f"the row has `{name}` where `{wanted}` is read. Rename it to `{wanted}`.", name)
+    return None
 
 
 class _Named(Struct):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
+import subprocess
+import sys
 
 import pytest
 from complaints import complaint
@@ -117,11 +122,104 @@ def test_bad_usage_is_refused_before_anything_is_done(gpuinfer, tmp_path, monkey
 
 
 def test_a_job_without_one_answer_has_failed(tmp_path):
-    (tmp_path / "in.jsonl").write_text("nope\n")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "broken"}\n')
     done = generate("--input", "in.jsonl", "--output", "o.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert "not one of 1 rows was answered" in complaint(done)
     assert len(rows_of(tmp_path / "o.jsonl")) == 1
+
+
+ROWS = b'"ab"\n{"prompt": "cd"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "asked"),
+    [
+        pytest.param("p.csv", b"id,text\n1,ab\n2,cd\n", "a table with the columns id, text,", ["ab", "cd"], id="CSV"),
+        pytest.param(
+            "p.csv",
+            '\ufeff"Prompt";"n"\n"a\nb";1\n"\u00e9";2\n'.encode(),
+            "columns Prompt, n,",
+            ["a\nb", "\u00e9"],
+            id="CSV as Excel writes it",
+        ),
+        pytest.param(
+            "a b.csv", "name\nSoup\u00e9\n".encode("cp1252"), "columns name,", ["Soup\u00e9"], id="CSV in Latin-1"
+        ),
+        pytest.param("table", b"question\tn\nwho?\t1\n", "columns question, n,", ["who?"], id="tabs"),
+        pytest.param("it's.txt", b"ab, and\n\n cd\n", "is plain text,", ["ab, and", "cd"], id="text"),
+        pytest.param("one", b"ab", "is plain text,", ["ab"], id="a word"),
+        pytest.param("p.jsonl.gz", gzip.compress(ROWS), "compressed with gzip,", ["ab", "cd"], id="gzip"),
+        pytest.param("p.bz2", bz2.compress(ROWS), "compressed with bzip2,", ["ab", "cd"], id="bzip2"),
+        pytest.param("p.xz", lzma.compress(ROWS), "compressed with xz,", ["ab", "cd"], id="xz"),
+        pytest.param("p.jsonl", ROWS.decode().encode("utf-16"), "text in UTF-16,", ["ab", "cd"], id="UTF-16"),
+        pytest.param("p.parquet", None, "is a Parquet file,", ["ab", "cd"], id="Parquet"),
+        pytest.param("p.xlsx", b"PK\x03\x04" + bytes(50), "an Excel workbook,", None, id="a workbook"),
+        pytest.param("p.bin", bytes(range(256)), "is binary,", None, id="bytes"),
+    ],
+)
+def test_a_file_of_another_form_is_named_and_the_command_that_is_shown_makes_prompts_of_it(
+    tmp_path, name, content, said, asked
+):
+    if content is None:
+        table = pytest.importorskip("pyarrow").table({"n": [1, 2], "prompt": ["ab", "cd"]})
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = generate("--input", name, "--output", "o.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in complaint(done)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    if asked is not None:
+        command, _, rest = complaint(done).splitlines()[1].strip().rpartition(" | ")
+        assert rest == "gpuinfer generate --input -"
+        command = command.replace("python3", sys.executable)
+        rows = subprocess.run(command, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+        done = generate("--input", "-", "--output", "o.jsonl", "--ordered", cwd=tmp_path, given=rows)
+        assert done.returncode == 0, done.stderr
+        assert [row["text"].rsplit(" ", 2)[0][::-1] for row in rows_of(tmp_path / "o.jsonl")] == asked
+    else:
+        assert complaint(done).endswith("Give a file of those.")
+
+
+def test_an_object_over_several_lines_is_said_to_be_one(tmp_path):
+    (tmp_path / "in.json").write_text(json.dumps({"prompt": "ab", "id": 1}, indent=2))
+    assert "objects over several lines" in complaint(generate("--input", "in.json", cwd=tmp_path))
+    assert "jq -c . in.json | gpuinfer generate --input -" in complaint(generate("--input", "in.json", cwd=tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"id,text\n1,ab\n2,cd\n", gzip.compress(ROWS)])
+def test_standard_input_of_another_form_ends_the_run_and_leaves_nothing(tmp_path, content):
+    done = generate("--input", "-", "--output", "o.jsonl", cwd=tmp_path, given=content)
+    assert done.returncode == 2
+    assert "one JSON object a line" in complaint(done)
+    assert "FILE | gpuinfer generate --input -" in complaint(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ['nope\n"ab"\n', '{"prompt": "ab"\n', '["ab"]', ' {"prompt": "ab"}\nid,text\n', '"' + "a" * 70_000 + '"']
+)
+def test_json_with_faults_is_no_other_form(tmp_path, text):
+    (tmp_path / "in.csv").write_text(text)
+    done = generate("--input", "in.csv", cwd=tmp_path)
+    assert "one JSON object a line. " not in done.stderr
+    assert done.stdout
+
+
+def test_where_no_row_was_right_no_output_is_left_and_a_file_that_was_there_stays(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"input": "b"}\n{"conversations": []}\n')
+    for words in ([], ["--ordered"]):
+        done = generate("--input", "in.jsonl", "--output", "o.jsonl", *words, cwd=tmp_path)
+        assert done.returncode == 1
+        assert "not one of 3 rows was answered, and no output is left." in complaint(done)
+        assert "has `text` where `prompt` is read. Rename it to `prompt`." in complaint(done)
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert generate("--prompt", "a", "--output", "o.jsonl", cwd=tmp_path).returncode == 0
+    kept = (tmp_path / "o.jsonl").read_bytes()
+    assert generate("--input", "in.jsonl", "--output", "o.jsonl", "--ordered", "--resume", cwd=tmp_path).returncode == 1
+    assert (tmp_path / "o.jsonl").read_bytes().startswith(kept)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "[]"])

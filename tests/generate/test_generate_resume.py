@@ -213,6 +213,7 @@ def test_a_second_try_in_order_that_is_killed_loses_nothing(tmp_path):
     for size in (0, 1, before_its_end):
         with started(*again, cwd=tmp_path, environment=mended) as process:
             until((tmp_path / "out.jsonl.before").exists, process)
+            until((tmp_path / "out.jsonl").exists, process)
             until(lambda size=size: (tmp_path / "out.jsonl").stat().st_size >= size, process)
             process.kill()
             process.communicate(timeout=60)

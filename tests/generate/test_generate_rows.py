@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from asking import infer_of, lines, run
 
+from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Rendering, Sampling
 from gpuinfer.openai.requests import PromptDefaults
-from gpuinfer.openai.rows import RowReader
+from gpuinfer.openai.rows import RowReader, prompts_of
 from gpuinfer.workloads.generate.lines import LineWriter
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
@@ -69,7 +70,7 @@ SCHEMA = {"type": "object"}
         ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
         ({"logprobs": True}, {"logprobs": 0}),
         ({"logprobs": False}, {"logprobs": None}),
-        ({"response_format": {"type": "json_object"}}, {"constraint": Constraint(json_schema=True)}),
+        ({"response_format": {"type": "json_object"}}, {"constraint": Constraint(json_schema={"type": "object"})}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
             {"constraint": Constraint(json_schema=SCHEMA)},
@@ -101,6 +102,10 @@ def test_a_row_may_say_how_its_answer_is_drawn(row, changed, form):
         pytest.param(b"5", "Expected", id="a number"),
         pytest.param(b"[]", "Expected", id="a list"),
         pytest.param({}, "has none", id="no prompt"),
+        pytest.param({"text": "a"}, "Rename it to `prompt`", id="a text"),
+        pytest.param({"id": 3, "label": 1, "input": "a"}, "has `input` where `prompt` is read", id="an input"),
+        pytest.param({"prompt": "a", "text": "b"}, "there is no field `text`", id="a prompt and a text"),
+        pytest.param({"conversations": []}, "Rename it to `messages`", id="a conversation"),
         pytest.param({"prompt": "a", "messages": CHAT}, "has 2", id="two prompts"),
         pytest.param({"prompt": 5}, "Expected", id="a number for a prompt"),
         pytest.param({"prompt": ["a", "b"]}, "row of its own", id="several prompts"),
@@ -192,6 +197,7 @@ def test_an_adapter_is_part_of_the_prompt_and_of_what_tells_rows_apart():
 
 def test_unknown_fields_are_passed_over_on_request():
     assert asked({"prompt": "a", "label": 5}, strict=False).error is None
+    assert "Rename it to `prompt`" in str(asked({"text": "a", "label": 5}, strict=False).error)
 
 
 def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path):
@@ -327,3 +333,10 @@ def test_ordered_answers_come_in_the_order_of_their_prompts(tmp_path):
     text = lines(*({"id": number, "prompt": f"p{number}", "n": 1 + number % 3} for number in range(300)), b"nope")
     rows = run(tmp_path, text, ordered=True)
     assert [row["id"] for row in rows[:-1]] == list(range(300))
+
+
+def test_a_table_in_the_place_of_a_prompts_file_of_any_command_is_named(tmp_path):
+    (tmp_path / "p.csv").write_text("id,prompt\n1,ab\n")
+    with pytest.raises(UsageError, match=r"--prompts .*p.csv is a table with the columns id, prompt") as refused:
+        list(prompts_of(tmp_path / "p.csv", "--prompts"))
+    assert str(refused.value).endswith("> rows.jsonl\nand give --prompts rows.jsonl.")

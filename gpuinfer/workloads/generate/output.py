@@ -46,6 +46,7 @@ class OpenedOutput:
         self._note: RunNote | None = None
         self._path = Path(name)
         self._is_ours = self._finished = False
+        self.is_useless = False  # it goes when it is closed
 
     def bind(self, note: RunNote, path: Path, is_ours: bool) -> None:
         """The output is a file with a note. `is_ours`: there was no such file before."""
@@ -68,8 +69,11 @@ class OpenedOutput:
             if found is not None and not self.done.count([found[0]])[0]:
                 yield line
 
-    def finish(self) -> None:
-        """Everything that there was to write has been written."""
+    def finish(self, useless: bool = False) -> None:
+        """Everything that there was to write has been written. `useless`: no row of the input was right, and a file
+        that this run has made is removed.
+        """
+        self.is_useless = useless and self._is_ours
         if self.before is not None:
             self.before.path.unlink()
         if self.aside is not None:
@@ -82,7 +86,8 @@ class OpenedOutput:
             if store is not None:
                 store.close()
         if self._note is not None:
-            unused = not self._finished and not os.fstat(self.descriptor).st_size and not _parts(self._path)
+            empty = not self._finished and not os.fstat(self.descriptor).st_size and not _parts(self._path)
+            unused = empty or self.is_useless
             if unused and self._is_ours:
                 self._path.unlink(missing_ok=True)
             self._note.close(remove=unused)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import BackendDied, BackendError, BadResult, GpuinferError, RequestError, WorkError
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, BadResult, GpuinferError, RequestError, WorkError
 from gpuinfer.generation import Generation
 from gpuinfer.openai.rows import RowReader
 from gpuinfer.openai.splitting import Either, Piece
@@ -34,6 +34,7 @@ class RowCounts:
 
     def __init__(self) -> None:
         self.read = self.before = self.answered = self.failed = 0
+        self.bad = 0  # of those that failed, rows that cannot be answered as they are
         self.input_tokens = self.output_tokens = self.cached_tokens = 0
         self.ended = False  # the input has no more rows
         self.first_failure: GpuinferError | None = None
@@ -48,8 +49,14 @@ class RowCounts:
         self.cached_tokens += generation.cached_tokens
         self.output_tokens += sum([len(one.tokens) for one in generation.completions])
 
+    @property
+    def none_right(self) -> bool:
+        """Whether all rows of the input are bad ones, and there is one."""
+        return self.ended and self.bad == self.done > 0
+
     def fail(self, error: GpuinferError) -> None:
         self.failed += 1
+        self.bad += isinstance(error, BadPrompt)
         self.first_failure = self.first_failure or error
 
 

@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.openai.formats import HEAD_BYTES, other_format
 
 CHUNK = 256 << 10
 LOOK_S = 0.1  # how long a silent input keeps us from seeing that the run is over
 COUNT_BYTES = 4 << 30  # a larger file's rows are not counted beforehand
+PIPED = "| gpuinfer generate --input -\nwith your other flags behind it."
 
 
 class Source:
@@ -26,6 +28,7 @@ class Source:
 
     def __init__(self, name: str, descriptor: int | None = None) -> None:
         self.name = "standard input" if name == "-" else name
+        self._path = name
         self._own = name != "-"
         opened = _opened(name) if self._own and descriptor is None else descriptor
         self._descriptor = sys.stdin.fileno() if opened is None else opened
@@ -38,8 +41,15 @@ class Source:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Until the input ends or `stop` is called. Raises `WorkError` when it can be read no further."""
+        """Until the input ends or `stop` is called.
+
+        Raises `UsageError` when it begins as something else than JSON, `WorkError` when it can be read no further.
+        """
+        looked_at = False
         while chunk := await asyncio.to_thread(self._read):
+            if not looked_at:
+                _refuse_other_format(chunk[:HEAD_BYTES], self._path, whole=False)
+                looked_at = True
             yield chunk
 
     def _read(self) -> bytes:
@@ -101,6 +111,18 @@ def check(name: str) -> None:
         raise UsageError(f"--input {name}: there is no such file. Give a file of prompts, or - for standard input.")
     elif not os.access(name, os.R_OK):
         raise UsageError(f"--input {name} cannot be read: permission denied. Give a file that you may read.")
+    elif Path(name).is_file():
+        try:
+            with open(name, "rb") as file:
+                head = file.read(HEAD_BYTES)
+                _refuse_other_format(head, name, whole=not file.read(1))
+        except OSError as error:
+            raise _unreadable(name, error) from error
+
+
+def _refuse_other_format(head: bytes, name: str, whole: bool) -> None:
+    if found := other_format(head, name, whole):
+        raise UsageError(found.refused(f"--input {name}", PIPED))
 
 
 def _opened(name: str) -> int:
@@ -108,4 +130,8 @@ def _opened(name: str) -> int:
     try:
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise UsageError(f"--input {name} cannot be read: {error.strerror}. Give a file that you may read.") from error
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> UsageError:
+    return UsageError(f"--input {name} cannot be read: {error.strerror}. Give a file that you may read.")

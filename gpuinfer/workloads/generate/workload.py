@@ -176,7 +176,7 @@ class Generate(Workload):
             async for _ in followed(running, infer.stopping):
                 yield self._progress(pump, counting)
             if not running.cancelled():
-                target.finish()
+                target.finish(useless=pump.counts.none_right)
             else:
                 self._say_stopped(pump)
         except BaseExceptionGroup as group:
@@ -184,7 +184,7 @@ class Generate(Workload):
         finally:
             source.stop()
             await asyncio.wait({counting})
-        self._say_failures(pump.counts)
+        self._say_failures(pump.counts, target.is_useless)
         yield self._progress(pump, counting)
 
     async def _show(self, infer: Infer) -> AsyncIterator[Progress]:
@@ -236,7 +236,7 @@ class Generate(Workload):
             "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", self.target, early
         )
 
-    def _say_failures(self, counts: RowCounts) -> None:
+    def _say_failures(self, counts: RowCounts, removed: bool = False) -> None:
         """Raises `WorkError` when not one row was answered."""
         if counts.ended and not counts.read:
             log.warning("no prompts in %s: nothing was asked", self._source_name)
@@ -244,7 +244,9 @@ class Generate(Workload):
             return
         said = f"The first says: {counts.first_failure}"
         if not counts.answered and counts.failed == counts.done and counts.ended:
-            raise WorkError(f"not one of {counts.failed} rows was answered. {said}")
+            raise WorkError(
+                f"not one of {counts.failed} rows was answered{', and no output is left' if removed else ''}. {said}"
+            )
         cure = "" if output.is_stream(self.target) else " With that mended, run again with --resume --retry-errors."
         log.warning("%d of %d rows ended with an error. %s%s", counts.failed, counts.done, said, cure)
 
