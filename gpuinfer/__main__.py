@@ -25,6 +25,7 @@ def _run() -> None:
 
     pauses.collect_seldom()
     standard_files.keep_open()
+    standard_files.take_any_character()
     if problem := plugin_folder.see_plugins():  # before anything looks for plugins
         print(f"gpuinfer: {problem}", file=sys.stderr)
     from gpuinfer.cli import main as command

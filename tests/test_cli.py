@@ -240,6 +240,39 @@ def test_a_report_for_a_closed_standard_output_is_refused_before_any_work(gpuinf
     assert (code, "standard output is closed. Give a file" in err) == (2, True)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        pytest.param(RUN, 0, id="a run"),
+        pytest.param([*RUN, "--json", "r-\udcff東.json", "--quiet"], 0, id="a file whose name is no text"),
+        pytest.param(["docs", "workers"], 0, id="a page"),
+        pytest.param(["plugins", "list"], 0, id="a table"),
+        pytest.param(["count", "--help"], 0, id="help"),
+        pytest.param(["naïve→東"], 2, id="an error"),
+    ],
+)
+def test_what_the_terminal_s_encoding_lacks_is_no_failure(words, code, encoding):
+    child = subprocess.run(
+        [sys.executable, "-m", "gpuinfer", *words],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert child.returncode == code, child.stderr
+    assert b"Traceback" not in child.stderr
+    assert b"not foreseen" not in child.stderr
+
+
+def test_a_report_in_ascii_says_the_same_by_escapes():
+    named = "naïve→東.trace"
+    words = [*RUN, "--json", "-", "--trace", named]
+    child = process(*words, code="from gpuinfer.__main__ import main; main()", PYTHONIOENCODING="ascii")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.isascii()
+    assert json.loads(child.stdout)["settings"]["trace"] == named
+
+
 def test_a_terminal_gets_a_live_view():
     ours, theirs = pty.openpty()
     child = subprocess.Popen(

@@ -31,7 +31,7 @@ class Destination:
 
     def write(self, report: Mapping[str, Any]) -> None:
         """Write the report; nothing happens when nobody asked for one. Raises `WorkError` when there is no room."""
-        text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+        text = _encodable(report, sys.stdout.encoding if self.stdout else "utf-8") + "\n"
         try:
             if self.stdout:
                 sys.stdout.write(text)
@@ -46,6 +46,16 @@ class Destination:
             place = self.path or "standard output"
             cure = "Make room there, or give --json another place."
             raise WorkError(f"the report could not be written to {place}: {error.strerror}. {cure}") from error
+
+
+def _encodable(report: Mapping[str, Any], encoding: str) -> str:
+    """The report as JSON; where the encoding lacks one of its characters, with escapes, which mean the same."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(report, indent=2, default=str)
+    return text
 
 
 def replace_file(path: Path, text: str) -> None:
