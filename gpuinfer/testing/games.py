@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.python_games import check_python_game
+from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
+from gpuinfer.testing.python_games import HIDDEN, check_python_game
 from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
 from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
@@ -51,11 +52,12 @@ def check_game(
             check_python_game(built[0], examiner, long_s)
             return
         if not examiner.check(PLAIN, lambda: _fault_of_rehearsal(name, options or {}, rehearsed), long_s):
-            for other in (COMPILED, SEARCH):
+            for other in (COMPILED, SEARCH, HIDDEN):
                 examiner.skip(other, "compiled, it would write where it may not")
             return
         examiner.check(COMPILED, lambda: _fault_of_compiling(built[0], rehearsed[0]), long_s)
         examiner.check(SEARCH, lambda: _fault_of_search(built[0]), long_s)
+        examiner.check(HIDDEN, lambda: fault_of_hiding(CompiledAsPython(built[0])), long_s)
 
     return run_bounded(check, examiner or Examination(timeout_s))
 

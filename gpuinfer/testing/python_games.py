@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.testing.findings import Examination
+from gpuinfer.testing.hidden import fault_of_hiding
 from gpuinfer.testing.reference import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
@@ -24,6 +25,7 @@ MOVES = 20  # of each, at most
 
 PLAYS = "plays within its sizes, and leaves positions as they are"
 COMPANY = "is played the same in any company"
+HIDDEN = "is searched without what is hidden from the player to move"
 
 
 class Broken(Exception):
@@ -33,9 +35,13 @@ class Broken(Exception):
 def check_python_game(game: PythonGame, examiner: Examination, long_s: float) -> None:
     """Every promise of `workloads.selfplay.python_game`; `long_s`: what each check may take."""
     if not examiner.check(PLAYS, lambda: _fault_of_play(game), long_s):
-        examiner.skip(COMPANY, "its rules do not hold")
+        for other in (COMPANY, HIDDEN):
+            examiner.skip(other, "its rules do not hold")
         return
-    examiner.check(COMPANY, lambda: _fault_of_company(game), long_s)
+    if examiner.check(COMPANY, lambda: _fault_of_company(game), long_s):
+        examiner.check(HIDDEN, lambda: fault_of_hiding(game), long_s)
+    else:
+        examiner.skip(HIDDEN, f"'{COMPANY}' does not hold")
 
 
 def _fault_of_play(game: PythonGame) -> str | None:

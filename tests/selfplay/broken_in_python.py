@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from in_python import PythonConnectFour, Wager
+from in_python import Kuhn, PythonConnectFour, Wager
 
 from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 
 class Overwriting(PythonConnectFour):
@@ -67,3 +68,29 @@ class Remembering(PythonConnectFour):
 class Unlikely(Wager):
     def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
         return [(action, chance / 2) for action, chance in super().chances(position)]
+
+
+class NoGuess(Kuhn):
+    """Something is hidden, and nothing guesses it."""
+
+    determinize = PythonGame.determinize
+
+
+class OpenCards(Kuhn):
+    """Guesses that are the truth."""
+
+    def determinize(self, position: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
+        return position
+
+
+class Marked(Kuhn):
+    """Three guesses of four are the truth."""
+
+    def determinize(self, position: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
+        return super().determinize(position, draw) if draw.below(4) == 0 else position
+
+
+class SaidToBeOpen(Kuhn):
+    """Says that nothing is hidden, so that nobody guesses."""
+
+    hidden = False

@@ -7,68 +7,65 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuinfer.workloads.selfplay import kernels
+from gpuinfer.testing.hidden import CompiledAsPython
 from gpuinfer.workloads.selfplay.drawing import Draw
-from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, PythonGame
 
 
-class AsPython(PythonGame):
-    """A compiled game's rules, asked from Python. A position is its state, int64 [words]."""
+class PythonConnectFour(CompiledAsPython):
+    def __init__(self, setup: Any = None, /, **options: Any) -> None:
+        super().__init__(ConnectFour(), setup, **options)
 
-    original: ClassVar[Game]
+
+class PythonBlob(CompiledAsPython):
+    def __init__(self, setup: Any = None, /, **options: Any) -> None:
+        super().__init__(Blob(None, players=3, cards=3), setup, **options)
+
+
+class Kuhn(PythonGame):
+    """Kuhn poker (Kuhn 1950): three cards, one for each of two players; bet or pass. A position is both cards and what
+    was done since.
+    """
+
+    PASS, BET = 0, 1
 
     def __init__(self, setup: Any = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
-        game = self.original
-        for name in ("seats", "actions", "max_legal", "max_moves", "features", "feature_dtype", "hidden"):
-            setattr(self, name, getattr(game, name))
-        self._game, self._rules = game, kernels.rules_of(game.rules)
-        self._actions = np.zeros(game.max_legal, np.int16)
+        self.seats, self.actions, self.max_legal, self.max_moves, self.features = 2, 2, 2, 3, 2 + 3 + 6
 
-    def deal(self, draw: Draw) -> np.ndarray:
-        state = np.zeros(self._game.words, np.int64)
-        self._rules.deal(self._game.config, state, draw.stream)
-        return state
+    def deal(self, draw: Draw) -> tuple[int, ...]:
+        first = draw.below(3)
+        return first, (first + 1 + draw.below(2)) % 3
 
-    def to_move(self, position: np.ndarray) -> int:
-        return int(self._rules.to_move(self._game.config, position))
+    def to_move(self, position: tuple[int, ...]) -> int:
+        done = position[2:]
+        return OVER if done in ((0, 0), (0, 1, 0), (0, 1, 1), (1, 0), (1, 1)) else len(done) % 2
 
-    def legal(self, position: np.ndarray) -> list[int]:
-        count = self._rules.legal(self._game.config, position, self._actions)
-        return self._actions[:count].tolist()
+    def legal(self, position: tuple[int, ...]) -> Sequence[int]:
+        return [self.PASS, self.BET]
 
-    def apply(self, position: np.ndarray, action: int) -> np.ndarray:
-        after = position.copy()
-        self._rules.apply(self._game.config, after, np.int16(action))
-        return after
+    def apply(self, position: tuple[int, ...], action: int) -> tuple[int, ...]:
+        return (*position, action)
 
-    def returns(self, position: np.ndarray) -> np.ndarray:
-        values = np.zeros(self.seats, np.float32)
-        self._rules.returns(self._game.config, position, values)
-        return values
+    def returns(self, position: tuple[int, ...]) -> Sequence[float]:
+        done = position[2:]
+        if done[-2:] == (self.BET, self.PASS):  # who passes a bet has lost the ante
+            won = 0.5 if len(done) % 2 == 0 else -0.5
+        else:
+            won = (1.0 if done[-1] == self.BET else 0.5) * (1 if position[0] > position[1] else -1)
+        return [won, -won]
 
-    def observe(self, position: np.ndarray, row: np.ndarray) -> None:
-        whole = np.zeros(self.features, self.feature_dtype)
-        count = self._rules.legal(self._game.config, position, self._actions)
-        self._rules.observe(self._game.config, position, self._actions, count, whole)
-        row[:] = whole[self.actions :]
+    def observe(self, position: tuple[int, ...], row: np.ndarray) -> None:
+        row[position[self.to_move(position)]] = 1
+        for number, action in enumerate(position[2:]):
+            row[3 + 2 * number + action] = 1
 
-    def determinize(self, position: np.ndarray, draw: Draw) -> np.ndarray:
-        samples = np.zeros((1, self._game.words), np.int64)
-        scratch = np.zeros(self._game.scratch[0], np.int64), np.zeros(self._game.scratch[1], np.float64)
-        self._rules.determinize(self._game.config, position, samples, draw.stream, *scratch)
-        return samples[0]
-
-
-class PythonConnectFour(AsPython):
-    original = ConnectFour()
-
-
-class PythonBlob(AsPython):
-    original = Blob(None, players=3, cards=3)
+    def determinize(self, position: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
+        mover = self.to_move(position)
+        other = (position[mover] + 1 + draw.below(2)) % 3
+        return (position[0], other, *position[2:]) if mover == 0 else (other, *position[1:])
 
 
 class Wager(PythonGame):

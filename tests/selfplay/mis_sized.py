@@ -92,6 +92,7 @@ CASES = {
     "too large a feature": ruled(observe=wide),
     "a guess that tells": ruled(determinize=telling),
     "a guess that changes": ruled(determinize=changing),
+    "open cards": resized(hidden=True),
     "half dealt": ruled(deal=half_dealt),
     "one-sided returns": ruled(returns=one_sided),
     "raises": ruled(apply=raising),

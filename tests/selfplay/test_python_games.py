@@ -6,20 +6,27 @@ import numpy as np
 import pytest
 from broken_in_python import (
     Counting,
+    Marked,
+    NoGuess,
     OneReturn,
+    OpenCards,
     Overwriting,
     Peeking,
     Remembering,
+    SaidToBeOpen,
     Short,
     Unlikely,
     Unsorted,
 )
-from in_python import PythonBlob, PythonConnectFour, Wager
+from compiled_cards import HighCard
+from compiled_cards import Marked as MarkedCompiled
+from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
 from matches import arena_of, played, random_linear, same, search_of
 
 from gpuinfer.errors import UsageError
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing.games import check_game
+from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
 from gpuinfer.workloads.selfplay import arrays, games
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.workload import parsed
@@ -150,7 +157,12 @@ def test_a_colon_after_a_game_without_variants_means_a_module():
         games.build("blob:small", {})
 
 
-@pytest.mark.parametrize("game", [PythonConnectFour, Wager])
+def test_a_game_that_hides_something_and_guesses_nothing_is_refused_before_it_is_played():
+    with pytest.raises(UsageError, match=r"hides something from its players.*Write `determinize`"):
+        games.build("broken_in_python:NoGuess", {})
+
+
+@pytest.mark.parametrize("game", [PythonConnectFour, PythonBlob, Kuhn, Wager])
 def test_a_game_that_keeps_its_promises_passes(game):
     assert_ok(check_game(game))
 
@@ -166,8 +178,17 @@ def test_a_game_that_keeps_its_promises_passes(game):
         pytest.param(Counting, "other features at a second look", id="features of the moment"),
         pytest.param(Remembering, "goes another way when other games", id="features of the company"),
         pytest.param(Unlikely, "adds up to 0.5", id="chances that are not one"),
+        pytest.param(NoGuess, "has no `determinize`", id="hidden and never guessed"),
+        pytest.param(OpenCards, "`determinize` gave the true position", id="hidden and guessed to be what it is"),
+        pytest.param(Marked, "are searched differently", id="guesses that are too good"),
+        pytest.param(SaidToBeOpen, "go on differently, and hidden = False", id="hidden and said to be open"),
     ],
 )
 def test_what_a_game_does_wrong_is_found_by_the_kit(game, said):
     findings = check_game(game)
     assert any(said in str(finding) for finding in findings), [str(finding) for finding in findings]
+
+
+def test_guesses_of_a_compiled_game_that_look_at_the_truth_are_found_too():
+    assert fault_of_hiding(CompiledAsPython(HighCard())) is None
+    assert "are searched differently" in str(fault_of_hiding(CompiledAsPython(MarkedCompiled())))

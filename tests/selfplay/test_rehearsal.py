@@ -55,6 +55,10 @@ def test_a_game_in_order_is_played_to_its_end(found):
         ("too large a feature", ["writes 300 into features, which are uint8. Keep to 0…255."]),
         ("a guess that tells", ["`determinize` writes a position that the player to move can tell"]),
         ("a guess that changes", ["`determinize` changes the position."]),
+        (
+            "open cards",
+            ["`determinize` wrote the true position each of ", "set hidden = False where every player sees"],
+        ),
         ("half dealt", ["`deal` leaves words of the game before", "Write every word of state"]),
         ("one-sided returns", ["`returns` leaves [", "nan"]),
     ],

@@ -30,6 +30,7 @@ from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
 from gpuinfer.workloads.selfplay.game import Game
 
 GUESSES = 2  # determinizations of a position
+ALWAYS = 20  # positions, of which at least one is guessed otherwise than it is where something is hidden
 LEFTOVER = -7_777  # what lies in memory that nobody has written for this game
 
 
@@ -40,6 +41,7 @@ class Playthrough:
         check_sizes(game)
         self.game, self.rules, self.plain = game, rules, plain
         self.positions = 0
+        self.guessed = self.guessed_true = 0  # positions whose hidden part was guessed; that were guessed as they are
         self.digests: list[str] = []  # of each game: all that the rules said, but for guesses
         self._stream = np.zeros(2, np.uint64)
         self._state = self._array("words", np.int64)
@@ -156,12 +158,23 @@ class Playthrough:
         self._call("determinize", self._state, self._samples, self._stream, *self._scratch)
         if not np.array_equal(before, np.asarray(self._state)):
             raise OutOfBounds("`determinize` changes the position. It may only write samples.")
+        self.guessed += 1
+        self.guessed_true += bool((np.asarray(self._samples) == before).all())
         for sample in map(self._samples.__getitem__, range(GUESSES)):
             if self._mover(sample) != mover or not _alike(self._look(sample, mover), (legal, row)):
                 raise OutOfBounds(
                     "`determinize` writes a position that the player to move can tell from the true one: other seat, "
                     "actions or features. Fill whole positions, and change only what that player cannot see."
                 )
+
+    def refuse_open_cards(self) -> None:
+        """After all games. Raises `OutOfBounds` where no guess was ever wrong."""
+        if self.game.hidden and self.guessed >= ALWAYS and self.guessed == self.guessed_true:
+            raise OutOfBounds(
+                f"`determinize` wrote the true position each of {self.guessed * GUESSES} times, and hidden = True says "
+                "that part of it is hidden: the search would see that part. Draw it anew; set hidden = False where "
+                "every player sees the whole position."
+            )
 
     def _returns(self, number: int) -> list[float]:
         self._values[:] = math.nan
@@ -215,6 +228,7 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
             end = end or time.monotonic() + seconds
             if time.monotonic() > end:
                 break
+        through.refuse_open_cards()
     except OutOfBounds as fault:
         found["fault"] = str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)

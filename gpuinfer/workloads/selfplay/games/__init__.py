@@ -12,6 +12,7 @@ from gpuinfer.config import blame, registry
 from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")
 
@@ -74,6 +75,12 @@ def _refuse_halves(game: Game, name: str) -> None:
     missing = [field for field in SIZES if not hasattr(game, field)]
     if missing:
         raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
+    if isinstance(game, PythonGame) and game.hidden and type(game).determinize is PythonGame.determinize:
+        raise UsageError(
+            f"game '{name}' hides something from its players (hidden = True) and has no `determinize`: its search "
+            "would see what they cannot. Write `determinize`; set hidden = False where every player sees the whole "
+            "position."
+        )
 
 
 def _flag(option: str) -> str:
