@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http import replies, request_log
+from gpuinfer.http.departures import Departures, say_all
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler, Quick
 from gpuinfer.http.incoming import Incoming
 from gpuinfer.http.limits import HttpLimits
 from gpuinfer.http.malformed import Malformed
 from gpuinfer.http.strict import Head, check_target
-
-if TYPE_CHECKING:
-    from gpuinfer.http.departures import Departures
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +110,14 @@ class Connection(asyncio.Protocol):
                 self._advance()
 
     def eof_received(self) -> bool:
-        """The client sends no more. Whether the connection stays open: as long as something is to be answered."""
+        """The client has said all. Whether the connection stays open: as long as something is to be answered, and where
+        one side can end by itself, which it cannot in TLS. A client that is gone resets it.
+        """
         self._half = True
-        if self.stage == ANSWERING:
-            self._look_for_reader()
-        return self.stage == ANSWERING
+        if self.stage != ANSWERING or not self.transport.can_write_eof():
+            return False
+        self._host.departures.watch(self.transport, self.transport.abort)
+        return True
 
     def pause_writing(self) -> None:
         self._full = True
@@ -372,27 +373,16 @@ class Connection(asyncio.Protocol):
             return
         self._set(LINGERING, LINGER_S)
         if self._host.lingers(self) and not self._half and self.transport.can_write_eof():
-            self.transport.write_eof()
+            say_all(self.transport)
             self._resume()
         else:
             self.transport.close()
-
-    def _look_for_reader(self) -> None:
-        """The client sends no more: it has gone, or waits for its response. Whoever has gone resets what is written."""
-        exchange = self._exchange
-        if self._peer != "unix" and exchange is not None and not exchange.ended:
-            probe = exchange.probe()
-            if probe is None:
-                self.transport.abort()
-                return
-            self.transport.write(probe)
-        self._host.departures.watch(self.transport, self.transport.abort, half=False)
 
     def _pause(self) -> None:
         if not self._paused and not self._half and not self.transport.is_closing():
             self._paused = True
             self.transport.pause_reading()
-            self._host.departures.watch(self.transport, self._look_for_reader, half=True)
+            self._host.departures.watch(self.transport, self.transport.abort)
 
     def _resume(self) -> None:
         if self._paused and not self.transport.is_closing():

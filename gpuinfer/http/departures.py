@@ -1,8 +1,8 @@
-"""Notices that the other side of a socket has gone while nobody reads from it.
+"""Who is gone, and who has only said all.
 
-A loop that does not read hears of nothing. Linux tells by epoll of a side that was shut (EPOLLRDHUP) and of a
-connection that was reset (EPOLLERR, EPOLLHUP) without reading. Elsewhere nothing is noticed until something is read or
-written.
+A side that sends no more (FIN) may still read; one that reads no more resets the connection (RST), at the latest when
+something is written to it. A loop that does not read hears of no reset. Linux tells of it by epoll (EPOLLERR,
+EPOLLHUP); elsewhere it is noticed when something is written.
 """
 
 from __future__ import annotations
@@ -10,11 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
+import socket
+import struct
 from collections.abc import Callable
+from typing import cast
+
+AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: to close is to reset
+
+
+def leave(transport: asyncio.BaseTransport) -> None:
+    """Close a connection so that the other side knows at once that nobody waits for its answer."""
+    end = transport.get_extra_info("socket")
+    if end is not None and end.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+    cast("asyncio.WriteTransport", transport).abort()
+
+
+def say_all(transport: asyncio.Transport) -> None:
+    """End this side alone. Where the other is gone without being noticed yet, the connection ends as a whole."""
+    try:
+        transport.write_eof()
+    except OSError:
+        transport.abort()
 
 
 class Departures:
-    """Watches sockets, each for one event."""
+    """Watches sockets for a reset."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -28,14 +50,13 @@ class Departures:
         """How many sockets are watched."""
         return len(self._calls)
 
-    def watch(self, transport: asyncio.BaseTransport, call: Callable[[], None], *, half: bool) -> None:
-        """Call when the connection is gone; with `half`, also when the other side sends no more."""
+    def watch(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
+        """Call once the other side is gone."""
         fd = _fd(transport)
         if self._epoll is None or fd < 0:
             return
         self.forget(transport)
-        wanted = select.EPOLLONESHOT | (select.EPOLLRDHUP if half else 0)
-        self._epoll.register(fd, wanted)
+        self._epoll.register(fd, select.EPOLLONESHOT)  # errors and hang-ups are told without being asked for
         self._calls[fd] = call
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
@@ -67,5 +88,5 @@ class Departures:
 
 
 def _fd(transport: asyncio.BaseTransport) -> int:
-    socket = transport.get_extra_info("socket")
-    return -1 if socket is None else int(socket.fileno())
+    end = transport.get_extra_info("socket")
+    return -1 if end is None else int(end.fileno())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http import replies
 from gpuinfer.http.replies import Pairs
 from gpuinfer.http.strict import Head, parse_query
+
+if TYPE_CHECKING:
+    from gpuinfer.http.access import Key
 
 Handler = Callable[["Exchange"], Awaitable[None]]
 """One task a request; cancelled when the client goes away. What it raises is answered with 500."""
@@ -17,7 +20,6 @@ Handler = Callable[["Exchange"], Awaitable[None]]
 Quick = Callable[["Exchange"], bool]
 """Asked as soon as a head is there, before the body: whether it has answered, by `respond`."""
 
-COMMENT = b":\n\n"  # to a reader of server-sent events
 FRESH, BEGUN, ENDED = range(3)
 NO_BODY = frozenset({204, 304})
 
@@ -38,16 +40,15 @@ class Exchange:
 
     __slots__ = (
         "_chunked",
-        "_events",
         "_outlet",
         "_query",
         "_stage",
         "added",
         "began",
-        "_whole",
         "body",
         "headers",
         "keep",
+        "key",
         "method",
         "minor",
         "notes",
@@ -72,6 +73,7 @@ class Exchange:
         self.peer = peer  # host:port of the client, "unix" for a Unix socket
         self.parameters: Mapping[str, str] = {}  # of the route's path
         self._query: Mapping[str, str] | None = None
+        self.key: Key | None = None  # whose request this is, where keys are asked for
         self.began = time.monotonic()
         self.status = 0  # of the response, once that has begun
         self.notes: dict[str, Any] = {}  # of the request log (`request_log.write`)
@@ -80,8 +82,6 @@ class Exchange:
         self.trailers: list[tuple[str, str]] = []  # and such as follow a body in chunks
         self._stage = FRESH
         self._chunked = False
-        self._events = False  # the body is of server-sent events,
-        self._whole = True  # and the last of them is complete
 
     @property
     def query(self) -> Mapping[str, str]:
@@ -125,7 +125,6 @@ class Exchange:
             headers = [*headers, *self.added]
         head = replies.head(status, content_type, None if self._chunked else -1, self.keep, headers)
         self._stage = BEGUN
-        self._events = self._chunked and content_type.startswith("text/event-stream")
         self._outlet.send(head)
 
     async def write(self, data: bytes) -> None:
@@ -133,7 +132,6 @@ class Exchange:
         self._leave(BEGUN)
         if data and self.method != "HEAD":
             self._outlet.send(replies.chunk(data) if self._chunked else data)
-            self._whole = data.endswith(b"\n\n")
         await self._outlet.room()
 
     def end(self) -> None:
@@ -142,12 +140,6 @@ class Exchange:
         self._stage = ENDED
         if self._chunked and self.method != "HEAD":
             self._outlet.send(replies.last_chunk(self.trailers))
-
-    def probe(self) -> bytes | None:
-        """Bytes that mean nothing to a client that reads, now; None: there are none such."""
-        if self._stage == FRESH:
-            return replies.CONTINUE if self.minor else b""
-        return replies.chunk(COMMENT) if self._events and self._whole else None
 
     def _leave(self, stage: int) -> None:
         if self._stage != stage:

@@ -10,6 +10,7 @@ from typing import cast
 import httptools
 
 from gpuinfer.errors import WorkError
+from gpuinfer.http.departures import leave
 
 HEAD_BYTES = 256 << 10
 FIELDS = 1000  # headers and trailers of one response
@@ -116,9 +117,11 @@ class Line(asyncio.Protocol):
 
     def give_up(self, error: ClientError) -> None:
         """End the connection; whoever waits gets the error."""
-        if not self.complete:
+        if self.complete:
+            self.transport.abort()
+        else:
             self.error = self.error or error
-        self.transport.abort()
+            leave(self.transport)
         self._wake()
 
     @property

@@ -64,6 +64,28 @@ async def test_requests_go_to_replicas_and_the_rest_to_the_supervisor(shared):
         assert page.headers["content-type"].startswith("text/html")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/stats"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_said_all_is_answered(shared, path, stream):
+    """As `nc -N`, some proxies and health checkers do: the connection is shut on their side, and they read."""
+    async with whole(shared) as it:
+        before = (await it.json("GET", "/stats", headers=()))["router"]["client_gone"]
+        data = json.dumps({**ASKED, "stream": stream}).encode() if path.startswith("/v1") else b""
+        method = "POST" if data else "GET"
+        asked = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.told["port"])
+            writer.write(asked)
+            writer.write_eof()
+            async with asyncio.timeout(standins.LIMIT_S):
+                said = await reader.read()
+            writer.close()
+            assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert (b"data: [DONE]\n\n" in said) == (stream and bool(data))
+        after = (await it.json("GET", "/stats", headers=()))["router"]["client_gone"]
+        assert after == before
+
+
 def _served(stats) -> int:
     return sum(worker["requests_served"] for worker in stats["workers"])
 

@@ -217,7 +217,8 @@ class Connection:
             return b""
 
     def close(self) -> None:
-        self.writer.close()
+        """Go away, and let that be known."""
+        reset(self.writer)
 
 
 def config(**changes: Any) -> RouterConfig:

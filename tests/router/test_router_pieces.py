@@ -57,6 +57,7 @@ class Fed:
     def close(self) -> None:
         self.closed = True
 
+    def get_extra_info(self, name: str) -> None: ...
     def set_write_buffer_limits(self, high: int) -> None: ...
     def is_closing(self) -> bool:
         return self.closed

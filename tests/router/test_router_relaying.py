@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from run_router import ANSWER, EVENTS, Upstream, chunk, post, routing, saying, until
 
-from gpuinfer.fleet.router.board import Cell
+from gpuinfer.fleet.router.board import Cell, Total
 
 
 async def test_an_answer_says_which_replica_gave_it_and_why():
@@ -302,3 +302,44 @@ async def test_much_that_comes_before_it_is_asked_for_is_held_back_and_answered_
         await sending
         connection.close()
         await until(lambda: router.relay.room.left == router.relay.config.bodies_bytes)
+
+
+async def test_requests_of_a_client_that_has_said_all_are_all_answered():
+    async def slowly(request, writer):
+        await asyncio.sleep(0.02)
+        writer.write(ANSWER)
+
+    upstream = Upstream(slowly)
+    async with routing(upstream) as router:
+        connection = await router.connect()
+        await connection.send(post(b"1") + post(b"2") + post(b"3"))
+        connection.writer.write_eof()
+        assert [(await connection.answer()).status for _ in range(3)] == [200] * 3
+        assert await connection.closed() == b""
+        connection.close()
+        assert [asked.body for asked in upstream.asked] == [b"1", b"2", b"3"]
+        await until(lambda: router.total(Total.CONNECTIONS) == 0)
+        assert router.total(Total.CLIENT_GONE) == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"POST /v1/compl", id="half a head"),
+        pytest.param(post(b"body")[:-2], id="half a body"),
+        pytest.param(post() + b"POST /v1/compl", id="a request, and half a head"),
+        pytest.param(post() + post(b"body")[:-2], id="a request, and half a body"),
+        pytest.param(post() + b"nonsense\r\n\r\n", id="a request, and nonsense"),
+    ],
+)
+async def test_whoever_has_said_all_and_too_little_is_closed(part):
+    """At once, not when its time is over."""
+    async with routing(Upstream(), head_s=1e6, body_s=1e6, idle_s=1e6) as router:
+        connection = await router.connect()
+        await connection.send(part)
+        connection.writer.write_eof()
+        said = await connection.closed()
+        connection.close()
+        assert said.startswith(b"HTTP/1.1 200 OK\r\n" if part.startswith(post()) else b"")
+        await until(lambda: router.total(Total.CONNECTIONS) == 0)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,15 @@ class Server:
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
         finally:
             connection.close()
+
+    def said_all(self, path: str, body: Any = None) -> bytes:
+        """All that comes back to a client that sends nothing more, not even an end of its connection."""
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection((self.host, self.port), SECONDS) as client:
+            client.sendall(head.encode() + data)
+            client.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """The exit code after this signal."""

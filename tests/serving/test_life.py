@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import socket
+import struct
 import threading
 
 import pytest
@@ -61,8 +62,23 @@ def test_one_that_goes_away_before_its_answer_begins_does_too(tiny):
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         until(lambda: tiny.ask("/health").json["in_flight"])
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to close is to reset
     until(lambda: tiny.ask("/stats").json["errors"]["cancelled"] > before)
     until(lambda: tiny.ask("/health").json["in_flight"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/v1/completions", {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True}, id="whole"),
+        pytest.param("/v1/completions", {"prompt": "Hello", "max_tokens": 40, "stream": True}, id="streamed"),
+        pytest.param("/health", None, id="health"),
+        pytest.param("/stats", None, id="stats"),
+    ],
+)
+def test_a_client_that_has_said_all_gets_its_answer_and_nothing_before_it(tiny, path, body):
+    """As `nc -N`, some proxies and health checkers do."""
+    assert tiny.said_all(path, body).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(tmp_path):

@@ -15,6 +15,7 @@ from gpuinfer.fleet.router.request_head import CHUNKED, RequestHead
 from gpuinfer.fleet.router.trip import Trip
 from gpuinfer.http import replies
 from gpuinfer.http.chunked import ChunkedBody
+from gpuinfer.http.departures import say_all
 from gpuinfer.http.malformed import Malformed
 
 SMALL = 8 << 10  # bytes of a body that is not counted among what all requests keep
@@ -66,6 +67,7 @@ class ClientSide(asyncio.Protocol):
         "_pieces",
         "_reading",
         "_relay",
+        "_said_all",
         "_since",
         "_size",
         "_slot",
@@ -89,6 +91,7 @@ class ClientSide(asyncio.Protocol):
         self._reading = True
         self._held_ahead = 0
         self._lingers = False  # it has been refused, and only has to hear of it
+        self._said_all = False  # the client sends no more, and still reads
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -104,6 +107,7 @@ class ClientSide(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._relay.wheel.remove(self, self._slot)
         self._door.left()
+        self._relay.departures.forget(self._transport)
         self._relay.count(Total.CONNECTIONS, -1)
         trip, self._trip = self._trip, None
         if trip is not None:
@@ -130,6 +134,15 @@ class ClientSide(asyncio.Protocol):
         else:
             self._take_body(data)
 
+    def eof_received(self) -> bool:
+        """The client has said all, and is answered as far as that goes. One that is gone resets the connection."""
+        self._said_all = True
+        self._next()
+        if self._head is not None or self._transport.is_closing() or not self._transport.can_write_eof():
+            return False
+        self._relay.departures.watch(self._transport, self._transport.abort)
+        return True
+
     def _take_ahead(self, data: bytes) -> None:
         """What comes while a request is answered: the next ones, of which not much is taken in."""
         self._ahead += data
@@ -155,7 +168,9 @@ class ClientSide(asyncio.Protocol):
             if not self._ahead:
                 self._since = self._relay.now
             self._ahead = data
-            if len(data) > self._relay.config.head_bytes:
+            if self._said_all:
+                self._transport.close()
+            elif len(data) > self._relay.config.head_bytes:
                 self.refuse(431, "the request's head is too large. Send less in it.")
             return
         raw = data if end == len(data) else data[:end]
@@ -198,6 +213,8 @@ class ClientSide(asyncio.Protocol):
             self._transport.write(replies.CONTINUE)
         if rest or not length:
             self._take_body(rest)
+        if self._said_all and self._head is not None:
+            self._transport.close()
 
     def _take_body(self, data: bytes) -> None:
         if self._chunks is not None:
@@ -251,7 +268,7 @@ class ClientSide(asyncio.Protocol):
         self._trip = None
         self._since = self._relay.now
         self._release()
-        if close or self._transport.is_closing():
+        if close or (self._said_all and not self._ahead) or self._transport.is_closing():
             self._transport.close()
             return
         if self._ahead:
@@ -297,7 +314,10 @@ class ClientSide(asyncio.Protocol):
         self._release()
         self._head, self._ahead, self._pieces, self._chunks = None, b"", [], None
         self._lingers, self._since = True, self._relay.now
-        self._transport.write_eof()
+        if self._said_all:
+            self._transport.close()
+        else:
+            say_all(self._transport)
 
     def pause_writing(self) -> None:
         self._paused_at = self._relay.now

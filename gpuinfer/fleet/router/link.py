@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from gpuinfer.fleet.router.chunks import BadChunk, ChunkReader
 from gpuinfer.fleet.router.response_head import CHUNKED, Broken, ResponseHead
+from gpuinfer.http.departures import leave
 
 LONGEST_HEAD = 64 << 10
 INTERIM = 8  # answers of 1xx before the real one
@@ -202,7 +203,7 @@ class Link(asyncio.Protocol):
         if self.is_open:
             self.is_open = False
             self._home.gone(self)
-        self._transport.abort() if abort else self._transport.close()
+        leave(self._transport) if abort else self._transport.close()
 
     def pause(self) -> None:
         """Read no more for now."""

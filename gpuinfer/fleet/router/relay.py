@@ -20,6 +20,7 @@ from gpuinfer.fleet.router.pool import Pool
 from gpuinfer.fleet.router.room import Room
 from gpuinfer.fleet.router.trip import Trip
 from gpuinfer.fleet.router.wheel import Wheel
+from gpuinfer.http.departures import Departures
 from gpuinfer.routing.policy import Asking, make
 
 LOSSES = 5  # replicas that one request may lose while it is under way: it could be what they die of
@@ -49,6 +50,7 @@ class Relay:
         self.kept_bytes = config.kept_bytes
         self.room = Room(config.bodies_bytes)
         self.wheel = Wheel(loop, self._tick)
+        self.departures = Departures(loop)
         self.members = Members(config, board, row, loop, self._wake)
         self.control = Pool(partial(_connect_unix, loop, config.control), config.connect_s, loop)
         self.trips = 0  # under way
@@ -231,6 +233,7 @@ class Relay:
 
     def close(self) -> None:
         self.wheel.stop()
+        self.departures.close()
         self.members.close()
         self.control.close()
 
