@@ -89,6 +89,8 @@ def plan_of(own: FleetOptions, described: Described, launcher: Launcher, access:
     devices = _devices(own, described, launcher)
     most = scaling.most if scaling else replicas
     setup = replace(described.setup, processes=most) if launcher.here else described.setup
+    if own.gpus is not None:
+        setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
     plan = FleetPlan(
         setup=msgspec.json.encode(msgspec.structs.replace(described, setup=setup)),
         replicas=replicas,

@@ -73,6 +73,8 @@ class Owned:
         launcher = named.make(wanted.launcher, given)
         self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-run-"))
         setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
+        if wanted.gpus:
+            setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
         plan = FleetPlan(
             setup=msgspec.json.encode(msgspec.structs.replace(self._described, setup=setup)),
             replicas=wanted.replicas,

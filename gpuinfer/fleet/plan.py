@@ -93,7 +93,24 @@ def gpus_here() -> tuple[str, ...]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is not None:
         return tuple(part.strip() for part in seen.split(",") if part.strip())
+    return tuple(str(place) for place in range(_nodes())) if machine.has_cuda() else ()
+
+
+def refuse_absent_gpus(devices: Sequence[str]) -> None:
+    """Raise `UsageError` for devices that people named and this machine does not have, as far as their numbers tell."""
+    named = f"--gpus {','.join(devices)}"
     if not machine.has_cuda():
-        return ()
-    nodes = sorted(int(node.removeprefix("nvidia")) for node in os.listdir("/dev") if NODES.fullmatch(node))
-    return tuple(str(place) for place, _ in enumerate(nodes))
+        raise UsageError(
+            f"{named}: no NVIDIA driver is at work on this machine. Leave --gpus out: --replicas N serves on the CPU."
+        )
+    here = _nodes()
+    if here and (absent := [one for one in devices if one.isdecimal() and int(one) >= here]):
+        there_are = "0 alone" if here == 1 else f"0 to {here - 1}"
+        raise UsageError(
+            f"{named}: there is no device {absent[0]} on this machine. Name some of those here: {there_are}."
+        )
+
+
+def _nodes() -> int:
+    """NVIDIA devices of this machine; 0 where the system does not list them."""
+    return sum(NODES.fullmatch(node) is not None for node in os.listdir("/dev"))

@@ -24,7 +24,7 @@ from gpuinfer.fleet.figures import figures
 from gpuinfer.fleet.folder import Folder
 from gpuinfer.fleet.launchers.launcher import Launcher
 from gpuinfer.fleet.members import Members, NoRoom
-from gpuinfer.fleet.plan import FleetPlan
+from gpuinfer.fleet.plan import FleetPlan, refuse_absent_gpus
 from gpuinfer.fleet.probe import bracketed
 from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
@@ -47,6 +47,8 @@ class Fleet:
 
     def __init__(self, plan: FleetPlan, launcher: Launcher, tell: Callable[[str], None] = log.info) -> None:
         plan.check()
+        if plan.devices_named and launcher.here:
+            refuse_absent_gpus(plan.devices)
         self.plan, self.launcher = plan, launcher
         self.url, self.port = "", 0
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)

@@ -11,7 +11,10 @@ import pytest
 import standins
 from killing import of_tiny
 
-from gpuinfer.fleet.plan import gpus_here, gpus_of
+from gpuinfer.errors import UsageError
+from gpuinfer.fleet import plan
+from gpuinfer.fleet.plan import gpus_here, gpus_of, refuse_absent_gpus
+from gpuinfer.host import machine
 
 SERVE = ("serve", "--model", "tiny")
 
@@ -53,6 +56,34 @@ def test_devices_that_this_process_may_not_see_are_not_handed_out(monkeypatch):
     assert gpus_here() == ("3", "5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus_here() == ()
+
+
+@pytest.mark.skipif(machine.has_cuda(), reason="this machine has a GPU")
+def test_devices_of_a_machine_without_any_are_refused_before_anything_starts(gpuinfer, tmp_path):
+    code, _, errors = gpuinfer(*SERVE, "--gpus", "4", "--log-dir", str(tmp_path / "logs"))
+    assert code == 2
+    assert all(part in errors for part in ("--gpus 4", "no NVIDIA driver", "--replicas N")), errors
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        pytest.param(
+            ("1", "2"), "no device 2 on this machine. Name some of those here: 0 to 1", id="a number too high"
+        ),
+        pytest.param(("0", "1", "1"), None, id="all of them, one for two replicas"),
+        pytest.param(("GPU-8f3a",), None, id="a name, which says nothing of how many there are"),
+    ],
+)
+def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch, devices, said):
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(plan.os, "listdir", lambda _: ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"])
+    if said is None:
+        refuse_absent_gpus(devices)
+    else:
+        with pytest.raises(UsageError, match=said):
+            refuse_absent_gpus(devices)
 
 
 @pytest.mark.thorough
