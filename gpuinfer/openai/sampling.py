@@ -109,7 +109,7 @@ def _of_format(form: ResponseFormat) -> Constraint | None:
     if form.type == "text":
         return None
     if form.type == "json_object":
-        return Constraint(json_schema=True)
+        return Constraint(json_schema={"type": "object"})
     if form.json_schema is None:
         raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
     return Constraint(json_schema=_schema(form.json_schema.schema))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -106,6 +108,15 @@ def test_each_request_has_its_own_form_of_answer(tiny):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["red", "blue"]}}}
     answer = tiny.ask("/v1/chat/completions", {**asked, "response_format": form})
     assert answer.json["choices"][0]["message"]["content"] in ('"red"', '"blue"')
+
+
+def test_a_json_object_is_no_other_value(tiny):
+    for seed in range(8):
+        asked = {"messages": CHAT, "max_tokens": 40, "seed": seed, "response_format": {"type": "json_object"}}
+        choice = tiny.ask("/v1/chat/completions", asked).json["choices"][0]
+        assert choice["message"]["content"].lstrip().startswith("{"), choice
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
 def test_log_probabilities_stand_where_openai_has_them(tiny):
