@@ -242,6 +242,8 @@ def _become(
     tempfile.tempdir = None  # as the environment has it
     multiprocessing.process.ORIGINAL_DIR = cwd  # where the main module of a worker is looked for
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (for as long as the process lives)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (the server's may think it can be sought)
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     script = words[0].endswith(".py")
     given = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[0:1] = [str(Path(words[0]).parent) if script else cwd, *given]
