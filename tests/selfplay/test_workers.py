@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 from command import records_of, selfplay
@@ -10,8 +13,10 @@ from table import Table
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.host import machine
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
+from gpuinfer.workloads.selfplay.workload import SelfPlay
 
 
 @pytest.mark.thorough
@@ -68,3 +73,32 @@ def test_the_table_deals_what_the_search_deals():
     arena.add_games([4])
     arena.play()
     assert arena._games.state[0].tolist() == table.state.tolist()
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "oversubscribe", "started"),
+    [
+        pytest.param(2, 32, False, 4, id="many"),
+        pytest.param(1, 3, False, 3, id="few, on a single core"),
+        pytest.param(64, 100, False, 100, id="less than two a core"),
+        pytest.param(2, 32, True, 32, id="all of them"),
+    ],
+)
+def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversubscribe, started, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    assert SelfPlay(workers=asked, oversubscribe=oversubscribe).processes == started
+
+
+@pytest.mark.usefixtures("children_forked")
+@pytest.mark.parametrize("asked", [4, 40])
+def test_what_there_is_is_said_before_the_workers_start(asked, gpuinfer, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    words = ["--model", "uniform", "--games", "40", "--simulations", "2", "--workers", str(asked), "--json", "-"]
+    code, out, errors = gpuinfer("selfplay", *words)
+    assert code == 0, errors
+    assert json.loads(out)["lanes"] == 4
+    said, _, _ = errors.partition("starting the workers")
+    told = re.search(
+        r"--workers 40: there are 2 cores and \S+ GB of free memory. 4 are started, .*--oversubscribe", said
+    )
+    assert bool(told) == (asked == 40), errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,8 +41,12 @@ LIKELY_MOVES = 512  # of a game in Python, whose records grow as it goes: the lo
 MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 
 
+A_CORE, ALWAYS = 2, 4  # workers that may be asked for on any core, and on any machine; more would only take turns
+WORKER_MB = 250  # about, with a network of its own
 class SelfPlay(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
+
+log = logging.getLogger(__name__)
 
     class Options(api.Options):
         game: str = Field(
@@ -59,7 +64,10 @@ class SelfPlay(Workload):
             None, ge=1, le=1000, description="guesses at the hidden cards, one tree each [3; 1 when nothing is hidden]"
         )
         simulations: int = Field(30, ge=1, le=10_000, description="simulations in each tree")
-        workers: int | None = Field(None, ge=1, le=1024, description="processes [one a core]")
+        workers: int | None = Field(
+            None, ge=1, le=1024, description="processes [one a core]; more than two a core only take turns"
+        )
+        oversubscribe: bool = Field(False, description="start all of --workers, however few cores there are")
         games_in_flight: int | None = Field(
             None, ge=1, description="games played at once, by all workers [so that blocks reach the best batch]"
         )
@@ -164,8 +172,8 @@ class SelfPlay(Workload):
 
     @property
     def processes(self) -> int:
-        if self.options.workers is not None:
-            return self.options.workers
+        if (asked := self.options.workers) is not None:
+            return asked if self.options.oversubscribe else min(asked, max(ALWAYS, A_CORE * machine.cores()))
         cores = min(machine.cores(), MOST_CUDA_WORKERS) if self.on_cuda else machine.cores()
         return max(1, min(cores, self.options.games))
 
@@ -208,6 +216,7 @@ class SelfPlay(Workload):
             yield match.progress("starting the workers", setup=True)
             async with infer.workers(PLAYER, match.arguments) as workers:
                 async for progress in match.follow(workers):
+        self._say_how_many()
                     yield progress
         if folder:
             if tally is not None:  # a worker that was killed may have written games that it never told of
@@ -234,6 +243,20 @@ class SelfPlay(Workload):
         ]
 
     @property
+    def _say_how_many(self) -> None:
+        """Before they start, each of which takes a second or more."""
+        asked, cores = self.options.workers or 0, machine.cores()
+        if asked <= max(ALWAYS, A_CORE * cores):
+            return
+        there = f"{cores} core{'' if cores == 1 else 's'} and {machine.memory_available() / 1e9:.1f} GB of free memory"
+        if self.options.oversubscribe:
+            log.warning("%d workers take turns on %s; each needs about %d MB of that.", asked, there, WORKER_MB)
+        else:
+            said = (
+                "--workers %d: there are %s. %d are started, as more would only take turns; --oversubscribe starts all."
+            )
+            log.warning(said, asked, there, self.processes)
+
     def _opponent_told(self) -> dict[str, str | None] | None:
         if self.options.opponent_model is None:
             return None
