@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +17,7 @@ from gpuinfer.config.described import Described
 from gpuinfer.config.options import Given
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.calling import ANSWER_S
+from gpuinfer.fleet.folder import Private
 from gpuinfer.host import machine
 from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.stats import Snapshot
@@ -59,7 +58,7 @@ class Owned:
         )
         self._wanted, self._described = wanted, described
         self._fleet: Fleet | None = None
-        self._folder: Path | None = None
+        self._folder: Private | None = None
         self.key = secrets.token_urlsafe(32)
 
     async def start(self) -> str:
@@ -71,7 +70,7 @@ class Owned:
         wanted = self._wanted
         given = {name: Given(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()}
         launcher = named.make(wanted.launcher, given)
-        self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-run-"))
+        self._folder = Private(tempfile.gettempdir())
         setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
         if wanted.gpus:
             setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
@@ -98,11 +97,8 @@ class Owned:
         """For worker processes: the key, which its owner alone can read."""
         if self._folder is None:
             raise UsageError("this fleet has not been started. Await start() first.")
-        path = self._folder / "key"
-        if not path.exists():
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(f"{self.key}\n")
-        return path
+        path = self._folder.path / "key"
+        return path if path.exists() else self._folder.write(path.name, f"{self.key}\n".encode())
 
     @property
     def notices(self) -> Sequence[str]:
@@ -129,7 +125,8 @@ class Owned:
             await self._fleet.close()
             self._fleet = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
+            self._folder = None
 
 
 def _devices_here(launcher: Launcher, setup: Setup) -> tuple[str, ...]:

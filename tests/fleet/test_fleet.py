@@ -8,6 +8,7 @@ import json
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import standins
@@ -16,6 +17,7 @@ from killing import Load, drive, standin_answers
 from ports import free_port
 from standin_replica import text
 
+from gpuinfer.fleet.folder import Private
 from gpuinfer.http.client import Client, Unreachable
 
 ASKED = {"prompt": "abc", "seed": 3}
@@ -203,6 +205,38 @@ async def test_ten_times_too_much_load_is_refused_in_time_and_forgotten(tmp_path
         answers = await asyncio.gather(*(it.ask("POST", "/v1/completions", ASKED) for _ in range(fits // 2)))
         assert {answer.status for answer in answers} == {200}
         assert (await it.json("GET", "/health", headers=()))["healthy_workers"] == 2
+
+
+async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    async with fleet(tmp_path / "a") as killed, fleet(tmp_path / "b") as alive:
+        folders = [Path(one.told["folder"]) for one in (killed, alive)]
+        family = killed.family()
+        killed.signal(signal.SIGKILL)
+        assert await killed.ended() == -signal.SIGKILL
+        await all_gone(family)
+        assert (folders[0] / "admin.key").exists()
+        (folders[0] / "replica-9.log").write_text("last words")
+        async with fleet(tmp_path / "c") as following:
+            assert [one.name for one in folders[0].iterdir()] == ["replica-9.log"]
+            assert {"admin.key", "replica.key", "control.sock"} <= {one.name for one in folders[1].iterdir()}
+            for one in (alive, following):
+                assert choice((await one.ask("POST", "/v1/completions", ASKED)).body) == SAID
+            following.signal(signal.SIGTERM)
+            assert await following.ended() == 0
+            assert following.told["folder"] not in [str(one) for one in folders[0].parent.iterdir()]
+            following.told = {}
+        assert folders[1].exists()
+
+
+def test_a_folder_of_another_host_is_left_alone(tmp_path):
+    ours, theirs = Private(tmp_path), Private(tmp_path)
+    (theirs.path / "lock").write_text("another-host")
+    theirs._lock.close()  # as if it had been killed
+    ours._lock.close()
+    Private(tmp_path).remove()
+    assert [one.name for one in tmp_path.iterdir()] == [theirs.path.name]
 
 
 @pytest.mark.thorough
