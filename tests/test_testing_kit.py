@@ -130,7 +130,28 @@ class Poet(Double):
         return [self.answer(request.payload) for request in batch]
 
     def answer(self, prompt):
-        return BadPrompt("a poet has no adapters.") if prompt.adapter is not None else made_up(prompt)
+        """The alphabet, from a letter that the key gives, or the draw; after what had begun."""
+        if prompt.adapter is not None or prompt.text is None or prompt.sampling.stop_token_ids:
+            return BadPrompt("a poet goes on with texts, without adapters and up to a string.")
+        return self.verse(prompt, prompt.sampling.stop)
+
+    def verse(self, prompt, stop):
+        verses = [
+            self.letters(prompt, prompt.begun[number] if prompt.begun else (), stop) for number in range(prompt.samples)
+        ]
+        return Generation(completions=tuple(verses), prompt_tokens=1)
+
+    def letters(self, prompt, begun, stop):
+        told = prompt.sampling
+        first = random.Random(f"{told.seed} {prompt.key}").randrange(26) if told.temperature else ord(prompt.key[-1])
+        more = [ord("a") + (first + at) % 26 for at in range(len(begun), told.max_tokens)]
+        text, found, _ = "".join(map(chr, [*begun, *more])).partition(*stop or ("\n",))
+        return Completion(
+            text=text,
+            tokens=tuple(map(ord, text)),
+            finish_reason="stop" if found else "length",
+            stop_reason=found or None,
+        )
 
 
 class Reciting(Poet):
@@ -146,18 +167,43 @@ class Reciting(Poet):
             else:
                 yield Event(request, error=answer)
 
-    def answer(self, prompt):
-        found = super().answer(prompt)
-        return self.letters(prompt, prompt.sampling.stop) if isinstance(found, Generation) else found
-
-    def letters(self, prompt, stop):
-        text = "".join(chr(ord("a") + (ord(prompt.key[-1]) + at) % 26) for at in range(prompt.sampling.max_tokens))
-        text, found, _ = text.partition(*stop or ("\n",))
-        answer = Completion(text=text, tokens=tuple(map(ord, text)), finish_reason="stop" if found else "length")
-        return Generation(completions=(answer,) * prompt.samples, prompt_tokens=1)
-
     def parts(self, request, answer):
         return parts_of(answer, request.payload.begun) if request.parts else ()
+
+
+class Loud(Poet):
+    """In order: says nothing of itself, whatever it is asked for."""
+
+    def answer(self, prompt):
+        return made_up(prompt) if prompt.sampling.temperature == 0 and plain(prompt) else BadPrompt("too much to ask.")
+
+
+def plain(prompt):
+    told = prompt.sampling
+    return not (prompt.text is None or prompt.adapter or prompt.begun or told.stop or told.stop_token_ids)
+
+
+def ignoring(**ignored):
+    """A poet to whom some of what a prompt or its sampling says is as here."""
+    of_sampling = {name: ignored.pop(name) for name in tuple(ignored) if name in Sampling.__struct_fields__}
+
+    def answer(self, prompt):
+        sampling = structs.replace(prompt.sampling, **of_sampling)
+        return Poet.answer(self, structs.replace(prompt, sampling=sampling, **ignored))
+
+    return type("Ignoring", (Poet,), {"answer": answer})
+
+
+class Chatless(Poet):
+    """Answers a chat as if nothing had been said."""
+
+    def answer(self, prompt):
+        return super().answer(structs.replace(prompt, text=prompt.text or "", messages=None, tokens=None))
+
+
+class Tokenless(Poet):
+    def letters(self, prompt, begun, stop):
+        return structs.replace(super().letters(prompt, begun, stop), tokens=())
 
 
 class FromTheTop(Reciting):
@@ -186,7 +232,7 @@ class Hasty(Reciting):
     """Says what a stop string should have taken back."""
 
     def parts(self, request, answer):
-        return super().parts(request, self.letters(request.payload, ()))
+        return super().parts(request, self.verse(request.payload, ()))
 
 
 class Mute(Reciting):
@@ -329,6 +375,7 @@ class ElsewhereTold(Generating):
         pytest.param(Streaming, id="streaming"),
         pytest.param(Generating, id="with slots"),
         pytest.param(Poet, id="of text"),
+        pytest.param(Loud, id="of text that refuses what it cannot"),
         pytest.param(Reciting, id="that gives its answers out in parts"),
         pytest.param(Versioned, id="whose weights can be changed"),
         pytest.param(Telling, id="that knows its device"),
@@ -368,6 +415,18 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(Hasty, "gives parts that make the answer", id="parts beyond a stop string"),
         pytest.param(Mute, "gives parts that make the answer", id="parts that are none"),
         pytest.param(FromTheTop, "goes on with an answer that has begun", id="begins again"),
+        pytest.param(ignoring(begun=()), "goes on with an answer that has begun", id="ignores what has begun"),
+        pytest.param(Tokenless, "answers each request with its own rows", id="answers without tokens"),
+        pytest.param(ignoring(seed=1), "draws as a prompt tells it", id="ignores the seed"),
+        pytest.param(
+            ignoring(temperature=0.0), "draws as a prompt tells it", id="ignores the temperature, and never draws"
+        ),
+        pytest.param(
+            ignoring(temperature=1.0), "draws as a prompt tells it", id="ignores the temperature, and always draws"
+        ),
+        pytest.param(ignoring(stop=()), "stops where a prompt tells it", id="ignores stop strings"),
+        pytest.param(ignoring(stop_token_ids=()), "stops where a prompt tells it", id="ignores stop tokens"),
+        pytest.param(Chatless, "reads chats and tokens, or refuses them", id="ignores chats"),
         pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
         pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
         pytest.param(Unspanned, "changes its weights", id="completions that do not name their weights"),

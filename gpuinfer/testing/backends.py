@@ -26,6 +26,7 @@ from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.answers import TOLERANCE, distance
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
+from gpuinfer.testing.heeding import draws_as_told, reads_every_form, stops_as_told
 from gpuinfer.testing.parts import begun_goes_on, parts_make_the_answer, reader_may_leave
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
@@ -40,6 +41,8 @@ def fault_of_generation(result: Result, prompt: Prompt) -> str | None:
     longest = max(len(answer.tokens) for answer in result.completions)
     if longest > prompt.sampling.max_tokens:
         return f"an answer of {longest} tokens, where max_tokens is {prompt.sampling.max_tokens}. Stop there"
+    if any(answer.text and not answer.tokens for answer in result.completions):
+        return "an answer has a text and no tokens. Give Completion.tokens, of which the text is made"
     return None
 
 
@@ -134,6 +137,9 @@ class _Examination:
             "lets a request be cancelled": self._cancels,
             **({"gives parts that make the answer": self._gives_parts} if self._takes_prompts else {}),
             **({"goes on with an answer that has begun": self._goes_on} if self._takes_prompts else {}),
+            **({"draws as a prompt tells it": self._draws} if self._takes_prompts else {}),
+            **({"stops where a prompt tells it": self._stops} if self._takes_prompts else {}),
+            **({"reads chats and tokens, or refuses them": self._reads_forms} if self._takes_prompts else {}),
             **({"lets a reader leave": self._lets_readers_leave} if self._takes_prompts else {}),
             **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
             **({"answers with each of its adapters": self._answers_with_adapters} if self.backend.adapters else {}),
@@ -259,6 +265,15 @@ class _Examination:
 
     async def _goes_on(self) -> str | None:
         return await begun_goes_on(self.backend, self._make_payload)
+
+    async def _draws(self) -> str | None:
+        return await draws_as_told(self.backend, self._make_payload)
+
+    async def _stops(self) -> str | None:
+        return await stops_as_told(self.backend, self._make_payload)
+
+    async def _reads_forms(self) -> str | None:
+        return await reads_every_form(self.backend, self._make_payload)
 
     async def _lets_readers_leave(self) -> str | None:
         return await reader_may_leave(self.backend, self._make_payload)

@@ -21,15 +21,20 @@ MakePrompt = Callable[[int, int], Prompt]
 async def parts_make_the_answer(backend: Backend, make_prompt: MakePrompt) -> str | None:
     """With and without a stop string, one sample and several."""
     samples = min(2, backend.limits.max_rows)
-    prompts = [_longer(make_prompt(count, seed), TOKENS) for seed, count in enumerate((1, samples))]
+    prompts = [sampled(make_prompt(count, seed), max_tokens=TOKENS) for seed, count in enumerate((1, samples))]
     answers = []
     for prompt in prompts:
-        whole, unasked = await _asked(backend, prompt, parts=False)
+        whole, unasked = await asked(backend, prompt, parts=False)
         if unasked:
             return "it gave parts of an answer that nobody reads. Yield them for a request with `parts` alone."
         answers.append(whole)
     for prompt in [*prompts, *map(_stopped, prompts, answers)]:
-        whole, given = await _asked(backend, prompt, parts=True)
+        try:
+            whole, given = await asked(backend, prompt, parts=True)
+        except BadPrompt:
+            if not prompt.sampling.stop:  # which it may refuse
+                raise
+            continue
         if given and (fault := fault_of_parts(given, whole)):
             return fault
     return None
@@ -38,7 +43,7 @@ async def parts_make_the_answer(backend: Backend, make_prompt: MakePrompt) -> st
 async def reader_may_leave(backend: Backend, make_prompt: MakePrompt) -> str | None:
     """After the first part; all slots are for others then."""
     rows = backend.limits.slots or backend.limits.max_rows
-    batch = [Request(_longer(make_prompt(1, seed), MANY), parts=True) for seed in range(min(rows, 8))]
+    batch = [Request(sampled(make_prompt(1, seed), max_tokens=MANY), parts=True) for seed in range(min(rows, 8))]
     left = False
     async for event in backend.stream(tuple(batch)):  # it ends, however
         if not event.last and not left:
@@ -46,28 +51,43 @@ async def reader_may_leave(backend: Backend, make_prompt: MakePrompt) -> str | N
             for request in batch:
                 backend.cancel(request)
     for seed in range(2):
-        whole, given = await _asked(backend, make_prompt(min(rows, 8), seed), parts=True)
+        whole, given = await asked(backend, make_prompt(min(rows, 8), seed), parts=True)
         if given and (fault := fault_of_parts(given, whole)):
             return f"after a reader has left: {fault}"
     return None
 
 
 async def begun_goes_on(backend: Backend, make_prompt: MakePrompt) -> str | None:
-    """After the first tokens of each sample, a different number of them. To refuse that is as well."""
-    prompt = _longer(make_prompt(min(2, backend.limits.max_rows), 0), TOKENS)
-    whole, _ = await _asked(backend, prompt, parts=False)
+    """After the first tokens of each sample, a different number of them: its own, and those of another prompt's answer,
+    which nobody has who begins again. To refuse that is as well.
+    """
+    samples = min(2, backend.limits.max_rows)
+    prompt, other = (sampled(make_prompt(samples, seed), max_tokens=TOKENS) for seed in (0, 1))
+    answers = [(await asked(backend, one, parts=False))[0] for one in (prompt, other)]
     for shift in (1, TOKENS // 2):
-        begun = tuple(one.tokens[: shift + sample] for sample, one in enumerate(whole.completions))
-        try:
-            answer, given = await _asked(backend, structs.replace(prompt, begun=begun), parts=True)
-        except BadPrompt:
-            return None
-        for sample, (had, one) in enumerate(zip(begun, answer.completions, strict=True)):
-            if one.tokens[: len(had)] != had:
-                return f"an answer that had begun with {had!s:.60} is {one.tokens!s:.60}. Go on after `Prompt.begun`."
-            after = tuple(token for part in given if part.sample == sample for token in part.tokens)
-            if given and had + after != one.tokens:
-                return f"after the begun tokens {had!s:.60} its parts gave {after!s:.60}. Give out what follows them."
+        for whole in answers:
+            begun = tuple(one.tokens[: shift + sample] for sample, one in enumerate(whole.completions))
+            if not any(begun):
+                return "its answers have no tokens, so that nobody can go on with them. Give Completion.tokens."
+            if fault := await _fault_of_going_on(backend, structs.replace(prompt, begun=begun)):
+                return fault
+    return None
+
+
+async def _fault_of_going_on(backend: Backend, prompt: Prompt) -> str | None:
+    try:
+        answer, given = await asked(backend, prompt, parts=True)
+    except BadPrompt:
+        return None
+    for sample, (had, one) in enumerate(zip(prompt.begun, answer.completions, strict=True)):
+        if one.tokens[: len(had)] != had:
+            return (
+                f"an answer that had begun with {had!s:.60} is {one.tokens!s:.60}. Go on after `Prompt.begun`, or "
+                "refuse the prompt with BadPrompt."
+            )
+        after = tuple(token for part in given if part.sample == sample for token in part.tokens)
+        if given and had + after != one.tokens:
+            return f"after the begun tokens {had!s:.60} its parts gave {after!s:.60}. Give out what follows them."
     return None
 
 
@@ -105,7 +125,7 @@ def _fault_of_sample(parts: Sequence[Part], answer: Completion) -> str | None:
     return None
 
 
-async def _asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Generation, list[Any]]:
+async def asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Generation, list[Any]]:
     """The answer, and its parts. Raises what the request is told, and `ValueError` for what comes after the end."""
     request = Request(prompt, prompt.samples, parts=parts)
     given, answers = list[Any](), list[Generation]()
@@ -116,6 +136,8 @@ async def _asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Gene
             given.append(event.value)
         elif event.error is not None:
             raise event.error
+        elif isinstance(event.value, Exception):  # as `infer` may refuse one of a batch
+            raise event.value
         else:
             answers.append(event.value)
     if len(answers) != 1:
@@ -123,12 +145,13 @@ async def _asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Gene
     return answers[0], given
 
 
-def _longer(prompt: Prompt, tokens: int) -> Prompt:
-    return structs.replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=tokens))
+def sampled(prompt: Prompt, **changed: Any) -> Prompt:
+    """The same with other fields of its `Sampling`."""
+    return structs.replace(prompt, sampling=structs.replace(prompt.sampling, **changed))
 
 
 def _stopped(prompt: Prompt, whole: Generation) -> Prompt:
     """The same with a stop string from the middle of its answer, which parts must not give away."""
     text = whole.completions[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    return structs.replace(prompt, sampling=structs.replace(prompt.sampling, stop=(stop,) if stop else ()))
+    return sampled(prompt, stop=(stop,) if stop else ())

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from pydantic import Field
@@ -14,7 +15,9 @@ Tell = Callable[[api.Event], None]
 
 
 class Starling(api.Backend):
-    """Answers each prompt with its own words, over and over, as slowly as a model of that speed would."""
+    """Answers each prompt with its own words, over and over, as slowly as a model of that speed would. With a
+    temperature it draws them. A token is a word's place in the prompt.
+    """
 
     serves = ("text",)
 
@@ -68,22 +71,31 @@ class Starling(api.Backend):
             raise BadPrompt("a starling needs words. Give the prompt as `text`.")
         if prompt.adapter is not None:
             raise BadPrompt("a starling has no adapters. Leave `adapter` out.")
-        wanted, said = prompt.sampling.max_tokens, list[str]()
+        told = prompt.sampling
+        if told.stop or told.stop_token_ids:
+            raise BadPrompt("a starling does not listen for stops. Leave `stop` and `stop_token_ids` out.")
+        wanted, said = told.max_tokens, list[str]()
+        draw = random.Random(f"{told.seed} {prompt.key}")
+        tokens = tuple(
+            draw.randrange(len(words)) if told.temperature else number % len(words) for number in range(wanted)
+        )
+        if any(had != tokens[: len(had)] for had in prompt.begun):
+            raise BadPrompt("a starling would not have begun with these tokens. Leave `begun` out.")
         begun = [len(tokens) for tokens in prompt.begun] or [0] * prompt.samples  # said elsewhere: no need to wait
         for number in range(wanted):
             if number >= min(begun):
                 await asyncio.sleep(self.options.seconds)
                 self._stepped(request.rows, self.options.seconds)
-            said.append((" " if number else "") + words[number % len(words)])
+            said.append((" " if number else "") + words[tokens[number]])
             if request.parts:  # someone reads along
                 for sample in range(prompt.samples):
                     ends, known = "length" if number + 1 == wanted else None, number < begun[sample]
                     if known and ends is None:
                         continue
-                    text, tokens = ("", ()) if known else (said[-1], (number,))
-                    part = Part(sample=sample, text=text, tokens=tokens, finish_reason=ends)
+                    text, new = ("", ()) if known else (said[-1], tokens[number : number + 1])
+                    part = Part(sample=sample, text=text, tokens=new, finish_reason=ends)
                     tell(api.Event(request, part, last=False))
-        completion = Completion(text="".join(said), tokens=tuple(range(wanted)), finish_reason="length")
+        completion = Completion(text="".join(said), tokens=tokens, finish_reason="length")
         return Generation(
             completions=(completion,) * prompt.samples,
             prompt_tokens=len(words),

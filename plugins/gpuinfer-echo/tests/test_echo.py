@@ -71,7 +71,7 @@ def answers_of(*prompts: Prompt) -> list[Any]:
 
 
 def test_the_starling_answers_the_shorter_prompt_first():
-    long, short = (Prompt(text="to be or", sampling=Sampling(max_tokens=tokens)) for tokens in (5, 2))
+    long, short = (Prompt(text="to be or", sampling=Sampling(max_tokens=tokens, temperature=0.0)) for tokens in (5, 2))
     assert [answer.completions[0].text for answer in answers_of(long, short)] == ["to be", "to be or to be"]
 
 
@@ -79,7 +79,7 @@ def test_the_starling_is_heard_word_by_word_by_those_who_listen():
     async def listen() -> list[Any]:
         starling = Starling(seconds=0.01)
         await starling.start(BackendContext())
-        prompt = Prompt(text="to be", sampling=Sampling(max_tokens=3))
+        prompt = Prompt(text="to be", sampling=Sampling(max_tokens=3, temperature=0.0))
         return [event.value async for event in starling.stream([Request(prompt, parts=True)])]
 
     *parts, answer = run_virtual(listen())
