@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.family import shape_of
-from gpuinfer.text.checkpoint.keys import other_backend
+from gpuinfer.text.checkpoint.keys import ANOTHER_PROGRAM
 
 SIZES = {
     "vocab_size": 128,
@@ -220,7 +219,6 @@ REFUSED = [
     pytest.param({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rotary", id="rope by layer"),
     pytest.param({"partial_rotary_factor": 0.5}, "partial_rotary_factor", id="half-turned heads"),
     pytest.param({"hidden_act": "relu2"}, "relu2", id="another activation"),
-    pytest.param({"architectures": ["LlamaForSequenceClassification"]}, "Classification", id="a classifier"),
     pytest.param(
         {"model_type": "qwen2", "layer_types": ["linear_attention"] * 4}, "linear_attention", id="another attention"
     ),
@@ -233,24 +231,32 @@ def test_what_does_not_run_here_is_named_and_sent_elsewhere(changes: dict[str, A
     with pytest.raises(UsageError) as refused:
         shape_of({**written("llama"), **changes})
     assert named in str(refused.value)
-    assert other_backend() in str(refused.value)
+    assert str(refused.value).endswith(f"which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}")
 
 
-@pytest.mark.parametrize(
-    ("installed", "said"),
-    [(["inprocess", "vllm"], "Use --backend vllm."), (["inprocess"], "no backend for that is installed")],
-    ids=["vllm is installed", "vllm is not installed"],
-)
-def test_a_backend_is_advised_where_it_is_installed(
-    installed: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpuinfer.config.registry.names", lambda kind: installed)
-    with pytest.raises(UsageError, match=re.escape(said)):
-        shape_of({**written("llama"), "hidden_act": "relu2"})
+NO_GENERATORS = [
+    pytest.param({"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder (type 't5')", id="t5"),
+    pytest.param({"model_type": "bert"}, "an encoder (type 'bert'), which reads text and writes none", id="bert"),
+    pytest.param(
+        {"model_type": "nomic_bert", "auto_map": {"AutoModel": "modeling.Own"}},
+        "an encoder",
+        id="one with its own code",
+    ),
+    pytest.param({"architectures": ["LlamaForSequenceClassification"]}, "a LlamaForSequence", id="a classifier"),
+    pytest.param({"model_type": "gpt2", "add_cross_attention": True}, "attends to an encoder", id="a decoder of one"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), NO_GENERATORS)
+def test_what_writes_no_text_of_its_own_is_not_sent_to_vllm(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        shape_of({**written("llama"), **changes})
+    assert named in str(refused.value)
+    assert str(refused.value).endswith("no backend of gpuinfer serves such models. Run it with transformers.")
 
 
 def test_remote_code_is_refused_even_for_a_known_family() -> None:
-    with pytest.raises(UsageError, match=r"which is refused\. If you trust it"):
+    with pytest.raises(UsageError, match=r"which is refused with every backend\. If you know that"):
         shape_of(written("llama", auto_map={"AutoModelForCausalLM": "modeling.Evil"}))
 
 

@@ -19,7 +19,7 @@ from text.tiny import copy_of, tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.keys import other_backend
+from gpuinfer.text.checkpoint.keys import ANOTHER_PROGRAM
 from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -119,7 +119,9 @@ def test_a_settings_file_that_is_no_json_object(file: str, content: str, folder:
 
 def test_code_of_a_tokenizer_s_own_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.py", None]}}))
-    assert refusal(folder).endswith(f"which is refused. If you trust it: {other_backend(' --trust-remote-code')}")
+    message = refusal(folder)
+    assert "asks to run code of its own (auto_map), which is refused with every backend." in message
+    assert f"remove auto_map from {folder / 'tokenizer_config.json'}" in message
 
 
 def test_pickled_weights_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
@@ -194,7 +196,7 @@ def test_another_model_s_weights_are_told_in_a_few_names(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
 def test_quantised_weights_are_sent_elsewhere(dtype: torch.dtype, folder: Path) -> None:
     message = refusal(changed(folder, lambda state: state.update({QUERY: torch.ones(64, 64).to(dtype)})))
-    assert message.endswith(other_backend())
+    assert message.endswith(ANOTHER_PROGRAM)
 
 
 @pytest.mark.parametrize("left", [0, 5, 8, 100, 5000, 200_000])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuinfer.text.checkpoint.keys import Fields, elsewhere, refuse_unknown, refuse_unknown_keys
+from gpuinfer.text.checkpoint.keys import Fields, elsewhere, no_generator, refuse_unknown, refuse_unknown_keys
 from gpuinfer.text.checkpoint.masked import masked_shape
 from gpuinfer.text.checkpoint.masked_keys import MASKED
 from gpuinfer.text.checkpoint.rotary import (
@@ -97,7 +97,7 @@ def _gpt2(config: Fields, generation: Fields) -> Shape:
     if not config.flag("scale_attn_weights", True) or config.flag("scale_attn_by_inverse_layer_idx", False):
         raise elsewhere("the model scales its attention in a way of its own")
     if config.flag("add_cross_attention", False):
-        raise elsewhere("the model attends to an encoder")
+        raise no_generator("the model attends to an encoder")
     hidden, heads = config.integer("n_embd", 768), config.integer("n_head", 12)
     vocabulary = config.integer("vocab_size", 50257)
     return Shape(

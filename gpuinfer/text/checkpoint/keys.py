@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.masked_keys import MASKED, architectures_of, family_of_architecture
 
@@ -239,7 +238,7 @@ def refuse_unknown_keys(family: str, config: Fields) -> None:
         for name, value in config.values.items()
         if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(neutral, name, value)
     ]
-    cure = "Generate with the program that trained it." if family == "nanogpt" else other_backend()
+    cure = "Generate with the program that trained it." if family == "nanogpt" else ANOTHER_PROGRAM
     _refuse(config, strange, f"a {family} model here does not know", cure)
 
 
@@ -261,7 +260,7 @@ def refuse_unknown_rope_keys(scaling: Fields) -> None:
     strange = [
         name for name, value in scaling.values.items() if name not in known and not _neutral(ROPE_NEUTRAL, name, value)
     ]
-    _refuse(scaling, strange, "the rotary positions here do not know", other_backend())
+    _refuse(scaling, strange, "the rotary positions here do not know", ANOTHER_PROGRAM)
 
 
 def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
@@ -295,23 +294,28 @@ ALIASES = {"ministral": "mistral"}  # what transformers calls a Mistral whose la
 GENERATORS = ("ForCausalLM", "LMHeadModel", "Model")  # how transformers ends the names of what can generate
 
 
-def other_backend(flags: str = "") -> str:
-    """Where a model can run that our own decoders do not know, as far as that is installed: a sentence."""
-    if "vllm" in registry.names("backends"):
-        return f"Use --backend vllm{flags}."
-    return "Serve it with another program, such as vLLM: no backend for that is installed."
+ENCODERS = {
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet"),
+    *("nomic_bert", "roberta", "xlm-roberta"),
+}
+ANOTHER_PROGRAM = "Serve it with a program that does, such as vLLM's own server (`vllm serve`)."
 
 
 def elsewhere(what: str) -> UsageError:
-    return UsageError(f"{what}, which the inprocess and central backends do not do. {other_backend()}")
+    """For what no backend does: the folder is read here whichever is to serve it."""
+    return UsageError(f"{what}, which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}")
+
+
+def no_generator(what: str) -> UsageError:
+    return UsageError(f"{what}, and no backend of gpuinfer serves such models. Run it with transformers.")
 
 
 def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
     """Code of a model's own never runs here, whoever trusts it."""
     if settings.get("auto_map"):
         raise UsageError(
-            f"{where} asks to run code of its own (auto_map), which is refused. If you trust it: "
-            f"{other_backend(' --trust-remote-code')}"
+            f"{where} asks to run code of its own (auto_map), which is refused with every backend. If you know that "
+            f"the model is a plain one of its type, remove auto_map from {where}; else serve it with another program."
         )
 
 
@@ -324,8 +328,12 @@ def refuse_unknown(config: Fields) -> str:
     """The family's name. Raises `UsageError` for a model that is none of ours."""
     if (masked := _masked_family(config)) is not None:
         return masked
-    refuse_remote_code(config.values, config.where)
     kind = config.values.get("model_type")
+    if config.values.get("is_encoder_decoder") is True:
+        raise no_generator(f"the model is an encoder with a decoder (type '{str(kind)[:40]}')")
+    if isinstance(kind, str) and kind in ENCODERS:
+        raise no_generator(f"the model is an encoder (type '{kind}'), which reads text and writes none")
+    refuse_remote_code(config.values, config.where)
     if not isinstance(kind, str):
         raise UsageError(
             f"{config.where} does not say its model_type. Save the model again with transformers "
@@ -338,7 +346,7 @@ def refuse_unknown(config: Fields) -> str:
         raise elsewhere("the model is a mixture of experts")
     for name in config.texts("architectures"):
         if not name.endswith(GENERATORS):
-            raise elsewhere(f"the model is a {name[:60]}, not a plain generator of text")
+            raise no_generator(f"the model is a {name[:60]}")
     return family_of(kind)
 
 

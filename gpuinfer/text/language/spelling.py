@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.text.checkpoint.keys import other_backend
+from gpuinfer.text.checkpoint.keys import ANOTHER_PROGRAM
 
 REPLACEMENT = "�"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -147,7 +147,7 @@ def _change(step: dict[str, Any]) -> Callable[[str, bool], Piece]:
 
 
 def _unknown(what: str) -> UsageError:
-    return UsageError(f"the tokenizer has a decoder that is not known here ({what}). {other_backend()}")
+    return UsageError(f"the tokenizer has a decoder that is not known here ({what}). {ANOTHER_PROGRAM}")
 
 
 Encoded = NDArray[np.int32] | BadPrompt
