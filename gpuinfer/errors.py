@@ -26,6 +26,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+LETTERS = 3  # of a word that is taken for the beginning of another
+
 
 class GpuinferError(Exception):
     """A failure whose message says what happened and ends with the cure."""
@@ -41,13 +43,14 @@ class UsageError(GpuinferError):
 
 
 class UnknownName(UsageError):
-    """No such plugin, model or option."""
+    """No such plugin, model or option. `hint`: what is suggested, where that is not the nearest name."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str], label: str = "Installed") -> None:
+    def __init__(self, what: str, name: str, known: Iterable[str], label: str = "Installed", hint: str = "") -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        super().__init__(f"no {what} named '{name}'.{hint} {label}: {', '.join(known) or 'none'}.")
+        if not hint and (near := nearest(name, known)):
+            hint = f"Did you mean '{near}'?"
+        between = f" {hint}" if hint else ""
+        super().__init__(f"no {what} named '{name}'.{between} {label}: {', '.join(known) or 'none'}.")
 
 
 class PluginError(UsageError):
@@ -110,6 +113,15 @@ class WorkerDied(WorkError):
 
 class Closed(WorkError):
     """The engine was closed before the request was answered."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The one of these that is spelled most like it, or the only one that begins so; "" when none is near enough."""
+    among = list(known)
+    begun = [one for one in among if len(name) >= LETTERS and one.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
+    return next(iter(difflib.get_close_matches(name, among, n=1, cutoff=cutoff)), "")
 
 
 @contextlib.contextmanager

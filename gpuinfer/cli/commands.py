@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from gpuinfer.cli import beside
-from gpuinfer.config import registry
+from gpuinfer.config import foreign, registry
 from gpuinfer.config.registry import COMMANDS as OWN
 from gpuinfer.errors import UnknownName
 
@@ -41,7 +41,9 @@ class Commands(TyperGroup):
         if name in OWN:
             return name, typer.main.get_command(importlib.import_module(f"gpuinfer.cli.{name}").app), args[1:]
         if not [record for record in registry.listing("workloads") if record.name == name]:
-            raise UnknownName("command", name, self.list_commands(ctx), label="Commands")
+            raise UnknownName(
+                "command", name, self.list_commands(ctx), label="Commands", hint=foreign.command_hint(name)
+            )
         from gpuinfer.cli.workload import command
 
         return name, command(name), args[1:]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import traceback
-from difflib import get_close_matches
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from gpuinfer.config import foreign
 from gpuinfer.errors import GpuinferError
 
 FAILED, USAGE, PARTIAL, CHECK_FAILED = 1, 2, 3, 4
 
 MARGIN = "gpuinfer: "
+EXTRA = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.+)\)")
+ALONE = ("--prompt", "--game", "--records", "--model", "--env")  # what people write without its flag
 
 
 def exit_code(error: BaseException) -> int:
@@ -28,15 +33,15 @@ def tell(error: BaseException, words: list[str]) -> None:
         return
     if verbosity(words) >= 2:
         traceback.print_exception(error)
-    lines = message(error).splitlines() or [type(error).__name__]
+    lines = message(error, words).splitlines() or [type(error).__name__]
     print(MARGIN + ("\n" + " " * len(MARGIN)).join(lines), file=sys.stderr)
 
 
-def message(error: BaseException) -> str:
+def message(error: BaseException, words: Sequence[str] = ()) -> str:
     if isinstance(error, GpuinferError):
         return str(error)
     if hasattr(error, "format_message"):  # Typer's: a flag or argument that it could not read
-        return _usage(error)
+        return _usage(error, words)
     if _is_validation(error):
         return _refused(error)
     first = (str(error).strip().splitlines() or ["no message"])[0]
@@ -50,17 +55,29 @@ def verbosity(words: list[str]) -> int:
     return max(given, int(named) if named.isdecimal() else 0)
 
 
-def _usage(error: Any) -> str:
-    """Typer's complaint with the nearest flag, and where to read on."""
+def _usage(error: Any, words: Sequence[str]) -> str:
+    """Typer's complaint with the flag that was meant, and where to read on."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "gpuinfer"
     name = getattr(error, "option_name", None)
+    params = context.command.params if context else ()
+    known = [flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)]
     if context is None or name is None or "No such option" not in str(error.message):
-        return f"{error.format_message().rstrip('.')}. See {command} --help."
-    known = [flag for parameter in context.command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"{command} has no flag '{name}'.{hint} See {command} --help."
+        extra = EXTRA.search(str(error.message))
+        hint = _as_flag(extra[1].split()[0], known) if extra else ""
+        return f"{error.format_message().rstrip('.')}. {hint}See {command} --help."
+    if not name.startswith("--"):  # Typer reads -ngl as -n -g -l
+        name = next((word for word in words if word.startswith(name)), name)
+    hint = foreign.flag_hint(name, known)
+    return f"{command} has no flag '{name}'. {hint}{' ' if hint else ''}See {command} --help."
+
+
+def _as_flag(word: str, known: Sequence[str]) -> str:
+    """The flag that a word which stands alone may be the value of: of a command that has words only behind flags."""
+    file, folder = Path(word).is_file(), Path(word).is_dir() or foreign.HUB_NAME.fullmatch(word)
+    first = ("--input", "--records") if file else ("--model", "--records") if folder else ()
+    flag = next((one for one in (*first, *ALONE) if one in known), None)
+    return f"Did you mean {flag} {shlex.quote(word)}? " if flag else ""
 
 
 def _is_validation(error: BaseException) -> bool:

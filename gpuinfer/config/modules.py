@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from gpuinfer.errors import UsageError
 
@@ -29,6 +31,16 @@ def refuse_absent(name: str, what: str = "model") -> None:
         return
     if not found:
         raise absent(name, module, what)
+
+
+def classes_in(file: Path, base: str) -> list[str]:
+    """The classes that a file of Python derives from one whose name ends so; none of what is no such file."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [one.name for one in classes if any(ast.unparse(over).endswith(base) for over in one.bases)]
 
 
 def is_of(module: str, error: ModuleNotFoundError) -> bool:

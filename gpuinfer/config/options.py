@@ -9,14 +9,14 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from gpuinfer.errors import UsageError
+from gpuinfer.config.foreign import option_hint
+from gpuinfer.errors import UsageError, nearest
 
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -245,9 +245,9 @@ def _number(text: str) -> Any:
 
 
 def _unknown(key: str, origin: str, known: list[str], owner: str) -> str:
-    near = get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"{origin}: {owner} has no option '{key}'.{hint} Options: {', '.join(sorted(known)) or 'none'}."
+    hint = option_hint(key, known)
+    between = f" {hint}" if hint else ""
+    return f"{origin}: {owner} has no option '{key}'.{between} Options: {', '.join(sorted(known)) or 'none'}."
 
 
 def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
@@ -273,8 +273,8 @@ def _own_words(detail: ErrorDetails) -> str:
 
 def _cure(detail: ErrorDetails, value: Any, field: FieldInfo | None) -> str:
     allowed = list(map(str, choices(field.annotation))) if field else []
-    near = get_close_matches(str(value), allowed, n=1, cutoff=0.5)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
+    near = nearest(str(value), allowed)
+    hint = f"Did you mean '{near}'? " if near else ""
     if detail["type"] == "literal_error":
         return f"{hint}Choose from {', '.join(allowed)}."
     words = "".join(f", or {one}" for one in allowed)  # beside a number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,8 @@ from pydantic import BeforeValidator, Field
 from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config import registry
-from gpuinfer.errors import UsageError
+from gpuinfer.config.foreign import hub_hint
+from gpuinfer.errors import UsageError, nearest
 from gpuinfer.openai.options import TEXT_MODELS, check_parts, spec_of
 from gpuinfer.openai.schema import MOST_TOKENS
 from gpuinfer.units import size
@@ -86,8 +86,8 @@ def _of_text(options: Options) -> ModelSpec:
         )
     name = options.model
     if name is not None and name not in TEXT_MODELS and not Path(name).exists():
-        near = difflib.get_close_matches(name, [*NETWORKS, *TEXT_MODELS], 1)
-        meant = f" Did you mean '{near[0]}'?" if near else ""
+        near = nearest(name, [*NETWORKS, *TEXT_MODELS])
+        meant = f" Did you mean '{near}'?" if near else f" {hub}" if (hub := hub_hint(name)) else ""
         raise UsageError(
             f"no model named '{name}', and no such folder.{meant} Choices: {', '.join((*NETWORKS, *TEXT_MODELS))}, "
             "module:factory, or a folder with a checkpoint."

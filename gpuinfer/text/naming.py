@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from gpuinfer.config.foreign import hub_hint
 from gpuinfer.errors import UsageError
 
 NEAR = 3
@@ -33,6 +34,8 @@ def absent(name: str, path: Path, built_in: Iterable[str]) -> UsageError:
     """No such folder: those beside it that are called alike, and the built-in models."""
     found = near(path, built_in)
     hint = f" Did you mean {' or '.join(found)}?" if found else ""
+    if not found and (hub := hub_hint(name)):
+        return UsageError(f"there is no model folder '{name}', and nothing is downloaded.\n{hub}")
     return UsageError(
         f"there is no model folder '{name}', and nothing is downloaded.{hint} "
         f"Give a Hugging Face folder, or one of: {', '.join(sorted(built_in))}."

@@ -6,11 +6,12 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from gpuinfer.config import blame, registry
+from gpuinfer.config import blame, modules, registry
 from gpuinfer.config.options import Given, check
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -41,7 +42,14 @@ def _found(name: str) -> tuple[type[Game], dict[str, Given]]:
     """The class that the name means, and the option that it holds, if any."""
     registered, colon, variant = name.partition(":")
     if not colon:
-        return registry.load("games", name), {}
+        try:
+            return registry.load("games", name), {}
+        except UnknownName as error:
+            module = name.removesuffix(".py")
+            if not (found := modules.classes_in(Path(f"{module}.py"), "Game")):
+                raise
+            said = f"no game is installed as '{name}', but there is one in {module}.py"
+            raise UsageError(f"{said}. Give --game {module}:{found[-1]}.") from error
     if any(record.name == registered for record in registry.listing("games")):
         kind: type[Game] = registry.load("games", registered)
         if kind.variant is not None:
