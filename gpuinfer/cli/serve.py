@@ -25,7 +25,7 @@ from gpuinfer.serving.options import check_address, models_of, refuse_absent
 if TYPE_CHECKING:
     from gpuinfer.config.described import Described
     from gpuinfer.config.options import Given
-    from gpuinfer.config.settings import Settings
+    from gpuinfer.config.settings import Common, Settings
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.serving.replica import Place
 
@@ -78,7 +78,7 @@ def execute(values: Mapping[str, Any]) -> int:
     place = place_of(own)
     launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
     if serving_fleet.wanted(own, launcher_options):
-        return _fleet(own, described, place, launcher_options, quiet=merged.common.quiet)
+        return _fleet(own, described, place, launcher_options, merged.common)
     from gpuinfer.http import loop
     from gpuinfer.serving.otel import open_spans
     from gpuinfer.serving.replica import Replica
@@ -101,13 +101,13 @@ def execute(values: Mapping[str, Any]) -> int:
         show_status("")
 
 
-def _fleet(own: FleetOptions, described: Described, place: Place, options: Mapping[str, Given], *, quiet: bool) -> int:
+def _fleet(own: FleetOptions, described: Described, place: Place, options: Mapping[str, Given], common: Common) -> int:
     """The same with several replicas, none of them in this process."""
     launcher = serving_fleet.launcher_of(own, options)
-    plan = serving_fleet.plan_of(own, described, launcher, place.access())
+    plan = serving_fleet.plan_of(own, described, launcher, place.access(), verbose=bool(common.verbose))
 
     def tell(news: str) -> None:
-        if not quiet:
+        if not common.quiet:
             with contextlib.suppress(OSError):  # nobody reads, and the fleet goes on
                 tell_people(news, own)
 
@@ -176,9 +176,10 @@ def _refuse_options_of_one(models: str | None, words: Sequence[str]) -> None:
 
 
 def place_of(own: FleetOptions) -> Place:
-    """Where it listens and who may ask. Raises `UsageError` for key files that are none."""
+    """Where it listens and who may ask. Raises `UsageError` for files of keys and certificates that are none."""
     from gpuinfer.http.access import Keys
     from gpuinfer.http.limits import HttpLimits
+    from gpuinfer.http.tls import Certificate
     from gpuinfer.serving.replica import Place
 
     return Place(
@@ -187,6 +188,8 @@ def place_of(own: FleetOptions) -> Place:
         api=None if own.api_key_file is None else Keys.read(own.api_key_file),
         admin=None if own.admin_key_file is None else Keys.read(own.admin_key_file),
         hosts=frozenset(name.lower() for name in own.allowed_hosts),
+        origins=frozenset(origin.lower() for origin in own.allowed_origins),
+        tls=None if own.tls_cert is None or own.tls_key is None else Certificate(own.tls_cert, own.tls_key),
         behind_router=own.behind_router,
         ready_file=own.ready_file,
         drain_s=own.drain_timeout,
@@ -196,7 +199,7 @@ def place_of(own: FleetOptions) -> Place:
 
 def _welcome(described: Described, own: FleetOptions, host: str, port: int) -> str:
     """Where it listens, who may ask, and a line to try."""
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = f"{'http' if own.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     who = "with a key" if own.api_key_file else "anybody who reaches it" if own.insecure else "from this machine alone"
     model = described.setup.model
     if described.kind == "text":

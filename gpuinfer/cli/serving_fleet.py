@@ -77,10 +77,12 @@ def launcher_of(own: FleetOptions, given: Mapping[str, Given]) -> Launcher:
     return named.make(own.launcher or "local", given)
 
 
-def plan_of(own: FleetOptions, described: Described, launcher: Launcher, access: Access) -> FleetPlan:
+def plan_of(
+    own: FleetOptions, described: Described, launcher: Launcher, access: Access, *, verbose: bool = False
+) -> FleetPlan:
     """Raises `UsageError` for flags that do not go together, and for key files that are none."""
     from gpuinfer.fleet.plan import FleetPlan
-    from gpuinfer.http.access import read_keys
+    from gpuinfer.http.access import read_lines
 
     if described.setup.trace is not None:
         raise UsageError("--trace records one server, and this is a fleet. Leave it out, or serve without --replicas.")
@@ -101,8 +103,10 @@ def plan_of(own: FleetOptions, described: Described, launcher: Launcher, access:
         port=own.port,
         router_processes=own.router_processes,
         routing=_policy(own.routing),
-        api_keys=() if own.api_key_file is None else tuple(read_keys(own.api_key_file)),
+        api_keys=() if own.api_key_file is None else tuple(read_lines(own.api_key_file)),
         access=access,
+        tls=None if own.tls_cert is None else (str(own.tls_cert), str(own.tls_key)),
+        log="json" if own.log_format == "json" else "plain" if verbose else None,
         request_timeout_s=own.request_timeout,
         start_s=own.start_timeout,
         drain_s=own.drain_timeout,

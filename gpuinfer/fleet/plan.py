@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.scaling import Scaling
@@ -35,8 +35,10 @@ class FleetPlan:
     router_processes: int = 1
     routing: str = "least-loaded"
     routing_options: Mapping[str, Any] = field(default_factory=dict)
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    api_keys: tuple[str, ...] = ()  # lines of a key file; none: everybody may ask
     access: Access = field(default_factory=Access)  # of what the router does not send to replicas; the same API keys
+    tls: tuple[str, str] | None = None  # files of a certificate and its key
+    log: Literal["plain", "json"] | None = None  # requests, on standard error
     request_timeout_s: float = 300.0
     start_s: float | None = None  # for a replica to serve; None: what its launcher takes for reasonable
     drain_s: float = 60.0  # for what is under way to finish, before it is broken off

@@ -30,6 +30,9 @@ from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
 from gpuinfer.fleet.scaling import LOOK_S, Decision, Scaler
 from gpuinfer.fleet.worker import Worker
+from gpuinfer.host import machine
+from gpuinfer.http.access import Changing, keep_fresh
+from gpuinfer.http.limits import fewer, fitting
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger(__name__)
@@ -61,7 +64,10 @@ class Fleet:
         self._folder = Folder(launcher.shared, plan.logs)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
         self._control = Control(self, plan.access, key, socket)
-        self._routers = Routers(_router_config(plan, key, socket), self._heard)
+        config = _router_config(plan, key, socket)
+        if config.connections < plan.connections:
+            tell(f"Each router process takes {fewer(plan.connections, config.connections)}")
+        self._routers = Routers(config, self._heard)
         self._members = Members(
             plan, launcher, self._folder, self._routers.update, lambda id: self._counted(id).in_flight, tell
         )
@@ -74,7 +80,7 @@ class Fleet:
         """
         await self._control.start()
         self.port = await self._routers.start()
-        self.url = f"http://{bracketed(self.plan.host)}:{self.port}"
+        self.url = f"{'http' if self.plan.tls is None else 'https'}://{bracketed(self.plan.host)}:{self.port}"
         count = self.plan.replicas
         self._tell(f"Starting {count} replica{'s' if count > 1 else ''}; the logs are in {self.logs}.")
         replicas = [self._members.start() for _ in range(self.plan.replicas)]
@@ -87,7 +93,8 @@ class Fleet:
             )
         for error in failures:
             self._tell(str(error))
-        self._tasks = [asyncio.create_task(self._scale()), asyncio.create_task(self._count())]
+        fresh = keep_fresh(self.plan.access.files, self._exchange_keys)
+        self._tasks = [asyncio.create_task(one) for one in (self._scale(), self._count(), fresh)]
         return self.url
 
     async def add(self, url: str | None = None, key: str | None = None) -> Worker:
@@ -200,6 +207,10 @@ class Fleet:
         if isinstance(id := event.get("member"), int):
             self._members.nudge(id)
 
+    def _exchange_keys(self, file: Changing, lines: list[str]) -> None:
+        if file is self.plan.access.api:
+            self._routers.exchange_keys(lines)
+
     def _counted(self, id: int) -> MemberCounters:
         return self._routers.counters().get(id, NOTHING)
 
@@ -235,6 +246,7 @@ class Fleet:
 
 
 def _router_config(plan: FleetPlan, control_key: str, socket: str) -> RouterConfig:
+    connections, refusals = fitting(plan.connections, machine.descriptors(), 2)  # each has one to a replica too
     return RouterConfig(
         host=plan.host,
         port=plan.port,
@@ -245,7 +257,11 @@ def _router_config(plan: FleetPlan, control_key: str, socket: str) -> RouterConf
         policy_options=dict(plan.routing_options),
         api_keys=plan.api_keys,
         hosts=tuple(sorted(plan.access.hosts or ())),
+        origins=tuple(sorted(plan.access.origins)),
+        tls=plan.tls,
+        log=plan.log,
         timeout_s=plan.request_timeout_s,
         body_bytes=plan.body_bytes,
-        connections=plan.connections,
+        connections=connections,
+        refusals=refusals,
     )

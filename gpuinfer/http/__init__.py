@@ -8,9 +8,9 @@ connection    one connection of the server: reading, answering, ending
 departures    who is gone, while nobody reads
 exchange      one request and its response, as a handler has them
 replies       the bytes of responses, and of errors in OpenAI's shape
-paths         which handler answers what; `access`: keys, Host and Origin
+paths         which handler answers what; `access`: keys, Host and Origin; `quotas`: what a key may ask in a minute
 request_log   one line for each request
-server        listening, deadlines, draining; `binding` makes the sockets
+server        listening, deadlines, draining; `binding` makes the sockets, `tls` reads certificates
 client        requests over kept connections; `line` is one of them
 loop          uvloop, where it is installed
 """

@@ -2,70 +2,186 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import logging
+import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from gpuinfer.errors import UsageError
-from gpuinfer.http.exchange import Exchange
+
+log = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 20
+REREAD_S = 1.0  # how often it is looked whether a file has changed
+LINE = re.compile(  # of a key file
+    r"[!-~]+(?:[ \t]+(?:name=[A-Za-z0-9._@-]{1,64}|(?:requests|tokens)=[1-9][0-9]{0,11})){0,3}"
+)
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+EXPOSED = (
+    "X-Request-Id, Retry-After, X-Gpuinfer-Route, X-RateLimit-Limit-Requests, X-RateLimit-Limit-Tokens, "
+    "X-RateLimit-Remaining-Requests, X-RateLimit-Remaining-Tokens"
+)
+HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?:, ?[A-Za-z0-9-]{1,64}){0,63}")
 NAME = re.compile(r"[a-z0-9._-]{1,100}|\[[0-9a-f:.]{2,45}\]")  # a host's, as it may be repeated in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One that is let in, without the key itself. `requests` and `tokens` a minute; None: as many as there are."""
+
+    digest: bytes
+    name: str
+    requests: float | None = None
+    tokens: float | None = None
+
+    def limits(self) -> list[tuple[str, float]]:
+        """Those that it has."""
+        both = (("requests", self.requests), ("tokens", self.tokens))
+        return [(kind, limit) for kind, limit in both if limit is not None]
 
 
 class Keys:
     """Keys that are let in. Only their SHA-256 is kept."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode("ascii")).digest() for key in keys]
+    def __init__(self, lines: Iterable[str], path: Path | None = None) -> None:
+        """`lines` as `read_lines` has them."""
+        self.path = path
+        self._version = _version(path)
+        self.replace(lines)
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Of a file, as `read_keys` has it."""
-        return cls(read_keys(path))
+        """Of a file. Raises UsageError."""
+        return cls(read_lines(path), Path(path))
 
-    def allow(self, authorization: str | None) -> bool:
-        """Whether an Authorization header, `Bearer KEY`, has one of the keys; the time tells nothing of them."""
+    def replace(self, lines: Iterable[str]) -> None:
+        """These are let in from now on, and no others."""
+        self._keys = tuple(_key(line) for line in lines)
+
+    def find(self, authorization: str | None) -> Key | None:
+        """Whose an Authorization header, `Bearer KEY`, is; the time tells nothing of the keys."""
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = False
-        for one in self._digests:
-            found |= hmac.compare_digest(one, digest)
-        return found and scheme.lower() == "bearer"
+        found = None
+        for one in self._keys:
+            if hmac.compare_digest(one.digest, digest):
+                found = one
+        return found if scheme.lower() == "bearer" else None
+
+    def allow(self, authorization: str | None) -> bool:
+        """Whether it is one of the keys."""
+        return self.find(authorization) is not None
+
+    def look(self) -> list[str] | None:
+        """Read the file again if it has changed since the last look; its lines if so.
+
+        Raises UsageError, once, for a file that is wrong: the keys stay as they were.
+        """
+        version = _version(self.path)
+        if self.path is None or version == self._version:
+            return None
+        self._version = version
+        lines = read_lines(self.path)
+        self.replace(lines)
+        return lines
+
+
+def _version(path: Path | None) -> object:
+    """Of a file; another one once that has been written or replaced."""
+    try:
+        found = None if path is None else path.stat()
+    except OSError:
+        return None
+    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def read_keys(path: str | Path) -> list[str]:
-    """Of a file: one key a line; empty lines and those that begin with # are skipped. Raises UsageError."""
+    """The keys of a file, for whoever asks with one. Raises UsageError."""
+    return [line.partition(" ")[0] for line in read_lines(path)]
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """Of a file of keys, one a line: `KEY`, or `KEY name=alice requests=60 tokens=100000`, each with a name.
+
+    Empty lines and those that begin with # are skipped. Raises UsageError.
+    """
     path = Path(path)
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
         text = path.read_bytes()[: FILE_BYTES + 1]
     except OSError as error:
         raise UsageError(f"cannot read the key file {path} ({error.strerror}). Write one key a line.") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if found.st_uid == 0 != os.geteuid():  # handed to a service by systemd or Kubernetes, whose group it is
+        others &= ~stat.S_IRGRP
+    if found.st_mode & others:
         raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {path}")
     if len(text) > FILE_BYTES:
         raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")
-    return _keys(path, text)
+    return _lines(path, text)
 
 
-def _keys(path: Path, text: bytes) -> list[str]:
-    found = []
-    for number, line in enumerate(text.split(b"\n"), 1):
-        line = line.strip()
-        if not line or line.startswith(b"#"):
+def _lines(path: Path, text: bytes) -> list[str]:
+    found: list[str] = []
+    limits: dict[str, Key] = {}
+    for number, raw in enumerate(text.split(b"\n"), 1):
+        line = raw.decode("latin-1").strip()
+        if not line or line.startswith("#"):
             continue
-        if not all(0x21 <= byte <= 0x7E for byte in line):
-            raise UsageError(f"line {number} of the key file {path} is no key: use ASCII without spaces.")
-        found.append(line.decode("ascii"))
+        if not LINE.fullmatch(line):
+            raise UsageError(
+                f"line {number} of the key file {path} is no key. Write KEY, in ASCII without spaces, or "
+                "KEY name=alice requests=60 tokens=100000, with what it may ask in a minute."
+            )
+        if not _key(line).name:
+            line += f" name=line-{number}"
+        key = _key(line)
+        before = limits.setdefault(key.name, key)
+        if before.limits() != key.limits():
+            raise UsageError(f"line {number} of the key file {path} gives '{key.name}' other limits. Give the same.")
+        found.append(line)
     if not found:
         raise UsageError(f"the key file {path} has no key. Write one a line: openssl rand -hex 32 > {path}")
     return found
+
+
+def _key(line: str) -> Key:
+    key, *words = line.split()
+    told = dict(word.split("=", 1) for word in words)
+    requests, tokens = (float(told[kind]) if kind in told else None for kind in ("requests", "tokens"))
+    return Key(hashlib.sha256(key.encode("ascii")).digest(), told.get("name", ""), requests, tokens)
+
+
+class Changing(Protocol):
+    """A file that is read again while the server runs. `look` is called beside the event loop."""
+
+    @property
+    def path(self) -> Path | None: ...
+
+    def look(self) -> list[str] | None: ...
+
+
+async def keep_fresh(files: Sequence[Changing], changed: Callable[[Changing, list[str]], None] | None = None) -> None:
+    """Read files again that change, until this is cancelled; of one that is wrong what was read before holds."""
+    while True:
+        await asyncio.sleep(REREAD_S)
+        for one in files:
+            try:
+                lines = await asyncio.to_thread(one.look)
+            except UsageError as error:
+                log.error("%s What was read before holds.", error)
+                continue
+            if lines is not None:
+                log.warning("%s has changed, and was read again.", one.path)
+                if changed is not None:
+                    changed(one, lines)
 
 
 @dataclass
@@ -73,24 +189,50 @@ class Access:
     """Which keys open which routes, and which names this server is called by.
 
     `hosts`: names, with or without a port, that Host may have; None: any. A server on loopback takes only `LOOPBACK`,
-    so that no page in a browser reaches it under a name of its own (DNS rebinding).
+    so that no page in a browser reaches it under a name of its own (DNS rebinding). `origins`: whose pages may ask
+    beside the server's own, `https://a.example`; with `*` all.
     """
 
     api: Keys | None = None
     admin: Keys | None = None
     hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
 
-    def host_refused(self, exchange: Exchange) -> str | None:
+    def host_refused(self, headers: Mapping[str, str]) -> str | None:
         """Why this request does not come from where it should, if so."""
         if self.hosts is None:
             return None
-        host = exchange.headers.get("host", "").lower()  # which browsers always send
-        if "host" in exchange.headers and host not in self.hosts and name_of(host) not in self.hosts:
+        host = headers.get("host", "").lower()  # which browsers always send
+        if "host" in headers and host not in self.hosts and name_of(host) not in self.hosts:
             return not_called(host)
-        origin = exchange.headers.get("origin")
-        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            return other_origin()
-        return None
+        origin = headers.get("origin")
+        if origin is None or self.origins & {"*", origin.lower()}:
+            return None
+        return None if origin.lower() in (f"http://{host}", f"https://{host}") else other_origin()
+
+    @property
+    def files(self) -> list[Keys]:
+        """Key files that may change."""
+        return [keys for keys in (self.api, self.admin) if keys is not None and keys.path is not None]
+
+
+def cors(origins: frozenset[str], origin: str | None) -> list[tuple[str, str]]:
+    """What lets a page of this origin read an answer (Fetch, "CORS protocol"); nothing where it may not."""
+    if origin is None or not origins & {"*", origin.lower()}:
+        return []
+    allowed = "*" if "*" in origins else origin
+    return [("Access-Control-Allow-Origin", allowed), ("Access-Control-Expose-Headers", EXPOSED), ("Vary", "Origin")]
+
+
+def preflight(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What a browser asks for before it sends a request of another origin's page that it lets read answers."""
+    told = [("Access-Control-Allow-Methods", "GET, POST, DELETE"), ("Access-Control-Max-Age", "600")]
+    asked = headers.get("access-control-request-headers", "")
+    if HEADER_NAMES.fullmatch(asked):
+        told.append(("Access-Control-Allow-Headers", asked))
+    if "access-control-request-private-network" in headers:
+        told.append(("Access-Control-Allow-Private-Network", "true"))
+    return told
 
 
 def not_called(host: str) -> str:
@@ -106,8 +248,8 @@ def not_called(host: str) -> str:
 def other_origin() -> str:
     """Why a request of a page from another origin is refused, which a proxy that changes Host brings about too."""
     return (
-        "a page of another origin than this server's asks, and only its own may. A proxy in front must pass Host on as "
-        "it came; start the server with --allowed-hosts and the name in it."
+        "a page of another origin than this server's asks. Start the server with --allowed-origins and that origin; if "
+        "it is the server's own, have the proxy in front pass Host on as it came, and name it with --allowed-hosts."
     )
 
 

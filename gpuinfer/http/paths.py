@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpuinfer.http.access import Access
+from gpuinfer.http import replies
+from gpuinfer.http.access import Access, cors, preflight
 from gpuinfer.http.exchange import Exchange, Handler
+from gpuinfer.http.quotas import CODE, Quotas
 
 UNAUTHORISED = [("WWW-Authenticate", 'Bearer realm="gpuinfer"')]
 LONGEST_PATH = 100  # characters of a path that an error repeats
@@ -41,6 +43,7 @@ class Paths:
         """`elsewhere`: what the same clients find that is not answered here, for the list in a 404."""
         self.routes = tuple(routes)
         self.access = access
+        self.quotas = Quotas()
         here = [f"{route.method} {route.path}" for route in routes if not route.openapi.get("hidden")]
         self._listed = f"There is {', '.join([*elsewhere, *here])}."
         self._fixed: dict[str, dict[str, Route]] = {}
@@ -54,8 +57,27 @@ class Paths:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer by the route's handler, or with 401, 403, 404 or 405 in OpenAI's shape."""
         route = self._admitted(exchange)
-        if route is not None:
+        if route is None:
+            return
+        key, quotas = exchange.key, self.quotas
+        if key is None or route.method != "POST" or not key.limits():
             await route.handler(exchange)
+            return
+        exceeded = quotas.take(key)
+        exchange.added += quotas.headers(key)
+        if exceeded is not None:
+            exchange.respond(
+                429,
+                replies.error_bytes(exceeded.message, exceeded.kind, None, CODE),
+                headers=[("Retry-After", str(exceeded.retry_s))],
+            )
+            exchange.notes["refused"] = exceeded.message
+            return
+        try:
+            await route.handler(exchange)
+        finally:
+            spent = (exchange.notes.get(kind, 0) for kind in ("input_tokens", "output_tokens"))
+            quotas.spend(key, sum(spent))
 
     def quick(self, exchange: Exchange) -> bool:
         """Answer on the spot what is immediate or refused. Whether it has."""
@@ -69,10 +91,15 @@ class Paths:
 
     def _admitted(self, exchange: Exchange) -> Route | None:
         """The route, where it may be used; else it has been refused."""
-        refusal = self.access.host_refused(exchange)
+        refusal = self.access.host_refused(exchange.headers)
         if refusal is not None:
             exchange.refuse(403, refusal)
             return None
+        if self.access.origins:
+            exchange.added = cors(self.access.origins, exchange.headers.get("origin"))
+            if exchange.added and exchange.method == "OPTIONS":
+                exchange.respond(204, headers=preflight(exchange.headers))
+                return None
         by_method = self._found(exchange)
         if by_method is None:
             exchange.refuse(404, f"there is nothing at {exchange.path[:LONGEST_PATH]}. {self._listed}")
@@ -94,8 +121,10 @@ class Paths:
             return True
         given = exchange.headers.get("authorization")
         keys = [access.admin] if route.access == "admin" else [access.api, access.admin]
-        if any(one.allow(given) for one in keys if one is not None):
-            return True
+        for one in keys:
+            if one is not None and (key := one.find(given)) is not None:
+                exchange.key, exchange.notes["key"] = key, key.name
+                return True
         message = "a wrong key" if given else "no key"
         which = "admin key" if route.access == "admin" else "API key"
         exchange.refuse(

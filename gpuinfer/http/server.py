@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from gpuinfer.http import binding
 from gpuinfer.http.connection import Connection
 from gpuinfer.http.departures import Departures
 from gpuinfer.http.exchange import Handler, Quick
 from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.tls import Certificate
+
+log = logging.getLogger(__name__)
 
 SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
-LINGERERS = 1024
+TOLD_S = 10.0  # from one line of the log about too many connections to the next
 LOOK_S = 1.0  # how often deadlines are looked at, at most
 
 
@@ -38,19 +43,24 @@ class HttpServer:
         self._lingering: set[Connection] = set()  # those whose last response is written, until the client closes too
         self._servers: list[asyncio.Server] = []
         self._sockets: list[socket.socket] = []
+        self._tls: dict[str, Any] = {}
         self._paths: list[str] = []
         self._late: set[asyncio.Task[object]] = set()  # connections that had been made, and not taken yet, at the stop
         self._counts: Counter[str] = Counter()
+        self._told_at = -TOLD_S
         self._emptied = asyncio.Event()
         times = (self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s)
         self._every = max(0.01, min(LOOK_S, min(times) / 4))
         self._look_again()
 
-    async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
+    async def listen(self, host: str, port: int, *, reuse_port: bool = False, tls: Certificate | None = None) -> int:
         """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours."""
         sockets = binding.listeners(host, port, reuse_port)
+        if tls is not None:
+            self._tls = tls.of_server(self.limits.head_s)
         for one in sockets:
-            self._servers.append(await self.loop.create_server(self._connection, sock=one, backlog=binding.BACKLOG))
+            made = await self.loop.create_server(self._connection, sock=one, backlog=binding.BACKLOG, **self._tls)
+            self._servers.append(made)
             self._sockets.append(one)
         return int(sockets[0].getsockname()[1])
 
@@ -107,13 +117,14 @@ class HttpServer:
             connection.shut()
         if beyond > 0:
             self._counts["crowded"] += 1
-            connection.crowd(heard=beyond <= SPARE)
+            self._tell()
+            connection.crowd(heard=beyond <= min(SPARE, self.limits.refusals // 2))
 
     def lingers(self, connection: Connection) -> bool:
         """Its last response is written. Whether there is room to wait until the client closes too."""
         self._leave(connection)
         self._lingering.add(connection)
-        return len(self._lingering) <= LINGERERS
+        return len(self._connections) + len(self._lingering) <= self.limits.connections + self.limits.refusals
 
     def closed(self, connection: Connection) -> None:
         """It is gone."""
@@ -123,6 +134,15 @@ class HttpServer:
     def count(self, what: str) -> None:
         self._counts[what] += 1
 
+    def _tell(self) -> None:
+        if self.loop.time() - self._told_at >= TOLD_S:
+            self._told_at = self.loop.time()
+            log.warning(
+                "more than %d connections at once: %d have been refused so far, with 503.",
+                self.limits.connections,
+                self._counts["crowded"],
+            )
+
     def _take_rest(self) -> None:
         """Take the connections that wait, which would be reset with the listening socket."""
         for one in self._sockets:
@@ -130,7 +150,8 @@ class HttpServer:
                 while True:
                     made, _ = one.accept()
                     made.setblocking(False)
-                    task = self.loop.create_task(self.loop.connect_accepted_socket(self._connection, made))
+                    taken = self.loop.connect_accepted_socket(self._connection, made, **self._tls)
+                    task = self.loop.create_task(taken)
                     self._late.add(task)
                     task.add_done_callback(self._late.discard)
         self._sockets.clear()

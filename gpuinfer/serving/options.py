@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ WANTED = (
     "serve needs a model: give --model DIR with a checkpoint's folder, --model tiny to try it out, "
     "--model blobnet or --model module:factory for a network of rows."
 )
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s,]+")
 HERE = ("127.0.0.1", "::1", "localhost")
 MOST_SHARE = 1000.0  # of one model, where another has 1
 OF_ROWS = ("weights", "features", "actions", "seats")  # flags of networks of rows
@@ -62,10 +64,17 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     )
     host: str = Field("127.0.0.1", description="the address to listen at")
     port: int = Field(8000, ge=0, le=65_535, description="0: one that is free")
-    api_key_file: Path | None = Field(None, description="the keys of clients, one a line")
+    api_key_file: Path | None = Field(
+        None, description="the keys of clients, one a line: KEY, or KEY name=alice requests=60 tokens=100000, a minute"
+    )
     admin_key_file: Path | None = Field(None, description="the keys of those who may change what runs")
     insecure: bool = Field(False, description="let anyone in, at an address that others reach")
     allowed_hosts: list[str] = Field([], description="names by which clients may call this server: a.example,b.example")
+    allowed_origins: list[str] = Field(
+        [], description="whose web pages may ask (CORS): https://a.example,https://b.example, or * for all"
+    )
+    tls_cert: Path | None = Field(None, description="speak HTTPS with this certificate and its chain, a PEM file")
+    tls_key: Path | None = Field(None, description="the certificate's key, a PEM file")
     drain_timeout: float = Field(30.0, ge=0, le=86_400, description="seconds that requests have to finish at the end")
     max_body: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one request's body, at most")
     max_connections: int = Field(8192, ge=1, le=1 << 20, description="connections at once")
@@ -275,7 +284,17 @@ def refuse_absent(spec: ModelSpec) -> None:
 
 
 def check_address(own: ServeOptions) -> None:
-    """Raises `UsageError` for an address that others reach, without a key and without a word that this is meant."""
+    """Raises `UsageError` for an address that others reach, without a key and without a word that this is meant; for
+    origins that are none, and half of what TLS needs.
+    """
+    for origin in own.allowed_origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"--allowed-origins {origin}: no origin. Write scheme, name and port where it is not the usual one, "
+                "such as https://app.example.org, or * for all."
+            )
+    if (own.tls_cert is None) != (own.tls_key is None):
+        raise UsageError("TLS needs a certificate and its key. Give both: --tls-cert FILE --tls-key FILE.")
     if own.host in HERE or own.api_key_file is not None or own.insecure:
         return
     raise UsageError(

@@ -18,12 +18,13 @@ import msgspec
 from gpuinfer.api import Backend, Strategy
 from gpuinfer.config.described import Beside, Described
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import signals
+from gpuinfer.host import machine, signals
 from gpuinfer.host.files import write_whole
-from gpuinfer.http.access import LOOPBACK, Access, Keys
-from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.access import LOOPBACK, Access, Changing, Keys, keep_fresh
+from gpuinfer.http.limits import HttpLimits, fewer
 from gpuinfer.http.paths import Paths
 from gpuinfer.http.server import HttpServer
+from gpuinfer.http.tls import Certificate
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving import health
 from gpuinfer.serving.options import HERE
@@ -52,6 +53,8 @@ class Place:
     api: Keys | None = None
     admin: Keys | None = None
     hosts: frozenset[str] = frozenset()  # more names that it may be called by
+    origins: frozenset[str] = frozenset()  # of pages that may ask, beside its own
+    tls: Certificate | None = None
     behind_router: bool = False
     ready_file: Path | None = None
     drain_s: float = 30.0
@@ -60,7 +63,13 @@ class Place:
     def access(self) -> Access:
         """On loopback only its own names are right; behind a router any, since the router has checked them."""
         checked = (self.host in HERE or self.hosts) and not self.behind_router
-        return Access(self.api, self.admin, LOOPBACK | self.hosts | {self.host} if checked else None)
+        hosts = LOOPBACK | self.hosts | {self.host} if checked else None
+        return Access(self.api, self.admin, hosts, self.origins)
+
+    def files(self) -> list[Changing]:
+        """What may change while it serves."""
+        found: list[Changing] = [*self.access().files]
+        return found if self.tls is None else [*found, self.tls]
 
 
 Say = Callable[[str, int], None]
@@ -107,9 +116,13 @@ class Replica:
         once its backend was given up.
         """
         paths = Paths(routes(self.served), self._place.access())
-        server = HttpServer(paths, self._place.limits, quick=paths.quick)
+        limits = self._place.limits.within(machine.descriptors())
+        if limits.connections < self._place.limits.connections:
+            log.warning("%s", fewer(self._place.limits.connections, limits.connections))
+        server = HttpServer(paths, limits, quick=paths.quick)
         self.served.http_counts = lambda: server.counts
-        port = await server.listen(self._place.host, self._place.port)
+        port = await server.listen(self._place.host, self._place.port, tls=self._place.tls)
+        fresh = asyncio.create_task(keep_fresh(self._place.files()))
         looking = asyncio.create_task(health.look([one.health for one in self.served.services], self._look))
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
@@ -122,8 +135,9 @@ class Replica:
                         await server.close()
         finally:
             sys.setswitchinterval(before)
-            looking.cancel()
-            await asyncio.wait({looking})
+            for task in (looking, fresh):
+                task.cancel()
+            await asyncio.wait({looking, fresh})
             closing = asyncio.ensure_future(asyncio.to_thread(self._spans.close))
             await asyncio.wait({closing}, timeout=LAST_S)  # the collector may be gone
             if self._place.ready_file is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendDied, unwrap
@@ -102,6 +103,8 @@ class Service:
                 return
             self.health.in_flight += 1
             exchange.notes |= {"id": asking.id, "model": self.name}
+            if self.behind_router:
+                exchange.added.append(("X-Gpuinfer-Model", quote(self.name)))
             if asking.traceparent is not None:
                 exchange.notes["trace"] = asking.traceparent
             if self.spans.wanted:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +19,11 @@ from gpuinfer.fleet.router.client_side import Door
 from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.frames import Frames
 from gpuinfer.fleet.router.relay import Relay
-from gpuinfer.host import children, pauses
+from gpuinfer.host import children, machine, pauses
+from gpuinfer.http.access import keep_fresh
 from gpuinfer.http.loop import new_loop
+from gpuinfer.http.request_log import JsonLines
+from gpuinfer.http.tls import Certificate
 
 BACKLOG = 4096
 
@@ -34,16 +38,22 @@ class Seat(msgspec.Struct, frozen=True):
 def main(line: socket.socket, listeners: Sequence[socket.socket], board: Board, row: int, config: bytes) -> None:
     """Runs until its owner ends it, or is gone."""
     children.settle_in()
-    _allow_descriptors()
+    machine.descriptors()  # as many as it may have
     told = msgspec.msgpack.decode(config, type=RouterConfig)
+    if told.log is not None:
+        _log(told.log)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_serve(line, listeners, board, row, told))
     os._exit(0)
 
 
-def _allow_descriptors() -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def _log(form: str) -> None:
+    """Requests on standard error, which is the supervisor's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("gpuinfer: %(message)s"))
+    log = logging.getLogger("gpuinfer")
+    log.setLevel(logging.INFO)
+    log.handlers = [handler]
 
 
 async def _serve(
@@ -65,13 +75,19 @@ class _Router:
         self._frames = Frames(self._obey, self._over.set)
         self._relay = Relay(config, board, row, self._loop, self._frames.send)
         self._door = Door(self._relay)
+        self._certificate = None if config.tls is None else Certificate(*map(Path, config.tls))
+        self._tls: dict[str, Any] = {}
+        if self._certificate is not None:
+            self._tls = self._certificate.of_server(config.head_s)
 
     async def run(self, line: socket.socket) -> None:
         await self._loop.create_connection(lambda: self._frames, sock=line)
         self._relay.wheel.start()
         pauses.keep_short()
         self._frames.send({"event": "here"})
+        fresh = self._loop.create_task(keep_fresh([] if self._certificate is None else [self._certificate]))
         await self._over.wait()
+        fresh.cancel()
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         if "members" in message:
@@ -79,13 +95,17 @@ class _Router:
             self._relay.members.update((seat.member, seat.slot) for seat in seats)
             if not self._servers and self._draining is None:
                 self._loop.create_task(self._listen())
+        elif "keys" in message:
+            if self._door.gate.keys is not None:
+                self._door.gate.keys.replace(message["keys"])
         elif "drain" in message and self._draining is None:
             self._draining = self._loop.create_task(self._drain())
 
     async def _listen(self) -> None:
         for listener in self._listeners:
             own = listener.dup()  # the server closes what it is given
-            self._servers.append(await self._loop.create_server(self._door.protocol, sock=own, backlog=BACKLOG))
+            made = await self._loop.create_server(self._door.protocol, sock=own, backlog=BACKLOG, **self._tls)
+            self._servers.append(made)
         self._frames.send({"event": "ready"})
 
     async def _drain(self) -> None:
@@ -107,4 +127,4 @@ class _Router:
             while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
-                await self._loop.connect_accepted_socket(protocol, connection)
+                await self._loop.connect_accepted_socket(protocol, connection, **self._tls)

@@ -20,15 +20,16 @@ class ChunkReader:
     """Takes a body's bytes in pieces as they come, gives the content in them.
 
     When `done`, `rest` is what came after the body. `plain` says of the last piece that it was whole chunks from its
-    first byte to its last, so that it can go on as it is. Trailers are read and dropped.
+    first byte to its last, so that it can go on as it is. Trailers do not go on.
     """
 
-    __slots__ = ("_left", "_part", "_state", "_trailer", "done", "plain", "rest")
+    __slots__ = ("_left", "_part", "_state", "_trailer", "done", "plain", "rest", "trailer")
 
     def __init__(self) -> None:
         self._state, self._left, self._part, self._trailer = _IN_SIZE, 0, b"", 0
         self.done = self.plain = False
         self.rest = b""
+        self.trailer = b""  # its lines
 
     def feed(self, data: bytes) -> bytes:
         """The content in this piece; raises `BadChunk`."""
@@ -81,6 +82,8 @@ class ChunkReader:
             raise BadChunk
         if line_end == at:
             self.done, self.rest = True, data[at + 2 :]
+        else:
+            self.trailer += data[at : line_end + 2]
         return line_end + 2
 
 

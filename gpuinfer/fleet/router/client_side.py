@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
+import re
 from itertools import count
 from typing import cast
 
 from gpuinfer.fleet.router.board import Total
 from gpuinfer.fleet.router.config import CONTROL_KEY_HEADER
-from gpuinfer.fleet.router.gate import Gate
+from gpuinfer.fleet.router.gate import ANYBODY, Gate, Refusal
 from gpuinfer.fleet.router.relay import Relay
 from gpuinfer.fleet.router.request_head import CHUNKED, RequestHead
 from gpuinfer.fleet.router.trip import Trip
-from gpuinfer.http import replies
+from gpuinfer.http import replies, request_log
 from gpuinfer.http.chunked import ChunkedBody
 from gpuinfer.http.departures import say_all
 from gpuinfer.http.malformed import Malformed
 
+log = logging.getLogger(__name__)
+
 SMALL = 8 << 10  # bytes of a body that is not counted among what all requests keep
 AHEAD = 16 << 10  # bytes of further requests that are taken in while one is answered
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
+FULL = Refusal(503, "the router holds as many requests as it may. Try again later.", 1)
+TRACE = re.compile(rb"(?i)\r\ntraceparent:[ \t]*([0-9a-f-]{55,128})[ \t]*(?=\r|$)")
+TOLD_S = 10.0  # from one line of the log about too many connections to the next
 LINGER_S = 1.0  # for a client to hear that it was refused; for a request on its way while the router closes
 
 
@@ -34,7 +42,17 @@ class Door:
         self.open = 0
         self.id_prefix = b"req-" + os.urandom(8).hex().encode()
         self.ids = count(1)
+        self.logs = request_log.log.isEnabledFor(logging.INFO)
         self._nobody: asyncio.Event | None = None
+        self._refused, self._told_at = 0, -TOLD_S
+
+    def crowded(self) -> None:
+        """A connection more than there may be."""
+        self._refused += 1
+        if self.relay.now - self._told_at >= TOLD_S:
+            self._told_at = self.relay.now
+            most = self.relay.config.connections
+            log.warning("more than %d connections at once: %d have been refused so far, with 503.", most, self._refused)
 
     async def empty(self) -> None:
         """Wait until all have gone."""
@@ -51,10 +69,19 @@ class Door:
         return ClientSide(self)
 
 
+def _message(body: bytes) -> str:
+    """Of an error in OpenAI's shape."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
 class ClientSide(asyncio.Protocol):
     """It reads heads and bodies by itself, with `http.strict` for what may stand in them."""
 
     __slots__ = (
+        "_admission",
         "_ahead",
         "_chunks",
         "_door",
@@ -80,6 +107,7 @@ class ClientSide(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, None)
         self._slot = -1
         self._trip: Trip | None = None
+        self._admission = ANYBODY  # of the latest request
         self._ahead = b""  # came already, and is not looked at yet
         self._head: RequestHead | None = None  # of the request that is coming in
         self._last_head: RequestHead | None = None
@@ -101,8 +129,10 @@ class ClientSide(asyncio.Protocol):
         door.open += 1
         self._relay.count(Total.CONNECTIONS)
         if door.open > config.connections:
+            door.crowded()
             self.refuse(503, "too many connections. Try again later.", retry_s=1)
-            self._transport.close()
+            if door.open > config.connections + config.refusals:
+                self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._relay.wheel.remove(self, self._slot)
@@ -113,6 +143,7 @@ class ClientSide(asyncio.Protocol):
         if trip is not None:
             self._relay.count(Total.CLIENT_GONE)
             trip.abandon()
+            self._account(trip, request_log.GONE)
         self._release()
         self._relay.room.give(self._held_ahead)
 
@@ -189,16 +220,27 @@ class ClientSide(asyncio.Protocol):
     def _begin(self, head: RequestHead, length: int, rest: bytes) -> None:
         relay = self._relay
         gate = self._door.gate
-        if not gate.open and (refusal := gate.refused(head, head.to_replicas)) is not None:
-            self.refuse(*refusal)
+        self._admission = ANYBODY if gate.open else gate.look(head, self._to_replicas(head))
+        if (refusal := self._admission.refusal) is not None:
+            self._turn_away(head, refusal)
         elif length > relay.config.body_bytes:
-            self.refuse(413, f"a body of over {relay.config.body_bytes:,} bytes. Send less at once.")
+            self._turn_away(head, Refusal(413, f"a body of over {relay.config.body_bytes:,} bytes. Send less at once."))
         elif length > SMALL and not self._hold(length):
-            self.refuse(503, "the router holds as many requests as it may. Try again later.", retry_s=1)
+            self._turn_away(head, FULL)
         elif len(rest) == length:
             self._start(head, rest)
         else:
             self._await_body(head, length, rest)
+
+    def _to_replicas(self, head: RequestHead) -> bool:
+        """A browser's question whether another server's page may ask goes to the control application."""
+        return head.to_replicas and not (head.method == b"OPTIONS" and self._door.gate.origins)
+
+    def _turn_away(self, head: RequestHead, why: Refusal) -> None:
+        """Before there is a trip."""
+        if self._door.logs:
+            self._log(head, why.status, 0.0, {"refused": why.message})
+        self._answer(why.status, why.message, why.retry_s, kind=why.kind, code=why.code)
 
     def _hold(self, size: int) -> bool:
         if not self._relay.room.take(size):
@@ -247,11 +289,14 @@ class ClientSide(asyncio.Protocol):
     def _start(self, head: RequestHead, body: bytes) -> None:
         relay = self._relay
         request_id = head.request_id or b"%b-%x" % (self._door.id_prefix, next(self._door.ids))
-        if head.to_replicas:
-            self._trip = trip = Trip(relay, self, head, body, request_id)
+        if self._to_replicas(head):
+            extra = b"".join(f"\r\n{name}: {value}".encode("latin-1") for name, value in self._admission.headers)
+            self._trip = trip = Trip(relay, self, head, body, request_id, extra=extra)
             relay.send(trip)
             return
         tail = self._door.control_line
+        if head.origin is not None and self._door.gate.origins:
+            tail += b"\r\nOrigin: " + head.origin
         if head.host is not None:
             tail += b"\r\nHost: " + head.host
         if head.authorization is not None:
@@ -265,7 +310,9 @@ class ClientSide(asyncio.Protocol):
         self._transport.write(data)
 
     def finish(self, close: bool) -> None:
-        self._trip = None
+        trip, self._trip = self._trip, None
+        if trip is not None:
+            self._account(trip, trip.status)
         self._since = self._relay.now
         self._release()
         if close or (self._said_all and not self._ahead) or self._transport.is_closing():
@@ -286,19 +333,68 @@ class ClientSide(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def break_off(self) -> None:
-        self._trip = None
+        trip, self._trip = self._trip, None
+        if trip is not None:
+            self._account(trip, trip.status, "broken off")
         self._transport.close()
 
     def refuse(self, status: int, message: str, retry_s: int = 0, route: bytes = b"") -> None:
+        if self._trip is not None:
+            self._account(self._trip, status, message)
+        elif self._door.logs:
+            self._log(self._head, status, 0.0, {"refused": message})
+        self._answer(status, message, retry_s, route)
+
+    def _account(self, trip: Trip, status: int, refused: str = "") -> None:
+        """A request is over: its key pays for it, and it is logged."""
+        key, tokens = self._admission.key, trip.tokens()
+        if key is not None and tokens is not None:
+            self._door.gate.quotas.spend(key, sum(tokens))
+        if not self._door.logs or (trip.member is None and status < 400 and trip.method == b"GET"):
+            return  # such as /health and /metrics, again and again
+        notes: dict[str, object] = {"id": trip.request_id.decode("latin-1")}
+        if trip.model is not None:
+            notes["model"] = trip.model
+        if tokens is not None:
+            notes |= {"input_tokens": tokens[0], "output_tokens": tokens[1]}
+        if trip.member is not None:
+            notes["replica"] = trip.member
+        if refused := refused or _message(trip.said):
+            notes["refused"] = refused
+        self._log(trip.asked, status, self._relay.clock() - trip.started, notes)
+
+    def _log(self, head: RequestHead | None, status: int, took_s: float, notes: dict[str, object]) -> None:
+        peer = self._transport.get_extra_info("peername")
+        method = path = ""
+        if head is not None:
+            method, path = head.method.decode(), head.target.partition(b"?")[0].decode("ascii")
+            if (trace := TRACE.search(head.lines)) is not None:
+                notes["trace"] = trace[1].decode()
+        if self._admission.key is not None:
+            notes["key"] = self._admission.key.name
+        said = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
+        request_log.write(logging.INFO, method, path, status, took_s, said, notes)
+
+    def _answer(
+        self,
+        status: int,
+        message: str,
+        retry_s: int,
+        route: bytes = b"",
+        kind: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        """An answer of the router's own."""
         trip, self._trip = self._trip, None
         keep = trip is not None and not trip.asked.close and not self._relay.closing
         headers = [("Retry-After", str(retry_s))] if retry_s else []
+        headers += self._admission.headers
         if status == 401:
             headers.append(("WWW-Authenticate", 'Bearer realm="gpuinfer"'))
         if route:
             name, _, value = route.decode("latin-1").strip().partition(": ")
             headers.append((name, value))
-        body = replies.error_bytes(message, replies.type_of(status))
+        body = replies.error_bytes(message, kind or replies.type_of(status), code=code)
         head = replies.head(status, "application/json", len(body), keep, headers)
         bare = trip is not None and trip.method == b"HEAD"
         self._transport.write(head if bare else head + body)
@@ -351,8 +447,10 @@ class ClientSide(asyncio.Protocol):
         elif self._ahead:
             if waited > config.head_s:
                 self.refuse(408, "the request's head did not come in time. Send it at once.")
-        elif waited > (min(LINGER_S, config.idle_s) if self._relay.closing else config.idle_s):
-            self._transport.close()
+        else:
+            most = config.head_s if self._last_head is None else config.idle_s
+            if waited > (min(LINGER_S, most) if self._relay.closing else most):
+                self._transport.close()
 
     def _come(self) -> int:
         """Bytes of the body that are here."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
+
+from gpuinfer.http.limits import REFUSALS
 
 CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control application that the router speaks, and no client
 
@@ -24,8 +26,11 @@ class RouterConfig(Struct, frozen=True):
     processes: int = 1
     policy: str = "least-loaded"
     policy_options: dict[str, Any] = field(default_factory=dict)
-    api_keys: tuple[str, ...] = ()  # none: /v1/* and /predict are open
+    api_keys: tuple[str, ...] = ()  # lines of a key file; none: /v1/* and /predict are open
     hosts: tuple[str, ...] = ()  # names that a Host or Origin may have, without ports; none: any
+    origins: tuple[str, ...] = ()  # of other servers' pages that may ask; "*": all
+    tls: tuple[str, str] | None = None  # files of a certificate and its key
+    log: Literal["plain", "json"] | None = None  # requests, on standard error
 
     timeout_s: float = 300.0  # to the first byte of an answer, and between two pieces of it
     connect_s: float = 2.0
@@ -44,6 +49,7 @@ class RouterConfig(Struct, frozen=True):
     body_bytes: int = 64 << 20
     bodies_bytes: int = 1 << 30  # all that one process keeps of requests
     connections: int = 8192  # of clients, to one process
+    refusals: int = REFUSALS  # connections beyond those that are told so; still more are closed at once
     head_s: float = 10.0
     body_s: float = 60.0  # between two pieces of it
     idle_s: float = 75.0

@@ -60,6 +60,10 @@ class Events:
         """Go on with another replica's events: the part of one that came from the last replica is void."""
         self._part, self.moved = b"", False
 
+    def tokens(self) -> int:
+        """How many were sent, of a stream that is kept."""
+        return sum(found[2].count(b",") + bool(found[2]) for found in _ID.finditer(b"".join(self._kept or ())))
+
     @property
     def resumable(self) -> bool:
         return not self.sent or self._kept is not None

@@ -29,6 +29,9 @@ class Traveller(Protocol):
     def content(self, data: bytes, plain: bool) -> None:
         """Some of its body. `plain`: it stands in whole chunks in the bytes last received, which are `received`."""
 
+    def trailer(self, lines: bytes) -> None:
+        """What follows a body in chunks."""
+
     def ended(self) -> None:
         """The answer is whole. The link is free again by now, or closed."""
 
@@ -170,6 +173,8 @@ class Link(asyncio.Protocol):
             if chunks.done and self.traveller is traveller:
                 if chunks.rest:
                     raise Broken
+                if chunks.trailer:
+                    traveller.trailer(chunks.trailer)
                 self._finish(traveller)
         else:
             traveller.content(data, False)

@@ -99,7 +99,13 @@ class Routers:
         self._roster = roster
         self._members = self._seats.seated(roster)
         for process in self._processes:
-            process.tell(self._members)
+            process.tell({"members": self._members})
+
+    def exchange_keys(self, lines: list[str]) -> None:
+        """Let these keys in from now on, in place of those of before."""
+        self.config = msgspec.structs.replace(self.config, api_keys=tuple(lines))
+        for process in self._processes:
+            process.tell({"keys": lines})
 
     def counters(self) -> Mapping[int, MemberCounters]:
         """By member id, of all that were ever in a roster and are not long gone."""
@@ -189,6 +195,8 @@ class _Process:
         frames = self._frames = Frames(self._hear, self._lost.set)
         await asyncio.get_running_loop().create_connection(lambda: frames, sock=ours)
         await self._up()
+        if self._routers.config.api_keys:  # they may have been exchanged while it started
+            frames.send({"keys": self._routers.config.api_keys})
         frames.send({"members": self._routers.members})
 
     async def _up(self) -> None:
@@ -209,9 +217,9 @@ class _Process:
         elif message["event"] == "failed":
             self._routers.heard(message)
 
-    def tell(self, members: list[Seat]) -> None:
+    def tell(self, news: Mapping[str, Any]) -> None:
         if self._frames is not None and self._here.is_set():
-            self._frames.send({"members": members})
+            self._frames.send(news)
 
     async def _keep(self) -> None:
         """Start it anew whenever it dies."""

@@ -12,7 +12,8 @@ _SHAPE = re.compile(
     rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n\0]*+)?(?:\r\n[^\r\n\0\t :][^\r\n\0:]*+:[^\r\n\0]*+)*+\r\n\r\n"
 )
 _OF_ONE_HOP = re.compile(  # in a head in lower case
-    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|upgrade|proxy-[^:\r\n]*|x-gpuinfer-route)"
+    rb"\r\n(connection|keep-alive|te|trailer|transfer-encoding|upgrade|proxy-[^:\r\n]*"
+    rb"|x-gpuinfer-(?:route|used|model))"
     rb"[ \t]*:[ \t]*([^\r\n]*)"
 )
 _LENGTHS = re.compile(rb"\r\ncontent-length[ \t]*:[ \t]*([^\r\n]*)")
@@ -27,10 +28,10 @@ class Broken(Exception):
 class ResponseHead:
     """`lines` is the status line, for HTTP/1.1, and every header that goes on, without the last CRLF; among them
     Content-Length when there is one. `length` is of the body that follows. `leaving`: a replica of ours takes nothing
-    new, and has not looked at the request.
+    new, and has not looked at the request. `used` and `model`: what it says of the answer for the log and quotas.
     """
 
-    __slots__ = ("events", "keep", "leaving", "length", "lines", "request_id", "status")
+    __slots__ = ("events", "keep", "leaving", "length", "lines", "model", "request_id", "status", "used")
 
     def __init__(self, head: bytes, asked: bytes) -> None:
         """`head` goes up to and with the empty line; `asked` is the method. Raises `Broken`."""
@@ -40,6 +41,7 @@ class ResponseHead:
         self.status = status = int(shape[2])
         self.keep = shape[1] == b"1"
         self.events = self.request_id = self.leaving = False
+        self.used = self.model = b""
         self.length = TO_THE_END
         self.lines = self._read(head)
         if asked == b"HEAD" or status in (204, 304) or status < 200:
@@ -66,6 +68,10 @@ class ResponseHead:
             start = found.end()
             if found[1] == b"connection":
                 named |= self._heed(found[2])
+            elif found[1] == b"x-gpuinfer-used":
+                self.used = found[2]
+            elif found[1] == b"x-gpuinfer-model":
+                self.model = head[found.start(2) : found.end(2)]
             elif found[1] == b"transfer-encoding":
                 if found[2].rstrip(b" \t") != b"chunked" or self.length != TO_THE_END:
                     raise Broken

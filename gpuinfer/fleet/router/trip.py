@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Protocol
+from urllib.parse import unquote
 
 from gpuinfer.fleet.router.chunks import LAST, chunk
 from gpuinfer.fleet.router.events import Events
@@ -19,6 +21,7 @@ TRY_AGAIN = frozenset({429, 502, 503})
 STALE_S = 0.1  # a link used before that breaks so soon was closed while nobody looked, by no fault of the replica's
 STALE = 2  # times that this is believed of one request
 
+_USED = re.compile(rb"(?mi)^x-gpuinfer-used:[ \t]*([0-9]{1,15} [0-9]{1,15})[ \t]*\r$")
 _WAITING, _WHOLE, _PASSING, _STREAMING = range(4)
 
 
@@ -78,7 +81,6 @@ class Trip:
         "_mode",
         "_more",
         "_pool",
-        "_request_id",
         "_reused",
         "_sent",
         "_sent_at",
@@ -87,17 +89,22 @@ class Trip:
         "asker",
         "attempt",
         "body",
+        "extra",
         "last",
         "link",
         "losses",
+        "member",
         "method",
         "paused",
         "queued_us",
         "replica",
+        "request_id",
         "retried",
+        "said",
         "started",
         "tried",
         "tries",
+        "used",
         "waits",
         "why",
     )
@@ -110,10 +117,15 @@ class Trip:
         body: bytes,
         request_id: bytes,
         more: bytes = b"",
+        extra: bytes = b"",
     ) -> None:
-        """`more` are lines that are added to the request, each with CRLF before it."""
+        """`more` are lines that are added to the request, `extra` to its answer, each with CRLF before it."""
         self._dispatcher, self.asker, self.asked, self.body = dispatcher, asker, asked, body
-        self._request_id, self._more, self._created = request_id, more, dispatcher.wall
+        self.request_id, self._more, self._created = request_id, more, dispatcher.wall
+        self.extra = extra
+        self.said = b""  # the answer, where that is an error
+        self.member: int | None = None  # who had it last
+        self.used = b""  # "INPUT OUTPUT", in tokens, as the replica said it
         self.method = asked.method
         self.started = self._sent_at = dispatcher.clock()
         self.last = dispatcher.now  # when something of an answer last came, or the request was sent
@@ -146,6 +158,8 @@ class Trip:
     def board(self, link: Link) -> bytes:
         self.waits, self.link, self._reused = False, link, link.reused
         self._sent_at = self._dispatcher.clock()
+        if self.replica is not None:
+            self.member = self.replica.member
         self.queued_us = int((self._sent_at - self.started) * 1e6)
         if self.paused:
             link.pause()
@@ -154,7 +168,7 @@ class Trip:
         mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
             asked.lines,
             where,
-            self._request_id,
+            self.request_id,
             self._created,
         )
         if self._begun:
@@ -198,6 +212,8 @@ class Trip:
         if head.status in TRY_AGAIN and self._again(head):
             return
         self._sent = True
+        if head.status >= 400:
+            self.said = body
         self.asker.write(b"%b\r\n\r\n%b" % (self._lines(head), body))
         self._finish()
 
@@ -229,9 +245,9 @@ class Trip:
 
     def _lines(self, head: ResponseHead) -> bytes:
         self._close = self.asked.close or self._dispatcher.closing or self._to_the_end(head)
-        more = self.route()
+        more = self.route() + self.extra
         if not head.request_id:
-            more += b"\r\nX-Request-Id: " + self._request_id
+            more += b"\r\nX-Request-Id: " + self.request_id
         if self._close:
             more += b"\r\nConnection: close"
         return head.lines + more
@@ -245,6 +261,30 @@ class Trip:
         if self.retried:
             return b"%b%d%b" % (chosen, self.queued_us, self.retried.encode("latin-1"))
         return b"%b%d" % (chosen, self.queued_us)
+
+    @property
+    def status(self) -> int:
+        """Of the answer that its client gets; 0 before that is known."""
+        return 0 if self._head is None else self._head.status
+
+    @property
+    def model(self) -> str | None:
+        """Who answers, as the replica said it."""
+        return unquote(self._head.model.decode("latin-1")) if self._head is not None and self._head.model else None
+
+    def tokens(self) -> tuple[int, int] | None:
+        """Of prompt and answers, as far as that is known; of an answer that breaks off, those that were sent."""
+        used = (self.used or (self._head.used if self._head is not None else b"")).split()
+        if len(used) == 2 and all(part.isdigit() for part in used):
+            return int(used[0]), int(used[1])
+        sent = 0 if self._events is None else self._events.tokens()
+        return (0, sent) if sent else None
+
+    def trailer(self, lines: bytes) -> None:
+        """What the replica says after its answer."""
+        found = _USED.search(lines)
+        if found is not None:
+            self.used = found[1]
 
     def content(self, data: bytes, plain: bool) -> None:
         self.last = self._dispatcher.now
@@ -369,6 +409,8 @@ class Trip:
         link, self.link = self.link, None
         if link is not None:
             link.drop()
+        if self._events is not None:
+            self.used = self.used or b"0 %d" % self._events.tokens()
         self._over()
 
     def time_out(self) -> None:
