@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+MANY = 1 << 30  # descriptors, where there is no limit
+
 
 def cores() -> int:
     """CPU cores that this process may use: its affinity, and the CPU quota of its control group if that is less."""
@@ -81,6 +83,15 @@ def wants_cuda(devices: Sequence[str]) -> bool:
     return any(device.startswith("cuda") for device in devices) or (
         not {"auto", "all"}.isdisjoint(devices) and has_cuda()
     )
+
+
+def descriptors() -> int:
+    """How many more files and connections this process may open, its limit raised to the most that it may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a limit of its own below "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MANY if limit == resource.RLIM_INFINITY else max(0, limit - len(os.listdir("/dev/fd")))
 
 
 def memory_available() -> int:

@@ -15,7 +15,7 @@ from malformed_requests import chunked, get, post
 from serving_http import PATIENCE_S, Raw, answers, said_to, serving, until
 
 from gpuinfer.http import connection
-from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.limits import HttpLimits, fitting
 from gpuinfer.http.loop import run
 
 SHORT = 0.2
@@ -158,6 +158,35 @@ def test_one_connection_too_many_hears_so_and_probes_come_through():
                 raw.socket.close()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "each", "connections", "refusals"),
+    [
+        pytest.param(1 << 20, 1, 8192, 1024, id="many"),
+        pytest.param(8192 + 1024 + 16, 1, 8192, 1024, id="just enough"),
+        pytest.param(2000, 1, 1484, 500, id="fewer than asked for"),
+        pytest.param(2000, 2, 742, 500, id="two for each"),
+        pytest.param(44, 1, 17, 11, id="few"),
+        pytest.param(3, 2, 1, 0, id="next to none"),
+    ],
+)
+def test_no_more_connections_than_there_are_descriptors_for(descriptors, each, connections, refusals):
+    assert fitting(8192, descriptors, each) == (connections, refusals)
+
+
+def test_too_many_connections_are_a_line_in_the_log(caplog):
+    async def main() -> None:
+        async with serving(replace(LIMITS, connections=1)) as served:
+            kept = await Raw.connect(served.port)
+            for _ in range(5):
+                assert answers(await said_to(served.port, [get()]))[0].status == 503
+            kept.socket.close()
+
+    run(main())
+    assert [one.getMessage() for one in caplog.records if "connections at once" in one.getMessage()] == [
+        "more than 1 connections at once: 1 have been refused so far, with 503."
+    ]
 
 
 def test_far_too_many_connections_are_closed_at_once():

@@ -84,17 +84,29 @@ async def test_a_control_application_that_is_gone_is_said_so():
         assert (await router.post()).status == 200
 
 
-async def test_connections_over_the_limit_are_told_so():
+async def test_connections_over_the_limit_are_told_so(caplog):
     async with routing(Upstream(), connections=2) as router:
         first, second, third = [await router.connect() for _ in range(3)]
+        await third.send(b"POST /v1/compl")  # what is not read yet resets nobody
         assert (await third.answer()).status == 503
         assert await third.closed() == b""
+        assert "more than 2 connections at once" in caplog.text
+        third.close()
         first.close()
         await until(lambda: router.total(Total.CONNECTIONS) == 1)
         fourth = await router.connect()
         await fourth.send(post())
         assert (await fourth.answer()).status == 200
-        for connection in (second, third, fourth):
+        for connection in (second, fourth):
+            connection.close()
+
+
+async def test_connections_far_over_the_limit_are_closed_at_once():
+    async with routing(Upstream(), connections=1, refusals=2, head_s=1e6) as router:
+        made = [await router.connect() for _ in range(10)]
+        await until(lambda: router.total(Total.CONNECTIONS) <= 3)
+        assert (await made[-1].answer()).status == 503
+        for connection in made:
             connection.close()
 
 
@@ -111,7 +123,7 @@ async def slow_body(connection: Connection) -> None:
     [
         pytest.param(slowly, "head_s", b"408", id="a head that does not come"),
         pytest.param(slow_body, "body_s", b"408", id="a body that does not come"),
-        pytest.param(None, "idle_s", b"", id="nothing"),
+        pytest.param(None, "head_s", b"", id="nothing"),
     ],
 )
 async def test_slow_clients_are_not_waited_for(begin, limit, said):
@@ -123,6 +135,24 @@ async def test_slow_clients_are_not_waited_for(begin, limit, said):
         assert (await connection.closed())[9:12] == said
         connection.close()
     assert upstream.asked == []
+
+
+async def test_a_client_between_two_requests_is_waited_for_longer_than_one_that_has_sent_none():
+    async with routing(Upstream(), head_s=0.2, idle_s=1e6) as router:
+        fresh, used = [await router.connect() for _ in range(2)]
+        await used.send(post())
+        assert (await used.answer()).status == 200
+        assert await fresh.closed() == b""
+        await used.send(post())
+        assert (await used.answer()).status == 200
+        for connection in (fresh, used):
+            connection.close()
+    async with routing(Upstream(), idle_s=0.2, head_s=1e6) as router:
+        used = await router.connect()
+        await used.send(post())
+        assert (await used.answer()).status == 200
+        assert await used.closed() == b""
+        used.close()
 
 
 async def test_what_all_requests_keep_has_a_bound():

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,19 +20,26 @@ SECONDS = 120  # for a server to load its model on a machine that stalls, and fo
 
 
 class Server:
-    """A running server. `log` is what it wrote."""
+    """A running server. `log` is what it wrote. `descriptors`: so many files it may open at once."""
 
-    def __init__(self, *words: object, folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *words: object,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        descriptors: int | None = None,
+    ) -> None:
         self.ready_file, self.log_file = folder / "ready.json", folder / "log"
+        command = ["gpuinfer", "serve", "--port", "0", "--ready-file", str(self.ready_file), *map(str, words)]
+        given = own_environment(**{"COLUMNS": "200", **(environment or {})})
+        self.process: Forked | subprocess.Popen[bytes]
         with self.log_file.open("wb") as log:
-            self.process = Forked(
-                ["gpuinfer", "serve", "--port", "0", "--ready-file", self.ready_file, *words],
-                folder,
-                own_environment(**{"COLUMNS": "200", **(environment or {})}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            ends = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            if descriptors is None:
+                self.process = Forked(command, folder, given, **ends)
+            else:
+                limited = ["bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash", sys.executable, "-m", *command]
+                self.process = subprocess.Popen(limited, cwd=folder, env=given, **ends)
 
     @property
     def log(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
@@ -79,6 +80,35 @@ def test_one_that_goes_away_before_its_answer_begins_does_too(tiny):
 def test_a_client_that_has_said_all_gets_its_answer_and_nothing_before_it(tiny, path, body):
     """As `nc -N`, some proxies and health checkers do."""
     assert tiny.said_all(path, body).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_with_few_descriptors_further_clients_hear_a_503_and_the_log_says_why(tmp_path):
+    words = ("--model", "tiny", "-B", "threads=1", "-B", "slots=2")
+    with serving(*words, folder=tmp_path, descriptors=64) as server:
+        assert "since this process may open few files. Raise the limit: ulimit -n 65536" in server.log
+        slow = [socket.create_connection((server.host, server.port), SECONDS) for _ in range(100)]
+        for client in slow:
+            with contextlib.suppress(ConnectionError):  # it has been refused already
+                client.sendall(b"POST /v1/completions HT")
+        found = [server.ask("/v1/models") for _ in range(20)]
+        assert {answer.status for answer in found} == {503}
+        assert {answer.error["type"] for answer in found} == {"overloaded_error"}
+        refused = [client for client in slow if said(client)]
+        assert len(refused) >= 60
+        assert "connections at once" in server.log
+        for client in slow:
+            client.close()
+        until(lambda: server.ask("/v1/models").status == 200)
+
+
+def said(client: socket.socket) -> bool:
+    """Whether it has been refused in words, rather than being waited for; a reset without a byte fails."""
+    client.settimeout(0.05)
+    try:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+    except TimeoutError:
+        return False
+    return True
 
 
 def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(tmp_path):
