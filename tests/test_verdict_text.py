@@ -287,7 +287,7 @@ FEATURES = {
     "constraints": "constraint",
     "lists": "lists of texts",
 }
-CONSTRAINED = ("schema", "pattern", "grammar")
+CONSTRAINED = ("schema", "pattern", "grammar")  # kinds of constraints, which nobody counts apart
 ALL = [
     *(pytest.param(case.values[0], id=f"rows: {case.id}") for case in test_verdict.CASES),
     *(pytest.param(case.values[0], id=f"text: {case.id}") for case in (*generation.CASES, *CASES)),
@@ -308,10 +308,11 @@ def test_no_advice_names_what_is_not_in_use(run):
     told = judge(bare)
     assert told["command"] is None
     assert not FLAG.findall(told["advice"]), told["advice"]
+    said = told["advice"].lower()
+    assert not [name for name in CONSTRAINED if name in said], told["advice"]
     if told["station"] == "constrain":  # that station is entered for constraints alone
         return
-    said = told["advice"].lower()
-    assert not [name for name in (*FEATURES.values(), *CONSTRAINED) if name in said], told["advice"]
+    assert not [name for name in FEATURES.values() if name in said], told["advice"]
 
 
 @pytest.mark.parametrize("run", ALL)
@@ -329,6 +330,79 @@ def test_what_prompts_asked_for_is_blamed_where_it_costs(station, feature):
     advice = judge(run)["advice"].lower()
     assert (FEATURES[feature] in advice) == (feature in blamed)
     assert ("(in 7 prompts)" in advice) == (feature in blamed)
+
+
+@pytest.mark.parametrize(
+    ("asked", "advice"),
+    [
+        pytest.param({"constraints": 7}, "Simpler constraints (in 7 prompts) cost less", id="constraints"),
+        pytest.param({"lists": 9}, "Shorter lists of texts (in 9 prompts) cost less", id="lists"),
+        pytest.param(
+            {"constraints": 7, "lists": 9},
+            "Simpler constraints (in 7 prompts) and shorter lists of texts (in 9 prompts) cost less",
+            id="both",
+        ),
+    ],
+)
+def test_constraints_are_told_apart_from_lists_of_texts(asked, advice):
+    counted = {f"with_{name}": count for name, count in asked.items()}
+    run = a_text_run({**BUSY, "forward": 4.0, "constrain": 4.5}, steps={**WORK, **counted})
+    assert judge(run)["advice"] == f"{advice}; none at all costs nothing."
+
+
+@pytest.mark.parametrize(
+    ("flags", "dear"),
+    [
+        pytest.param({}, "Chance costs", id="none"),
+        pytest.param({"top_k": 0, "top_p": 1.0, "min_p": 0.0}, "Chance costs", id="none in force"),
+        pytest.param({"top_k": 40}, "Filters and chance cost", id="top-k"),
+        pytest.param({"top_p": 0.9}, "Filters and chance cost", id="top-p"),
+        pytest.param({"min_p": 0.1}, "Filters and chance cost", id="min-p"),
+    ],
+)
+def test_filters_are_blamed_for_what_drawing_takes_where_some_are_in_force(flags, dear):
+    options = {**OPTIONS, "--": {**OPTIONS["--"], **flags}}
+    told = judge(a_text_run({**BUSY, "forward": 4.0, "sample": 4.5}, options=options))
+    assert told["advice"].startswith(f"{dear} most here: --temperature 0")
+
+
+def test_answers_that_are_read_as_they_grow_are_no_cost_of_drawing():
+    run = a_text_run(
+        {**BUSY, "forward": 4.0, "sample": 4.5}, steps={**WORK, "with_penalties": 0, "read_as_they_grow": 9}
+    )
+    beside = replace(
+        run, text_roofline=a_roofline(0.55), lanes=[a_lane("forward 0", **{**BUSY, "forward": 5.7, "sample": 2.8})]
+    )
+    assert judge(beside)["station"] == "sample"
+    assert "read" not in judge(beside)["advice"]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "facts", "threads", "advice"),
+    [
+        pytest.param(["worker 0: search", "worker 1: search"], {"workers": 2}, None, "fewer workers", id="no model"),
+        pytest.param(["worker 0: search"], {"workers": 1}, None, "Let it run alone.", id="one worker alone"),
+        pytest.param(["forward 0"], {}, 1, "Let it run alone.", id="one thread"),
+        pytest.param(["forward 0"], {}, 2, "fewer threads", id="two threads"),
+        pytest.param(
+            ["forward 0", "worker 0: search", "worker 1: search"],
+            {"workers": 2},
+            2,
+            "fewer threads and workers",
+            id="both",
+        ),
+    ],
+)
+def test_beside_other_programs_only_what_there_is_may_be_fewer(lanes, facts, threads, advice):
+    options = {"-B": {} if threads is None else {"threads": threads}}
+    busy = [test_verdict.lane(name, **{"forward" if "forward" in name else "search": 1.0}) for name in lanes]
+    run = test_verdict.a_run(
+        *busy, cores=2, cpu_s=4.0, cpu_wait_s=8.0, others_cores=1.5, facts=facts, options=options, roofline=None
+    )
+    told = judge(run)
+    assert told["class"] == "oversubscribed CPUs"
+    assert told["advice"].startswith("Let it run alone")
+    assert advice in told["advice"]
 
 
 @pytest.mark.parametrize(

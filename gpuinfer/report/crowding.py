@@ -109,9 +109,13 @@ def neighbours(run: Evidence) -> float | None:
     return taken if taken >= TAKEN * run.cores and missed else None
 
 
+ALONE = "Let it run alone."
+
+
 def _let_alone(run: Evidence, why: str, high: float) -> Verdict:
-    ours = "threads and workers" if run.work else "threads"
-    advice = f"Let it run alone, or with fewer {ours} than there are cores left."
+    workers = run.facts.get("workers", len(run.work)) > 1
+    ours = [*(["threads"] if run.forwards and run.threads != 1 else []), *(["workers"] if workers else [])]
+    advice = f"Let it run alone, or with fewer {' and '.join(ours)} than there are cores left." if ours else ALONE
     most = min(high, 1 / run.efficiency if run.efficiency else high)
     return Verdict("oversubscribed CPUs", run.largest(), why, advice, None, Gain.up_to(most))
 

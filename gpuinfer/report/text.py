@@ -6,7 +6,7 @@ Causes beside a model of text: rows that come slowly, or are slow to understand,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gpuinfer.config.change import Change
 from gpuinfer.report.case import Case, Verdict
@@ -23,7 +23,7 @@ LEAST_ROWS = 16  # fewer do not tell how fast rows come
 SLOW = {
     "read": "rows come slowly",
     "understand": "reading rows and turning prompts into tokens takes long",
-    "constrain": "schemas, patterns and grammars take long to compile",
+    "constrain": "constraints take long to compile",
     "write": "answers are taken slowly",
     "sync": "the disk takes long to say that it has them (fsync)",
 }
@@ -79,9 +79,9 @@ def between(case: Case) -> Verdict | None:
         why = (
             f"{constraining:.0%} of the time went into what constraints allow, token by token; {steps:.0%} into steps."
         )
-        advice = "Simpler schemas, patterns and grammars cost less; none at all costs nothing."
-        if in_use(run, "lists") and not in_use(run, "constraints"):
-            advice = "Shorter lists of texts cost less; none at all costs nothing."
+        cheaper = {"constraints": "simpler constraints", "lists": "shorter lists of texts"}
+        said = _used_by_prompts(run, cheaper) or cheaper["constraints"]
+        advice = f"{said[0].upper()}{said[1:]} cost less; none at all costs nothing."
         return Verdict("host-bound", "constrain", why, advice, None, gain)
     why = f"{replying:.0%} of the time went into what is done with tokens between steps, {steps:.0%} into them."
     return Verdict("host-bound", "reply", why, _less_beside(run, REPLYING), _more_rows_a_step(run), gain)
@@ -96,6 +96,7 @@ FEATURES = {
 }
 """What prompts may ask for beside their tokens, as the generator counts it (`with_…` of its steps) → its name."""
 REPLYING, SAMPLING = ("stop", "logprobs", "constraints"), ("penalties", "logprobs")
+BLAMED = {"sample": SAMPLING, "reply": REPLYING, "constrain": ("constraints", "lists")}  # by station
 
 
 def in_use(run: Evidence, feature: str) -> bool:
@@ -105,13 +106,17 @@ def in_use(run: Evidence, feature: str) -> bool:
 
 def _less_beside(run: Evidence, features: Sequence[str]) -> str:
     """The features that were asked for, since these cost; where there were none, what lets a step cost less."""
-    used = [f"{FEATURES[name]} (in {run.steps[f'with_{name}']:,.0f} prompts)" for name in features if in_use(run, name)]
-    if used:
-        said = " and ".join(used)
-        return f"{said[0].upper()}{said[1:]} cost most here: ask for fewer of them."
-    if run.steps.get("read_as_they_grow", 0):
+    if used := _used_by_prompts(run, {name: FEATURES[name] for name in features}):
+        return f"{used[0].upper()}{used[1:]} cost most here: ask for fewer of them."
+    if features is REPLYING and run.steps.get("read_as_they_grow", 0):
         return "Answers that are read while they grow cost most here: read whole ones where that does."
     return "It is the same for few rows and for many: steps of more rows make it matter less."
+
+
+def _used_by_prompts(run: Evidence, called: Mapping[str, str]) -> str:
+    """Those of these features that prompts asked for, and how many did: in words, or ""."""
+    used = {name: words for name, words in called.items() if in_use(run, name)}
+    return " and ".join(f"{words} (in {run.steps[f'with_{name}']:,.0f} prompts)" for name, words in used.items())
 
 
 def _more_rows_a_step(run: Evidence) -> Change | None:
@@ -225,10 +230,17 @@ def sampling(case: Case) -> Verdict | None:
     if any(in_use(run, name) for name in SAMPLING):
         return Verdict("sampling-bound", "sample", why, _less_beside(run, SAMPLING), None, gain)
     if run.options.get("--", {}).get("temperature"):
-        advice = "Filters and chance cost most here: --temperature 0, the likeliest token, is cheapest."
+        dear = "Filters and chance cost" if _filters(run) else "Chance costs"
+        advice = f"{dear} most here: --temperature 0, the likeliest token, is cheapest."
         return Verdict("sampling-bound", "sample", why, advice, None, gain)
     advice = "Nothing that was asked for makes it dear: it goes through the whole vocabulary for each token."
     return Verdict("sampling-bound", "sample", why, advice, None, gain)
+
+
+def _filters(run: Evidence) -> bool:
+    """Whether tokens are drawn from some of the vocabulary alone, as far as flags say so."""
+    given = run.options.get("--", {})
+    return (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0
 
 
 def few_threads(case: Case) -> Verdict | None:
@@ -257,9 +269,8 @@ def idle_cores(case: Case) -> Verdict | None:
     station = max(alone, key=alone.__getitem__)
     if sum(alone.values()) * (run.cores - 1) >= EXPLAINED * run.idle_cores:
         why = f"{_idle(run)} One thread alone worked {sum(alone.values()):.0%} of the time, most of it at “{station}”."
-        features = SAMPLING if station == "sample" else REPLYING
         change = _more_rows_a_step(run)
-        return Verdict(IDLE, station, why, _less_beside(run, features), change, gain)
+        return Verdict(IDLE, station, why, _less_beside(run, BLAMED.get(station, ())), change, gain)
     waited = run.steps.get("threads_waited_s", 0.0) / (run.wall_s * run.cores)
     why = _idle(run)
     if waited >= EXPLAINED * run.idle_cores / run.cores:
@@ -464,8 +475,8 @@ def _lost(run: Evidence) -> dict[tuple[str, str], float]:
 
 
 def _of_station(run: Evidence, station: str, what: str) -> str:
-    if station in ("sample", "reply", "constrain"):
-        return _less_beside(run, SAMPLING if station == "sample" else REPLYING)
+    if station in BLAMED:
+        return _less_beside(run, BLAMED[station])
     if station in ("compile", FIRST_TOUCH):
         return "It is paid once: a longer run, or a server that stays, pays no more."
     if station == "idle":
