@@ -25,9 +25,8 @@ from gpuinfer.api import (
     TextRoofline,
     enter_station,
 )
-from gpuinfer.config import blame
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
-from gpuinfer.host import machine
+from gpuinfer.host import machine, spoken
 from gpuinfer.models import device_names, processor
 from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
 from gpuinfer.models.gate import NoPlace, Place, gate_of
@@ -272,7 +271,7 @@ class InProcess(Backend):
             return error
         from gpuinfer.models.load import called
 
-        made = BackendError(f"{called(spec.name)} raised {blame.in_short(error)}. Run it again with -vv to see where.")
+        made = BackendError(f"{called(spec.name)} raised {spoken.in_short(error)}. Run it again with -vv to see where.")
         made.__cause__ = error
         return made
 

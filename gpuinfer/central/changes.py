@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.host import spoken
 from gpuinfer.host.error_wire import error_to_wire
 
 
@@ -49,7 +50,11 @@ def _outcome(future: Future[Sequence[str]]) -> dict[str, Any]:
     except GpuinferError as error:
         return {"refused": error_to_wire(error)}
     except BaseException as error:  # noqa: BLE001 (whatever it is, whoever asked must hear of it)
-        return {"refused": error_to_wire(BackendError(f"the weights could not be changed: {error!r}. Report this."))}
+        return {
+            "refused": error_to_wire(
+                BackendError(f"the weights could not be changed: {spoken.in_full(error)}. Report this.")
+            )
+        }
 
 
 def standing(changes: Sequence[Change], change: Change, at_start: Collection[str]) -> list[Change]:

@@ -28,7 +28,7 @@ from gpuinfer.central.memory import BlockForm, SharedHeart
 from gpuinfer.central.serving import Answerer
 from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
-from gpuinfer.host import children, machine, pauses
+from gpuinfer.host import children, machine, pauses, spoken
 from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.host.logs import quoted_words
 from gpuinfer.models.stages.options import Parallel
@@ -209,7 +209,7 @@ def _told(error: Exception) -> dict[str, str]:
     if isinstance(error, GpuinferError):
         return error_to_wire(error)
     return error_to_wire(
-        BackendError(f"the central server could not start: {type(error).__name__}: {error}. See its last words above.")
+        BackendError(f"the central server could not start: {spoken.in_full(error)}. See its last words above.")
     )
 
 
@@ -220,7 +220,7 @@ def _obeyed(line: Connection, desk: Desk | TextDesk, opened: Any, order: ServerO
     except (OSError, EOFError):
         raise
     except Exception as error:  # noqa: BLE001 (whatever it is, the owner and all who wait must hear of it)
-        fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
+        fault = BackendDied(f"the central server failed: {spoken.in_full(error)}. Start it again, and report this.")
         desk.dismiss_all(fault)
         line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
         return 1

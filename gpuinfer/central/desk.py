@@ -25,6 +25,7 @@ from gpuinfer.engine.core import Batch, Journal
 from gpuinfer.engine.lanes import Pace, forward_lanes
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, WorkError
+from gpuinfer.host import spoken
 from gpuinfer.stats import Lane, Snapshot
 
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
@@ -121,7 +122,9 @@ class Desk:
                 with self._state:
                     self._queue.lose_lane()
         except BaseException as error:  # a server with a lane less would go on, and some would wait for ever
-            self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
+            self.fault = BackendDied(
+                f"the central server failed: {spoken.in_full(error)}. Start it again, and report this."
+            )
             raise
 
     def _take_turns(self, lane: Lane) -> None:

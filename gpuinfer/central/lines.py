@@ -18,6 +18,7 @@ from gpuinfer.central.address import is_ours
 from gpuinfer.central.caller import ROWS, Bounds, Caller
 from gpuinfer.central.wire import Garbled, Record
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
+from gpuinfer.host import spoken
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class ClientLines:
         except GpuinferError as error:
             caller.dismiss(error)
         except Exception as error:  # noqa: BLE001 (whatever one client sends, the others are served)
-            log.warning("a client was dropped: %r.", error)
+            log.warning("a client was dropped: %s.", spoken.in_full(error))
             caller.dismiss(BackendError("the server could not make sense of this client. See its last words."))
         else:
             return True

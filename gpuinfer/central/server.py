@@ -30,7 +30,7 @@ from gpuinfer.central.client import Client
 from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
-from gpuinfer.host import children, machine
+from gpuinfer.host import children, machine, spoken
 from gpuinfer.host.error_wire import error_from_wire
 from gpuinfer.host.logs import quoted_words
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
@@ -191,8 +191,8 @@ class CentralServer:
                 process = children.spawn(main, *what, name="gpuinfer server")
         except Exception as error:
             raise UsageError(
-                f"the server process could not be started: {error}. The strategy's class and options must be "
-                "picklable: define classes at the top of a module."
+                f"the server process could not be started: {spoken.in_full(error)}. The strategy's class and "
+                "options must be picklable: define classes at the top of a module."
             ) from error
         finally:
             theirs.close()

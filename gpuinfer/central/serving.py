@@ -13,6 +13,7 @@ from gpuinfer.api import Result
 from gpuinfer.central.memory import Block
 from gpuinfer.engine.answering import find_fault
 from gpuinfer.errors import BackendDied, BackendError, BadResult, DeviceLost, GpuinferError
+from gpuinfer.host import spoken
 from gpuinfer.models.layouts import AnswerLayout
 
 if TYPE_CHECKING:
@@ -114,6 +115,6 @@ def failure(error: BaseException) -> GpuinferError:
     if isinstance(error, GpuinferError):
         return error
     return BackendError(
-        f"the model raised {type(error).__name__}: {error}. Only the requests of this block failed; look at their "
+        f"the model raised {spoken.in_full(error)}. Only the requests of this block failed; look at their "
         "rows, or at the model."
     )

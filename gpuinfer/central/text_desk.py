@@ -35,6 +35,7 @@ from gpuinfer.central.wire import (
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
+from gpuinfer.host import spoken
 from gpuinfer.host.error_wire import error_to_wire
 from gpuinfer.stats import Snapshot
 from gpuinfer.text.devices import TextDevices, open_text
@@ -211,7 +212,9 @@ class TextDesk:
             self._lines.take_in(self._lines.look(), self._on_record, self._forget)
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
             self._loop.remove_reader(self._lines.fileno())
-            self.fault = BackendDied(f"the central server failed: {error!r}. Start it again, and report this.")
+            self.fault = BackendDied(
+                f"the central server failed: {spoken.in_full(error)}. Start it again, and report this."
+            )
 
     def _on_record(self, caller: Caller, record: Record) -> None:
         if record.kind == Kind.PROMPT:
@@ -259,7 +262,9 @@ class TextDesk:
         except GpuinferError as error:
             reply = _failed(record.number, error)
         except Exception as error:  # noqa: BLE001 (whatever it is, whoever asked must hear of it)
-            reply = _failed(record.number, BackendError(f"the central server failed: {error!r}. Report this."))
+            reply = _failed(
+                record.number, BackendError(f"the central server failed: {spoken.in_full(error)}. Report this.")
+            )
         finally:
             self._under_way.pop((caller.number, record.number), None)
         self._to(caller).reply(record.number, reply)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import standard_files
+from gpuinfer.host import spoken, standard_files
 
 
 class Destination:
@@ -50,11 +50,11 @@ class Destination:
 
 def _encodable(report: Mapping[str, Any], encoding: str) -> str:
     """The report as JSON; where the encoding lacks one of its characters, with escapes, which mean the same."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=spoken.said)
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        return json.dumps(report, indent=2, default=str)
+        return json.dumps(report, indent=2, default=spoken.said)
     return text
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuinfer.config import foreign
 from gpuinfer.errors import GpuinferError
+from gpuinfer.host import spoken
 
 FAILED, USAGE, PARTIAL, CHECK_FAILED = 1, 2, 3, 4
 
@@ -33,19 +34,18 @@ def tell(error: BaseException, words: list[str]) -> None:
         return
     if verbosity(words) >= 2:
         traceback.print_exception(error)
-    lines = message(error, words).splitlines() or [type(error).__name__]
+    lines = message(error, words).splitlines() or [spoken.kind_of(error)]
     print(MARGIN + ("\n" + " " * len(MARGIN)).join(lines), file=sys.stderr)
 
 
 def message(error: BaseException, words: Sequence[str] = ()) -> str:
     if isinstance(error, GpuinferError):
-        return str(error)
+        return spoken.said(error)
     if hasattr(error, "format_message"):  # Typer's: a flag or argument that it could not read
         return _usage(error, words)
     if _is_validation(error):
         return _refused(error)
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {first}\nThis was not foreseen. Run it again with -vv to see where it comes from."
+    return f"{spoken.in_short(error)}.\nThis was not foreseen. Run it again with -vv to see where it comes from."
 
 
 def verbosity(words: list[str]) -> int:

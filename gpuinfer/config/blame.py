@@ -22,6 +22,7 @@ from gpuinfer import api
 from gpuinfer.api import Setup
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendError, GpuinferError, StrategyError, WorkError, WorkloadError, unwrap
+from gpuinfer.host import spoken
 
 log = logging.getLogger(__name__)
 
@@ -106,20 +107,14 @@ def failure(plugin: Any, what: str) -> WorkError:
 
 def raised(plugin: Any, method: str, error: BaseException) -> WorkError:
     """The error that says what a plugin's method raised; that is its cause."""
-    made = failure(plugin, f"{method} raised {in_short(error)}")
+    made = failure(plugin, f"{method} raised {spoken.in_short(error)}")
     made.__cause__ = error
     return made
 
 
-def in_short(error: BaseException) -> str:
-    """The kind of error and the first line of what it says, if it says anything."""
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
 def warn(plugin: Any, method: str, error: BaseException) -> None:
     """Say what a plugin raised where nothing depends on it; with -vv also where."""
-    log.warning("%s: %s raised %s. %s", who(plugin), method, in_short(error), cure(plugin))
+    log.warning("%s: %s raised %s. %s", who(plugin), method, spoken.in_short(error), cure(plugin))
     log.debug("%s", "".join(traceback.format_exception(error)))
 
 

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from gpuinfer.config.foreign import option_hint
 from gpuinfer.errors import UsageError, nearest
+from gpuinfer.host import spoken
 
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -218,7 +219,7 @@ def default_text(field: FieldInfo) -> str | None:
     if isinstance(default, bool):
         return "true" if default else "false"
     several = isinstance(default, (list, tuple, set, frozenset))
-    return (",".join(map(str, default)) if several else str(default)) or None
+    return (",".join(map(spoken.said, default)) if several else spoken.said(default)) or None
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -267,7 +268,7 @@ def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[B
 
 def _own_words(detail: ErrorDetails) -> str:
     """What a validator of the plugin said, or else pydantic."""
-    message = str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
+    message = spoken.said(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
     return f"{message}."
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from gpuinfer.config import contract
 from gpuinfer.errors import PluginError, UnknownName
+from gpuinfer.host import spoken
 from gpuinfer.host.plugin_folder import plugin_folder
 
 KINDS = {
@@ -126,7 +127,7 @@ def inspect(record: PluginRecord) -> PluginRecord:
         plugin = _load(record)
     except PluginError as error:
         cause = error.__cause__
-        return replace(record, ok=False, reason=_in_short(cause) if cause else str(error))
+        return replace(record, ok=False, reason=spoken.in_short(cause) if cause else str(error))
     problem = missing(plugin)
     return replace(record, ok=True, reason=f"{LACKS}{problem}" if problem else "")
 
@@ -309,12 +310,21 @@ def _load(record: PluginRecord) -> Any:
         raise
     except BaseException as error:  # a module may raise anything at all, SystemExit too
         raise PluginError(
-            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {_in_short(error)}. "
-            f"Repair it (pip install --force-reinstall {record.distribution}), or switch it off: "
-            f'disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
+            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {spoken.in_short(error)}. "
+            f'{_repair(record)}, or switch it off: disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
         ) from error
     _check_class(record, plugin)
     return plugin
+
+
+def _repair(record: PluginRecord) -> str:
+    """What helps where it lies: pip does not reach the user's folder."""
+    if record.place != FOLDER:
+        return f"Repair it (pip install --force-reinstall {record.distribution})"
+    return (
+        f"Mend it where it came from and renew it (gpuinfer plugins upgrade {record.distribution}), or take another "
+        f"version (gpuinfer plugins uninstall {record.distribution}, then install NAME==VERSION)"
+    )
 
 
 def _import(target: str) -> Any:
@@ -333,9 +343,3 @@ def _check_class(record: PluginRecord, plugin: Any) -> None:
             f"{KINDS[record.kind]} '{record.name}' of {record.package}: {record.module} is no subclass of "
             f"{BASES[record.kind].replace(':', '.')}. Point its entry point at such a class."
         )
-
-
-def _in_short(error: BaseException) -> str:
-    """The kind of error and the first line of what it says."""
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {first.rstrip('.')}"

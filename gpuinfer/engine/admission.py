@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuinfer.api import Limits, Priority, QueueView, Request, Strategy
-from gpuinfer.config import blame
 from gpuinfer.engine.cutting import blamed
 from gpuinfer.engine.queue import Queue
 from gpuinfer.errors import Expired, GpuinferError, QueueFull, RequestError, StrategyError, UsageError
+from gpuinfer.host import spoken
 
 
 class QueueBounds:
@@ -91,7 +91,7 @@ def _victims(strategy: Strategy, queue: Queue, view: QueueView, arriving: Reques
         victims = list(strategy.shed(view, arriving))
         strangers = len(set(victims)) != len(victims) or any(victim not in queue for victim in victims)
     except Exception as error:
-        raise blamed(strategy, f"shed raised {blame.in_short(error)}") from error
+        raise blamed(strategy, f"shed raised {spoken.in_short(error)}") from error
     if strangers or any(victim.group != arriving.group for victim in victims):
         raise blamed(strategy, "shed chose requests that do not wait in this queue, or one of them twice")
     return victims
@@ -102,7 +102,7 @@ def _told(strategy: Strategy, view: QueueView, request: Request, error: QueueFul
         seconds = strategy.retry_after(view, request)
         error.retry_after_s = None if seconds is None else max(0.0, float(seconds))
     except Exception as fault:
-        raise blamed(strategy, f"retry_after raised {blame.in_short(fault)}") from fault
+        raise blamed(strategy, f"retry_after raised {spoken.in_short(fault)}") from fault
     if error.retry_after_s is not None:
         error.args = (f"{error.args[0]} There may be room in {error.retry_after_s:.3g} s.",)
     return error

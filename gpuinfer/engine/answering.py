@@ -17,6 +17,7 @@ from gpuinfer.config import blame
 from gpuinfer.engine.settling import Unsettled
 from gpuinfer.errors import BackendError, BadResult, GpuinferError
 from gpuinfer.generation import Part
+from gpuinfer.host import spoken
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # by far the most common answers that hold no array
 
@@ -31,7 +32,7 @@ def find_fault(result: Any, rows: int) -> str | None:
     try:
         return _fault_of(result, rows, "the result")
     except Exception as error:  # noqa: BLE001 (an odd object must fail its own request, not the engine)
-        return f"the result cannot be checked: {error!r}. Return arrays [rows, ...], or plain values."
+        return f"the result cannot be checked: {spoken.in_full(error)}. Return arrays [rows, ...], or plain values."
 
 
 def _fault_of(value: Any, rows: int, name: str) -> str | None:
@@ -151,7 +152,7 @@ def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
         return error
     method = "stream" if backend.streams else "infer"
     failure = BackendError(
-        f"{blame.who(backend)}: {method} raised {blame.in_short(error)}. Only its batch failed. {blame.cure(backend)}"
+        f"{blame.who(backend)}: {method} raised {spoken.in_short(error)}. Only its batch failed. {blame.cure(backend)}"
     )
     failure.__cause__ = error
     return failure

@@ -13,6 +13,7 @@ from gpuinfer.api import Limits, QueueView, Reason, Request, Strategy
 from gpuinfer.config import blame
 from gpuinfer.engine.queue import GroupLine, Queue
 from gpuinfer.errors import StrategyError
+from gpuinfer.host import spoken
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def due_at(strategy: Strategy, view: QueueView) -> float:
     try:
         due = float(strategy.cut_at(view))
     except Exception as error:
-        raise blamed(strategy, f"cut_at raised {blame.in_short(error)}") from error
+        raise blamed(strategy, f"cut_at raised {spoken.in_short(error)}") from error
     if math.isnan(due):
         raise blamed(strategy, "cut_at answered NaN, which is no time")
     return max(due, view.waiting[0].arrived)
@@ -106,12 +107,12 @@ def choose(strategy: Strategy, view: QueueView, members: Set[Request], *, draini
     try:
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
     except Exception as error:
-        raise blamed(strategy, f"reason raised {blame.in_short(error)}") from error
+        raise blamed(strategy, f"reason raised {spoken.in_short(error)}") from error
     try:
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
     except Exception as error:
-        raise blamed(strategy, f"select raised {blame.in_short(error)}") from error
+        raise blamed(strategy, f"select raised {spoken.in_short(error)}") from error
     if not chosen:
         raise blamed(strategy, "select chose nothing although a batch was due")
     if len(distinct) != len(chosen):
@@ -128,7 +129,7 @@ def _account(strategy: Strategy, cut: Cut, now: float) -> None:
     try:
         strategy.account(cut.requests, now)
     except Exception as error:
-        raise blamed(strategy, f"account raised {blame.in_short(error)}") from error
+        raise blamed(strategy, f"account raised {spoken.in_short(error)}") from error
 
 
 def notices_of(strategy: Strategy) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
 from gpuinfer.fleet.probe import Health
 from gpuinfer.fleet.roster import Member
 from gpuinfer.fleet.worker import Worker
+from gpuinfer.host import spoken
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Replica(Worker):
                 served_s = await self._attempt()
             except Exception as error:
                 log.error("%s: %s", self.plan.name, error, exc_info=error)
-                await self._gone(self.plan, f"{self.plan.name}: {type(error).__name__}: {error}")
+                await self._gone(self.plan, f"{self.plan.name}: {spoken.in_full(error)}")
                 self._first_is_over(WorkError(self.failure))
                 served_s = 0.0
             delay_s = self._backoff.after(served_s)

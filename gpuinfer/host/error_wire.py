@@ -7,13 +7,14 @@ from typing import Any
 
 from gpuinfer import errors
 from gpuinfer.errors import BackendError, GpuinferError, QueueFull
+from gpuinfer.host import spoken
 
 LONGEST_MESSAGE = 2_000  # characters of an error's text
 
 
 def error_to_wire(error: GpuinferError) -> dict[str, Any]:
     """{type, message, retry_after_s?}"""
-    message = str(error)
+    message = spoken.said(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
     wire: dict[str, Any] = {"type": nearest(error) or "BackendError", "message": message}

@@ -11,6 +11,7 @@ import logging
 from typing import Protocol, cast
 
 from gpuinfer.errors import GpuinferError
+from gpuinfer.host import spoken
 from gpuinfer.http import replies, request_log
 from gpuinfer.http.departures import Departures, say_all
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler, Quick
@@ -241,7 +242,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
         except GpuinferError as error:
             log.error("%s %s failed: %s", exchange.method, exchange.path, error)
-            self._fail(exchange, 500, str(error))
+            self._fail(exchange, 500, spoken.said(error))
         except asyncio.CancelledError:
             exchange.keep = False
             self._fail(exchange, 503, "the server stops. Try again.")

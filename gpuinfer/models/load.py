@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import blame, modules
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import spoken
 from gpuinfer.models.device import device_name as device_name
 from gpuinfer.models.device import resolve_device as resolve_device
 from gpuinfer.models.device import resolve_dtype as resolve_dtype
@@ -48,7 +49,7 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
             answer = module(features)
         except Exception as error:
             raise UsageError(
-                f"{called(spec.name)} raised {type(error).__name__}: {error}. It was given features "
+                f"{called(spec.name)} raised {spoken.in_full(error)}. It was given features "
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
                 "Let it take that shape and dtype, or try --dtype float32."
             ) from error
@@ -147,7 +148,7 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UsageError(
-            f"{called(spec.name)}: the factory raised {type(error).__name__}: {error}. It was called with ({given}). "
+            f"{called(spec.name)}: the factory raised {spoken.in_full(error)}. It was called with ({given}). "
             "Mend it, or call it by hand with these arguments to see where it fails."
         ) from error
     if not isinstance(module, nn.Module):
@@ -200,7 +201,7 @@ def called(name: str, what: str = "model") -> str:
 def unimportable(name: str, error: Exception, what: str) -> UsageError:
     module_name = name.partition(":")[0]
     return UsageError(
-        f"{called(name, what)}: importing '{module_name}' raised {type(error).__name__}: {error}. "
+        f"{called(name, what)}: importing '{module_name}' raised {spoken.in_full(error)}. "
         f"`python -c 'import {module_name}'` shows where."
     )
 

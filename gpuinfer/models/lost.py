@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpuinfer.host import spoken
 from gpuinfer.models.memory import is_out_of_memory
 
 # What CUDA, its libraries and torch say when nothing works on the device afterwards.
@@ -13,7 +14,7 @@ ROWS_FAULT = "device-side assert"  # code of the model's own saw a value that it
 
 def says_lost(error: BaseException) -> bool:
     """Whether these are the words for it. Out of memory is something else, whatever words say it."""
-    return not is_out_of_memory(error) and any(word in str(error).lower() for word in WORDS)
+    return not is_out_of_memory(error) and any(word in spoken.said(error).lower() for word in WORDS)
 
 
 def is_lost(error: BaseException, device: torch.device) -> bool:
@@ -35,4 +36,4 @@ def answers(device: torch.device) -> bool:
 
 def is_the_rows_fault(error: BaseException) -> bool:
     """Whether the rows took the device along, as they would any other."""
-    return ROWS_FAULT in str(error).lower()
+    return ROWS_FAULT in spoken.said(error).lower()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from gpuinfer.errors import BackendError
+from gpuinfer.host import spoken
 
 logger = logging.getLogger("gpuinfer")
 
@@ -29,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in PHRASES)
+    return isinstance(error, RuntimeError) and any(phrase in spoken.said(error).lower() for phrase in PHRASES)
 
 
 class StepSize:
@@ -127,7 +128,7 @@ def raised_in(error: BaseException, where: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    line = spoken.said(error).strip().partition("\n")[0].rstrip(".") or spoken.kind_of(error)
     return "".join([line, *(f" ({place})" for place in _places(error))])
 
 

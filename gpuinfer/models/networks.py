@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import spoken
 from gpuinfer.models.frozen import Affine, FrozenBlobNet, FrozenBlobNetSmall, FrozenLayer, masked
 
 WIDTH = 256
@@ -164,7 +165,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each kind of damage raises a kind of its own
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = spoken.said(error).strip().partition("\n")[0].rstrip(".")
         if reason.startswith("Weights only load failed"):  # and at length how to run what is in it all the same
             reason = "no plain tensors"
         raise UsageError(

@@ -16,7 +16,7 @@ import msgpack
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
-from gpuinfer.host import children, machine, resident
+from gpuinfer.host import children, machine, resident, spoken
 
 LONGEST_S = 180.0  # a child that has not answered by then never will
 LOOK_S = 0.1  # between two looks at whether it is still wanted
@@ -173,5 +173,5 @@ def outcome(spec: ModelSpec, arguments: dict[str, Any]) -> dict[str, Any]:
     except GpuinferError as error:
         return {"failure": str(error)}
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent must hear of it)
-        return {"failure": f"the roofline raised {type(error).__name__}: {error}. {CURE}"}
+        return {"failure": f"the roofline raised {spoken.in_full(error)}. {CURE}"}
     return {"rows_per_s": found.rows_per_s, "at_rows": found.at_rows, "arrangement": found.arrangement}

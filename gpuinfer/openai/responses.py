@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuinfer.errors import BackendDied, BadPrompt, Closed, Expired, GpuinferError, PromptTooLong, QueueFull
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
+from gpuinfer.host import spoken
 
 TYPES = {
     400: "invalid_request_error",
@@ -183,14 +184,22 @@ def _candidate(one: Candidate) -> dict[str, Any]:
     return {"token_id": one.token, "logprob": one.logprob, "rank": one.rank}
 
 
-def _named(token: int) -> str:
-    """A token where OpenAI's form wants its text: texts of tokens are not unique, so vLLM writes ids like this too."""
-    return f"token_id:{token}"
+def _named(one: Candidate, of_bytes: str = "") -> str:
+    """A token where OpenAI's form wants its text. One that is no whole characters is written byte by byte, after the
+    prefix `of_bytes`, and one whose text the backend does not tell by its id, as vLLM has it.
+    """
+    if one.name is None:
+        return f"token_id:{one.token}"
+    try:
+        return one.name.decode()
+    except UnicodeDecodeError:
+        return of_bytes + "".join([f"\\x{byte:02x}" for byte in one.name])
 
 
 def _of_chat(found: Sequence[Logprob]) -> dict[str, Any]:
     def shown(one: Candidate) -> dict[str, Any]:
-        return {"token": _named(one.token), "logprob": one.logprob, "bytes": None}
+        spelt = None if one.name is None or one.silent else list(one.name)
+        return {"token": _named(one), "logprob": one.logprob, "bytes": spelt}
 
     return {
         "content": [{**shown(one.chosen), "top_logprobs": [shown(each) for each in one.likeliest]} for one in found]
@@ -199,9 +208,11 @@ def _of_chat(found: Sequence[Logprob]) -> dict[str, Any]:
 
 def _of_completion(found: Sequence[Logprob]) -> dict[str, Any]:
     return {
-        "tokens": [_named(one.chosen.token) for one in found],
+        "tokens": [_named(one.chosen, "bytes:") for one in found],
         "token_logprobs": [one.chosen.logprob for one in found],
-        "top_logprobs": [{_named(each.token): each.logprob for each in one.likeliest} for one in found],
+        "top_logprobs": [  # of two that are spelled alike the likelier one
+            {_named(each, "bytes:"): each.logprob for each in reversed(one.likeliest)} for one in found
+        ],
         "text_offset": None,  # tokens are not always whole characters
     }
 
@@ -222,7 +233,7 @@ def status_of(error: GpuinferError) -> int:
 
 def error_of(error: GpuinferError) -> dict[str, Any]:
     """The body of the response to a request that failed."""
-    message, code = str(error), None
+    message, code = spoken.said(error), None
     if isinstance(error, PromptTooLong):  # whose cure is for who has the command line
         message, code = f"{message.partition('. ')[0]}. {SHORTER}", "context_length_exceeded"
     return error_body(message, TYPES[status_of(error)], getattr(error, "param", None), code)

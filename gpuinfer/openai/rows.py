@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, GpuinferError, UsageError
 from gpuinfer.generation import Prompt
+from gpuinfer.host import spoken
 from gpuinfer.openai.formats import CHAT_FIELDS, HEAD_BYTES, TEXT_FIELDS, other_format
 from gpuinfer.openai.requests import (
     MOST_SHOWN,
@@ -58,7 +59,7 @@ class RowReader:
         try:
             asked = self._read(content)
         except Exception as error:  # noqa: BLE001 - whatever is odd about one row must not end all others
-            why = f"the row cannot be used ({type(error).__name__}: {error}). Write it with plain values."
+            why = f"the row cannot be used ({spoken.in_full(error)}). Write it with plain values."
             odd = content if isinstance(content, bytes) else content.content
             asked = AskedRow(error=BadRequest(why), content=b"unusable" + odd)
         asked.line = line

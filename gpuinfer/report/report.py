@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup, TextRoofline
 from gpuinfer.config.change import Flag
-from gpuinfer.host import machine
+from gpuinfer.host import machine, spoken
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
 from gpuinfer.report import learning, models, sharing, strength, text_roofline, training
@@ -68,7 +68,7 @@ def build(run: Run) -> dict[str, Any]:
         "started_at": run.started_at,
         "setup_s": run.setup_s,
         "wall_s": run.wall_s,
-        "settings": json.loads(json.dumps(dict(run.settings), default=str)),
+        "settings": json.loads(json.dumps(dict(run.settings), default=spoken.said)),
         "status": run.status,
         "progress": {
             "done": progress.done,

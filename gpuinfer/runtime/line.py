@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied, WorkError
+from gpuinfer.host import spoken
 from gpuinfer.host.error_wire import rebuilt
 
 HEADER = struct.Struct(">I")
@@ -115,6 +116,6 @@ def as_error(worker: int, told: Mapping[str, str]) -> GpuinferError:
 
 def cannot_start(error: Exception) -> UsageError:
     return UsageError(
-        f"a worker process could not be started: {error}. What a backend's connect() returns, its options, the "
-        "strategy's class and the arguments must be picklable: define classes at the top of a module."
+        f"a worker process could not be started: {spoken.in_full(error)}. What a backend's connect() returns, its "
+        "options, the strategy's class and the arguments must be picklable: define classes at the top of a module."
     )

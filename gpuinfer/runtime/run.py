@@ -20,7 +20,7 @@ from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, TextRoof
 from gpuinfer.config import blame
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
-from gpuinfer.host import compiling, loop, machine, neighbours, signals
+from gpuinfer.host import compiling, loop, machine, neighbours, signals, spoken
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models import remembered
 from gpuinfer.report import report, sharing
@@ -375,7 +375,7 @@ class _Execution:
 
     def _stuck(self, error: WorkError) -> None:
         """A plugin that is given up blocks the loop. Called from another thread."""
-        self._abandon("failed", FAILED, str(error))
+        self._abandon("failed", FAILED, spoken.said(error))
 
     def _abandon(self, status: str, code: int, why: str) -> None:
         if not signals.owned():
@@ -385,7 +385,7 @@ class _Execution:
             if not self.reported:
                 self.on_abandon(self.report(status))
         except Exception as error:  # noqa: BLE001 (the loop's thread is in the midst of something)
-            log.warning("there is no report: %s", blame.in_short(error))
+            log.warning("there is no report: %s", spoken.in_short(error))
         print(f"gpuinfer: {why}", file=sys.stderr, flush=True)
         signals.now(code)
 

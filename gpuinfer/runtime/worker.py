@@ -18,7 +18,7 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import children, loop
+from gpuinfer.host import children, loop, spoken
 from gpuinfer.host.error_wire import nearest
 from gpuinfer.runtime.line import LineClosed, WorkerLine
 from gpuinfer.runtime.processes import Job
@@ -176,7 +176,7 @@ def find(target: str) -> Target:
     try:
         function: Target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"no worker function '{target}': {error}. Name it as module:function.") from error
+        raise UsageError(f"no worker function '{target}': {spoken.said(error)}. Name it as module:function.") from error
     return function
 
 
@@ -184,7 +184,7 @@ def describe(error: BaseException) -> dict[str, str]:
     """An error as plain values: the nearest of our own types when it is one of them, its message, its traceback."""
     first = errors.unwrap(error)
     return {
-        "type": nearest(first) or type(first).__name__,
-        "message": str(first),
+        "type": nearest(first) or spoken.kind_of(first),
+        "message": spoken.said(first),
         "traceback": "".join(traceback.format_exception(error)),
     }

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from gpuinfer.errors import BackendDied, BadPrompt, BadResult, Closed, Expired, GpuinferError, QueueFull, RequestError
+from gpuinfer.host import spoken
 from gpuinfer.host.error_wire import nearest
 from gpuinfer.openai.responses import error_body, error_of, status_of
 
@@ -68,7 +69,7 @@ def told(error: BaseException, request_id: str, model: str | None = None) -> dic
     if isinstance(error, SAID) or type(error) is RequestError:
         ours = error if type(error) is not RequestError else BadPrompt(str(error))
         return error_of(ours)
-    log.warning("request %s failed: %s: %s", request_id, type(error).__name__, error)
+    log.warning("request %s failed: %s: %s", request_id, spoken.kind_of(error), spoken.said(error))
     if isinstance(error, BadResult):
         why = "the model's answer to this holds NaN or +inf, or has the wrong shape. Check the values that were sent."
         return error_body(why, "invalid_request_error", None, "no_answer")

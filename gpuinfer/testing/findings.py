@@ -14,6 +14,7 @@ from gpuinfer.api import Plugin
 from gpuinfer.config import settings
 from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import GpuinferError
+from gpuinfer.host import spoken
 
 LOOK_S = 0.02  # between two looks at a check that may hang
 SLACK = 0.5  # of a check's limit: so much later it is taken to block
@@ -106,7 +107,11 @@ class Examination:
 
 def raised(error: BaseException) -> str:
     """What an error says: ours as it is, another with its kind."""
-    return str(error) if isinstance(error, GpuinferError) else f"raised {error!r}. It must not raise here."
+    return (
+        spoken.said(error)
+        if isinstance(error, GpuinferError)
+        else f"raised {spoken.in_full(error)}. It must not raise here."
+    )
 
 
 def assert_ok(findings: Iterable[Finding]) -> None:

@@ -16,6 +16,7 @@ from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reas
 from gpuinfer.engine.cutting import choose, due_at
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import StrategyError
+from gpuinfer.host import spoken
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
 from gpuinfer.testing.virtual import run_virtual
 
@@ -126,7 +127,11 @@ def _first_fault(
         try:
             fault = fault_of(strategy_factory(), view)
         except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
-            fault = str(error) if isinstance(error, StrategyError) else f"raised {error!r}. It must not raise here."
+            fault = (
+                spoken.said(error)
+                if isinstance(error, StrategyError)
+                else f"raised {spoken.in_full(error)}. It must not raise here."
+            )
         if fault:
             return f"with {name}: {fault}"
     return None

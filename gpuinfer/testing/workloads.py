@@ -15,6 +15,7 @@ from typing import Any
 
 from gpuinfer.api import Backend, Infer, ModelSpec, Progress, Request, Result, Workload
 from gpuinfer.errors import GpuinferError
+from gpuinfer.host import spoken
 from gpuinfer.runtime import run
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.fakes import Answerer, FakeInfer
@@ -68,7 +69,7 @@ class WorkloadTrial:
                 grace_s=self._grace_s,
             )
         except GpuinferError as error:
-            return f"after {time.monotonic() - began:.1f} s its run ended with: {error}"
+            return f"after {time.monotonic() - began:.1f} s its run ended with: {spoken.in_full(error)}"
         if watched.fault:
             return watched.fault
         if watched.asked_at and time.monotonic() - watched.asked_at > self._grace_s:

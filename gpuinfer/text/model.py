@@ -17,6 +17,7 @@ from gpuinfer import unmasked
 from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, TextRoofline, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.host import spoken
 
 if TYPE_CHECKING:
     from gpuinfer.models.gate import Place
@@ -359,7 +360,7 @@ def _drive(
 
 
 def _broken(error: Exception) -> BackendError:
-    return BackendError(f"this prompt could not be understood ({type(error).__name__}: {error}). Report this.")
+    return BackendError(f"this prompt could not be understood ({spoken.in_full(error)}). Report this.")
 
 
 def _cancelled() -> BackendError:

@@ -17,6 +17,7 @@ from typing import Any
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part, Sampling
+from gpuinfer.host import spoken
 from gpuinfer.vllm import sampling as mapping
 from gpuinfer.vllm.adapters import Adapters, Loaded
 from gpuinfer.vllm.answers import Answer, echo_of, logprob_of, processed_of
@@ -89,7 +90,7 @@ class Driver:
         except GpuinferError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001  whatever it is, whoever asked must hear of it
-            outcome = BackendError(f"vLLM failed on this prompt ({type(error).__name__}: {error}). Leave it out.")
+            outcome = BackendError(f"vLLM failed on this prompt ({spoken.in_full(error)}). Leave it out.")
         finally:
             del self._open[ticket]
             self._works.pop(ticket, None)

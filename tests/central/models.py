@@ -68,10 +68,17 @@ def held(path: str) -> nn.Module:
     return Held(path)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("nobody may say it")
+
+    __repr__ = __str__
+
+
 class Faulty(Tagged):
     """Like `Tagged`, but for rows that ask for a fault: `how` it fails is theirs to say, in the feature before last."""
 
-    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS = range(7)
+    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS, UNSPEAKABLE = range(8)
 
     def forward(self, rows: Tensor) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
         answer = super().forward(rows)
@@ -83,6 +90,8 @@ class Faulty(Tagged):
             raise ValueError("this row cannot be answered")
         if how == self.CHATTERS:
             raise ValueError("x" * 10_000_000)
+        if how == self.UNSPEAKABLE:
+            raise Unspeakable
         if how == self.EXITS:
             sys.exit("the model has had enough")
         if how == self.HANGS:

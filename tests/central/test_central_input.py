@@ -151,14 +151,46 @@ def test_many_small_requests_leave_room_for_larger_ones():
         assert mapped(pid_of(server)) <= 256 + 2
 
 
+def test_more_threads_than_a_client_has_blocks_wait_for_one_another(client):
+    def ask(who: int) -> str | None:
+        rows = named(who, 1, 3)
+        return wrong(rows, whole(client.evaluate(rows, timeout=60)))
+
+    with ThreadPoolExecutor(300) as threads:
+        assert list(threads.map(ask, range(600))) == [None] * 600
+
+
+def test_one_thread_may_submit_more_than_a_client_has_blocks(client):
+    asked = [client.submit(named(1, number, 2)) for number in range(400)]
+    for number, pending in enumerate(asked):
+        assert wrong(named(1, number, 2), whole(pending.result(60))) is None
+
+
+def test_a_timeout_ends_the_wait_for_a_block():
+    with serving_held() as (server, hold), server.client() as client:
+        hold.close()
+        asked = [client.submit(named(1, number, 1)) for number in range(192)]
+        with pytest.raises(Expired, match=r"no answer within 0\.2 s"):
+            client.evaluate(named(1, 1, 1), timeout=0.2)
+        hold.open()
+        assert [len(whole(pending.result(60))) for pending in asked] == [1] * 192
+
+
+@pytest.mark.parametrize("timeout", [1e-5, 1e-9])
+def test_a_timeout_that_is_over_at_once_is_told_as_it_was_given(client, timeout):
+    client.evaluate(named(1, 1, 1))
+    with pytest.raises(Expired, match=rf"no answer within {timeout:g} s\."):
+        client.evaluate(named(1, 1, 1), timeout=timeout)
+
+
 @pytest.mark.thorough
 def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
     with serving("models:faulty", in_flight=1) as server, server.client() as client:
         client.submit(poisoned(Faulty.HANGS))
         for number in range(191):
             client.submit(named(1, number, 1))
-        with pytest.raises(QueueFull, match="192 of them for arrays"):
-            client.submit(named(1, 1, 1))
+        with pytest.raises(Expired):
+            client.submit(named(1, 1, 1), timeout=0.1)
         for _ in range(64):
             client.submit(client.block(3))
         with pytest.raises(QueueFull):
@@ -184,6 +216,7 @@ FAULTS = [
     pytest.param(Faulty.EXITS, BackendError, "SystemExit", id="leaves"),
     pytest.param(Faulty.OTHER_NAMES, BadResult, "agreed", id="answers under other names"),
     pytest.param(Faulty.CHATTERS, BackendError, "xxx …|… xxx|xxx", id="says very much"),
+    pytest.param(Faulty.UNSPEAKABLE, BackendError, "raised Unspeakable", id="raises what cannot be put into words"),
 ]
 
 

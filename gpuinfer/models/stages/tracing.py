@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import spoken
 from gpuinfer.models.load import called
 
 
@@ -69,7 +70,7 @@ def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attr
     except Exception as error:
         raise UsageError(
             f"{called(name)}: its forward cannot be cut at '{attribute}', as what it does depends on values that it "
-            f"computes ({type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}). Give it a method "
+            f"computes ({spoken.in_short(error)}). Give it a method "
             "segments() that lists the modules which it calls one after the other."
         ) from error
     modules = {node: root.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from gpuinfer.errors import WorkError
+from gpuinfer.host import spoken
 from gpuinfer.rollouts.record import Game, Group, Turn
 
 _encode = msgspec.json.Encoder().encode
@@ -33,7 +34,9 @@ def encode(group: Group) -> bytes:
         games = [msgspec.Raw(_encode(game)) for game in group.games]
         return _encode({**structs.asdict(group), "games": games}) + b"\n"
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WorkError(f"group {group.number} cannot be written ({error}). Messages hold JSON alone.") from error
+        raise WorkError(
+            f"group {group.number} cannot be written ({spoken.said(error)}). Messages hold JSON alone."
+        ) from error
 
 
 def decode(line: bytes) -> Group | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import spoken
 from gpuinfer.host.records import RecordFolder, unwritable
 from gpuinfer.rollouts.files import layout, lines
 from gpuinfer.rollouts.files.journal import SHARD_BYTES, Journal
@@ -159,7 +160,9 @@ class Writer:
         except WorkError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 (whoever brings groups must learn of it)
-            self._failure = WorkError(f"records cannot be written to {self._folder.path}: {error!r}. Report this.")
+            self._failure = WorkError(
+                f"records cannot be written to {self._folder.path}: {spoken.in_full(error)}. Report this."
+            )
             self._failure.__cause__ = error
         finally:
             self._journal.close()

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from gpuinfer.errors import BadPrompt, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.host import spoken
 from gpuinfer.openai.requests import BadRequest
 from gpuinfer.openai.responses import Envelope, error_body, plain, response, status_of
 from gpuinfer.workloads.generate.naming import NamedRow
@@ -108,7 +109,7 @@ class LineWriter:
             return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error)
 
     def _error(self, row: NamedRow, error: GpuinferError) -> bytes:
-        kind, message = kind_of(error), " ".join(str(error).split())
+        kind, message = kind_of(error), " ".join(spoken.said(error).split())
         if row.openai is None:
             failure = Failure(type=kind, message=message, row=row.number, line=row.line)
             return self._encode(OutputLine(id=row.id, error=failure, metadata=row.metadata, digest=row.digest)) + b"\n"

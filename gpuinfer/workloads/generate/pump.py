@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from gpuinfer.api import Infer, Limits
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, BadResult, GpuinferError, RequestError, WorkError
 from gpuinfer.generation import Generation
+from gpuinfer.host import spoken
 from gpuinfer.openai.rows import RowReader
 from gpuinfer.openai.splitting import Either, Piece
 from gpuinfer.workloads.generate.asking import Asker
@@ -219,7 +220,7 @@ class Pump:
         try:
             return self._writer.answer(job, generation, seconds)
         except Exception as error:
-            why = f"the answer cannot be written ({type(error).__name__}: {error})"
+            why = f"the answer cannot be written ({spoken.in_full(error)})"
             raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
 
     def _fail(self, job: NamedRow, error: GpuinferError) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import Given, check, several
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import spoken
 from gpuinfer.rollouts.environment import Environment
 
 FLAG = "--env-option"
@@ -107,10 +108,10 @@ def _imported(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"environment '{name}': {error}. Name it as module:factory, where the module can be imported."
+            f"environment '{name}': {spoken.said(error)}. Name it as module:factory, where the module can be imported."
         ) from error
     except Exception as error:
         raise UsageError(
-            f"environment '{name}': importing '{module}' raised {blame.in_short(error)}. "
+            f"environment '{name}': importing '{module}' raised {spoken.in_short(error)}. "
             f"`python -c 'import {module}'` shows where."
         ) from error

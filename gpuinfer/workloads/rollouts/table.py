@@ -14,8 +14,8 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-from gpuinfer.config import blame
 from gpuinfer.errors import WorkError
+from gpuinfer.host import spoken
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
 from gpuinfer.workloads.rollouts.blocking import Blocking
 from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
@@ -168,4 +168,4 @@ def blame_game(who: str, method: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         log.debug("%s", "".join(traceback.format_exception(error)))
-        raise GameFailed(f"{who}: {method} raised {blame.in_short(error)}. Run it with -vv to see where.") from error
+        raise GameFailed(f"{who}: {method} raised {spoken.in_short(error)}. Run it with -vv to see where.") from error

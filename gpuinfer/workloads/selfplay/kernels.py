@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import spoken
 from gpuinfer.models import kernel_cache
 from gpuinfer.models.compiled_once import compiled_once
 
@@ -52,7 +53,9 @@ def rules_of(name: str) -> ModuleType:
     try:
         rules = importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"a game's rules cannot be imported: {error}. Let `rules` name their module.") from error
+        raise UsageError(
+            f"a game's rules cannot be imported: {spoken.said(error)}. Let `rules` name their module."
+        ) from error
     for function in FUNCTIONS:
         if not hasattr(getattr(rules, function, None), "py_func"):
             raise UsageError(

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.errors import GpuinferError
+from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay import bits, games
 from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
 from gpuinfer.workloads.selfplay.game import Game
@@ -232,7 +233,7 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
     except OutOfBounds as fault:
         found["fault"] = str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)
-        found["odd"] = f"{type(error).__name__}: {error}{_place(error, rules)}"
+        found["odd"] = f"{spoken.in_full(error)}{_place(error, rules)}"
     return found
 
 

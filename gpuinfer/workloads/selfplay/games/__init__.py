@@ -12,6 +12,7 @@ from typing import Any
 from gpuinfer.config import blame, modules, registry
 from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -66,11 +67,11 @@ def _imported(name: str) -> type[Game]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"game '{name}': {error}. Name it as module:Class, where the module can be imported."
+            f"game '{name}': {spoken.said(error)}. Name it as module:Class, where the module can be imported."
         ) from error
     except Exception as error:
         raise UsageError(
-            f"game '{name}': importing '{module}' raised {type(error).__name__}: {error}. "
+            f"game '{name}': importing '{module}' raised {spoken.in_full(error)}. "
             f"`python -c 'import {module}'` shows where."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Game)):
