@@ -12,7 +12,7 @@ import typer
 
 from gpuinfer.cli.problems import FAILED
 from gpuinfer.config import registry, settings
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import GpuinferError, UsageError, WorkError
 
 if TYPE_CHECKING:
     from gpuinfer.packages.installing import Prepared
@@ -85,18 +85,35 @@ def upgrade(
         raise UsageError("say what to upgrade: gpuinfer plugins upgrade NAME, or --all.")
     lookup = _lookup(limit, find_links, index)
     meant = list(removing.installed().values()) if every else [removing.meant(name) for name in names or []]
+    left: list[str] = []
     for one in meant:
         try:
-            source = one.source()
-        except UsageError as error:
-            if not every:
+            _upgrade_one(one, lookup, yes, every)
+        except (GpuinferError, typer.Exit) as error:
+            if len(meant) == 1:
                 raise
-            _say(str(error))
-            continue
-        removing.refuse_foreign(one)
-        _install_one(
-            source, one.place, lookup, yes, _unless_newer(one) if source.kind == "name" else _unless_other(one)
+            if isinstance(error, GpuinferError):
+                _say(f"{one.offer.package} stays as it is: {error}")
+            left.append(one.offer.package)
+    if left:
+        raise WorkError(
+            f"{len(left)} of {len(meant)} packages stay as they are: {_listed(left)}. What keeps each is said above; "
+            "upgrade it by its name when that is mended."
         )
+
+
+def _upgrade_one(one: Installed, lookup: Lookup, yes: bool, every: bool) -> None:
+    from gpuinfer.packages import removing
+
+    try:
+        source = one.source()
+    except UsageError as error:
+        if not every:
+            raise
+        _say(str(error))
+        return
+    removing.refuse_foreign(one)
+    _install_one(source, one.place, lookup, yes, _unless_newer(one) if source.kind == "name" else _unless_other(one))
 
 
 def uninstall(

@@ -78,6 +78,39 @@ def test_a_plugin_is_upgraded_in_the_environment_as_far_as_this_gpuinfer_goes(tm
     assert [path.name for path in scratch.site.glob("gpuinfer_lily*")] == []
 
 
+def test_one_that_cannot_be_upgraded_keeps_no_other_from_it(tmp_path):
+    """It comes first, and what it needs in its new version is at odds with what is here."""
+    scratch, links = Scratch(tmp_path / "environment"), tmp_path / "links"
+    looked = ("--into", "folder", "--find-links", str(links), "--no-index", "--yes")
+    for name, requires in {"aster": ["numpy<1"], "lily": []}.items():
+        plugin_wheel(links, f"gpuinfer-{name}", "1.0", backend=name)
+        told(scratch.gpuinfer("plugins", "install", name, *looked))
+        plugin_wheel(links, f"gpuinfer-{name}", "2.0", backend=name, requires=requires)
+    said = told(scratch.gpuinfer("plugins", "upgrade", "--all", *looked[2:]), 1)
+    assert "gpuinfer-aster 1.0 stays as it is: gpuinfer-aster 2.0 cannot be used beside what is here" in said
+    assert "Installed gpuinfer-lily 2.0." in said
+    assert "1 of 2 packages stay as they are: gpuinfer-aster 1.0." in said
+    assert {path.name for path in (scratch.folder / "plugins").glob("*.dist-info")} == {
+        "gpuinfer_aster-1.0.dist-info",
+        "gpuinfer_lily-2.0.dist-info",
+    }
+
+
+def test_what_cannot_be_imported_in_the_folder_is_cured_where_it_lies(tmp_path):
+    """pip would put it into the environment, or nowhere."""
+    scratch, links = Scratch(tmp_path / "environment"), tmp_path / "links"
+    plugin_wheel(links, "gpuinfer-rose", "1.0", backend="rose", modules={"gpuinfer_rose": NEVER})
+    told(
+        scratch.gpuinfer(
+            "plugins", "install", "rose", "--into", "folder", "--find-links", str(links), "--no-index", "--yes"
+        )
+    )
+    said = " ".join(told(scratch.gpuinfer("plugins", "check", "rose"), 4).split())
+    assert "pip install" not in said
+    assert "gpuinfer plugins uninstall gpuinfer-rose" in said
+    assert 'disabled_plugins = ["backends.rose"]' in said
+
+
 @pytest.mark.parametrize("into", ["environment", "folder"])
 def test_what_came_from_a_folder_is_renewed_from_there(tmp_path, into):
     scratch, source = Scratch(tmp_path / "environment"), tmp_path / "a source" / "gpuinfer-fern"
