@@ -16,7 +16,7 @@ from gpuinfer.testing.reference import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
-from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame
+from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
 
 PLAYED_S, GAMES = 1.0, 200  # at random, each position looked at
 LOOKED_AT = 200  # positions of one game, at most: the longest ones have thousands
@@ -53,6 +53,8 @@ def _fault_of_play(game: PythonGame) -> str | None:
                 break
     except Broken as fault:
         return str(fault)
+    except Exception as error:  # noqa: BLE001 (rules may raise anything)
+        return str(raised(game, error))
     return None
 
 

@@ -90,6 +90,13 @@ class Marked(Kuhn):
         return super().determinize(position, draw) if draw.below(4) == 0 else position
 
 
+class Calling(Kuhn):
+    """Takes `draw` for a function."""
+
+    def deal(self, draw: Draw) -> tuple[int, ...]:
+        return draw(3), draw(3)
+
+
 class SaidToBeOpen(Kuhn):
     """Says that nothing is hidden, so that nobody guesses."""
 

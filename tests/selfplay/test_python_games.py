@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import numpy as np
 import pytest
 from broken_in_python import (
+    Calling,
     Counting,
     Marked,
     NoGuess,
@@ -23,11 +27,12 @@ from compiled_cards import Marked as MarkedCompiled
 from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
 from matches import arena_of, played, random_linear, same, search_of
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing.games import check_game
 from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
-from gpuinfer.workloads.selfplay import arrays, games
+from gpuinfer.workloads.selfplay import arrays, games, kernels
+from gpuinfer.workloads.selfplay.drawing import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.workload import parsed
 
@@ -148,6 +153,26 @@ def test_what_a_game_does_wrong_is_said_before_it_harms_memory(game, said):
         arena.play(rounds=5)
 
 
+def test_what_a_method_raises_names_the_game_the_method_and_the_line():
+    lines, first = inspect.getsourcelines(Calling.deal)
+    arena = PythonArena(Calling(), search_of(), 1)
+    arena.add_games([0])
+    with pytest.raises(WorkError) as caught:
+        arena.play()
+    last = first + len(lines) - 1
+    assert str(caught.value) == (
+        f"game 'Calling': `deal` (broken_in_python.py, line {last}) raised TypeError: 'Draw' object is not callable. "
+        "Draw with `draw.below(n)`, a whole number from 0 to n - 1, or `draw.unit()`, a number from 0 to 1."
+    )
+
+
+def test_the_page_says_what_each_function_does_and_how_to_draw():
+    page = (Path(__file__).parents[2] / "docs" / "selfplay.md").read_text().partition("## Write a game of your own")[2]
+    of_draw = [f"draw.{name}" for name in vars(Draw) if not name.startswith("_")]
+    for name in (*kernels.FUNCTIONS, "chances", *of_draw):
+        assert f"| `{name}(" in page, name
+
+
 def test_brackets_keep_a_game_option_together():
     assert parsed("name=go(board_size=9,komi=5.5),level=2") == {"name": "go(board_size=9,komi=5.5)", "level": "2"}
 
@@ -178,6 +203,7 @@ def test_a_game_that_keeps_its_promises_passes(game):
         pytest.param(Counting, "other features at a second look", id="features of the moment"),
         pytest.param(Remembering, "goes another way when other games", id="features of the company"),
         pytest.param(Unlikely, "adds up to 0.5", id="chances that are not one"),
+        pytest.param(Calling, "game 'Calling': `deal` (broken_in_python.py, line ", id="draw taken for a function"),
         pytest.param(NoGuess, "has no `determinize`", id="hidden and never guessed"),
         pytest.param(OpenCards, "`determinize` gave the true position", id="hidden and guessed to be what it is"),
         pytest.param(Marked, "are searched differently", id="guesses that are too good"),

@@ -10,12 +10,17 @@ drawn in proportion to their probabilities, in the game and in the tree.
 
 from __future__ import annotations
 
+import sys
+import traceback
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from gpuinfer.errors import WorkError
+from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay.game import Game
 
 if TYPE_CHECKING:
@@ -75,3 +80,19 @@ class PythonGame(Game):
     def determinize(self, position: Position, draw: Draw) -> Position:
         """A position drawn from those that the player to move thinks possible: to be overridden, with `hidden`."""
         return position
+
+
+def raised(game: PythonGame, error: Exception) -> WorkError:
+    """What one of its methods raised: which one, and at which line of its file."""
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]
+    place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a method"
+    said = spoken.in_short(error)
+    cure = (
+        "Draw with `draw.below(n)`, a whole number from 0 to n - 1, or `draw.unit()`, a number from 0 to 1"
+        if "'Draw' object" in said
+        else "Mend it there"
+    )
+    made = WorkError(f"game '{type(game).__name__}': {place} raised {said}. {cure}.")
+    made.__cause__ = error
+    return made
