@@ -43,6 +43,15 @@ class Nim(Game):
         self.words = LAST + 1
         self.config = np.array([largest], np.int64)
 
+    def show(self, position: np.ndarray, seat: int) -> str:
+        """For `gpuinfer play`."""
+        return "\n".join(f"heap {heap + 1}: {'|' * int(position[HEAP + heap])}" for heap in range(HEAPS))
+
+    def action_name(self, position: np.ndarray, action: int) -> str:
+        """As 2:3, to take three of heap 2."""
+        heap, taken = divmod(action, self.options.largest)
+        return f"{heap + 1}:{taken + 1}"
+
 
 @compiled
 def deal(config, state, stream):

@@ -51,6 +51,7 @@ COMMANDS = (
     "memory",
     "simulate",
     "loop",
+    "play",
     "plugins",
     "doctor",
     "config",

@@ -22,7 +22,7 @@ the point of view of the player to move wherever a network sees them: column k o
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,3 +46,14 @@ class Game(Plugin):
     words: int  # in one position
     config: np.ndarray  # int64
     scratch: tuple[int, int] = (1, 1)  # integers, floats
+
+    def show(self, position: Any, seat: int) -> str:
+        """The position as text, as the player in this seat may see it, for `gpuinfer play`: to be overridden.
+
+        `position` is the state, int64 [words], of a game with compiled rules.
+        """
+        raise NotImplementedError
+
+    def action_name(self, position: Any, action: int) -> str:
+        """What people call an action that is legal there, and type to play it."""
+        return str(action)

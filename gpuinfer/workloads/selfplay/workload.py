@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,9 +23,13 @@ from gpuinfer.positions.records import Folder
 from gpuinfer.report.strength import Tally
 from gpuinfer.workloads.selfplay import forest, games, rehearsal
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
+from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.match import Match
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 from gpuinfer.workloads.selfplay.sides import PAIR, kept
+
+if TYPE_CHECKING:
+    from gpuinfer.workloads.selfplay.by_hand import Table
 
 ENDLESS = 10**9  # games
 PLAYER = "gpuinfer.workloads.selfplay.player:play"
@@ -42,11 +46,11 @@ MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 
 
 A_CORE, ALWAYS = 2, 4  # workers that may be asked for on any core, and on any machine; more would only take turns
+log = logging.getLogger(__name__)
+
 WORKER_MB = 250  # about, with a network of its own
 class SelfPlay(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
-
-log = logging.getLogger(__name__)
 
     class Options(api.Options):
         game: str = Field(
@@ -149,6 +153,21 @@ log = logging.getLogger(__name__)
         played._games = ENDLESS
         return played
 
+    def table(self, number: int) -> Table:
+        """The game of that number, of which each move is said by somebody (`gpuinfer play`). Takes a minute where its
+        search has never been compiled. Raises `UsageError` for a game that cannot show itself.
+        """
+        if type(self.game).show is Game.show:
+            raise UsageError(
+                f"game '{self.options.game}' cannot show itself. Give its class a method show(position, seat), which "
+                "returns the position as text; docs/selfplay.md has one."
+            )
+        from gpuinfer.workloads.selfplay import arrays, by_hand  # compiled: only who plays by hand waits for it
+
+        if rehearsal.is_due(self.game):
+            rehearsal.ensure(self.game, self.options.game, self._game_options)
+        return by_hand.Table(self.game, arrays.Search(**self.search()), number)
+
     def model(self) -> ModelSpec | None:
         if self.evaluator != "network":
             return None
@@ -197,6 +216,7 @@ log = logging.getLogger(__name__)
         return self.options.determinizations or (3 if self.game.hidden else 1)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        self._say_how_many()
         folder = Folder(self.options.out) if self.options.out else None
         finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
         if finished and max(finished) >= self.options.games:
@@ -216,7 +236,6 @@ log = logging.getLogger(__name__)
             yield match.progress("starting the workers", setup=True)
             async with infer.workers(PLAYER, match.arguments) as workers:
                 async for progress in match.follow(workers):
-        self._say_how_many()
                     yield progress
         if folder:
             if tally is not None:  # a worker that was killed may have written games that it never told of

@@ -74,3 +74,14 @@ class OpenSpiel(PythonGame):
         if not self.hidden:
             return position
         return position.resample_from_infostate(position.current_player(), draw.unit)
+
+    def show(self, position: pyspiel.State, seat: int) -> str:
+        """As OpenSpiel shows it; where something is hidden, what the seat may see."""
+        if not self.hidden:
+            return str(position)
+        if self.game.get_type().provides_observation_string:
+            return str(position.observation_string(seat))
+        return str(position.information_state_string(seat))
+
+    def action_name(self, position: pyspiel.State, action: int) -> str:
+        return str(position.action_to_string(position.current_player(), action))

@@ -140,3 +140,15 @@ def test_a_guess_that_is_not_what_the_player_knows_is_found(monkeypatch):
 def test_a_larger_board_takes_more_memory():
     small, large = (size.position_bytes(pyspiel.load_game(f"go(board_size={side})")) for side in (5, 19))
     assert 200 < small < large < 1_000_000
+
+
+def test_it_shows_what_openspiel_shows_and_of_hidden_cards_only_ones_own():
+    board = OpenSpiel(None, name="tic_tac_toe")
+    position = board.apply(board.deal(None), 4)
+    assert board.show(position, 0) == "...\n.x.\n..."
+    assert board.action_name(position, 0) == "o(0,0)"
+    poker = OpenSpiel(None, name="kuhn_poker")
+    position = poker.apply(poker.apply(poker.deal(None), 0), 2)  # the first player has card 0, the second card 2
+    assert poker.show(position, 0) != poker.show(position, 1)
+    other = poker.apply(poker.apply(poker.deal(None), 0), 1)
+    assert poker.show(position, 0) == poker.show(other, 0)

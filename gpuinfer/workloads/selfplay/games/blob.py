@@ -15,6 +15,7 @@ from gpuinfer.workloads.selfplay.game import Game
 DECK = 52
 TRUMPS = ("turned", "clubs", "diamonds", "hearts", "spades", "none")
 SCORINGS = ("blob", "oh-hell")
+SUITS, RANKS = "cdhs", "23456789TJQKA"
 
 
 class Blob(Game):
@@ -51,3 +52,31 @@ class Blob(Game):
         self.words = 38
         self.config = np.array([players, cards, TRUMPS.index(trump), SCORINGS.index(self.options.scoring)], np.int64)
         self.scratch = (2 * 14**4 + 128, 14**4)
+
+    def show(self, position: np.ndarray, seat: int) -> str:
+        """Bids and tricks of all players, the trick, and this seat's hand."""
+        from gpuinfer.workloads.selfplay.games import blob_rules as rules  # needs Numba: half a second
+
+        trump, winner = int(position[rules.TRUMP]), int(position[rules.WINNER])
+        lines = [f"trump: {'none' if trump == rules.NO_TRUMP else TRUMPS[1 + trump]}"]
+        for other in range(self.seats):
+            bid, tricks = int(position[rules.BIDS + other]), int(position[rules.TRICKS + other])
+            who = f"player {other + 1}{' (you)' if other == seat else ''}"
+            best = ", has the best card of this trick" if other == winner else ""
+            lines.append(f"{who}: {f'bid {bid}, has {tricks}' if bid >= 0 else 'has not bid'}{best}")
+        trick, hand = _cards(int(position[rules.TRICK])), _cards(int(position[rules.HANDS + seat]))
+        return "\n".join([*lines, f"on the table: {trick or 'nothing'}", f"your hand: {hand}"])
+
+    def action_name(self, position: np.ndarray, action: int) -> str:
+        """A bid as its number, a card by rank and suit: Th is the ten of hearts."""
+        from gpuinfer.workloads.selfplay.games import blob_rules as rules
+
+        return str(action) if position[rules.MOVES] < self.seats else _card(action)
+
+
+def _cards(mask: int) -> str:
+    return " ".join(_card(card) for card in range(DECK) if mask >> card & 1)
+
+
+def _card(card: int) -> str:
+    return f"{RANKS[card % 13]}{SUITS[card // 13]}"

@@ -25,3 +25,18 @@ class ConnectFour(Game):
         self.features = 7 + 2 * 42
         self.words = 4
         self.config = np.zeros(1, np.int64)
+
+    def show(self, position: np.ndarray, seat: int) -> str:
+        """X has the first move."""
+        from gpuinfer.workloads.selfplay.games import connect_four_rules as rules  # needs Numba: half a second
+
+        first, second = (int(board) for board in position[rules.BOARDS : rules.BOARDS + 2])
+        lines = [" ".join(str(column + 1) for column in range(rules.COLUMNS))]
+        for row in reversed(range(rules.ROWS)):
+            cells = [1 << (rules.HEIGHT * column + row) for column in range(rules.COLUMNS)]
+            lines.append(" ".join("X" if first & cell else "O" if second & cell else "." for cell in cells))
+        return "\n".join([*lines, f"You have {'XO'[seat]}."])
+
+    def action_name(self, position: np.ndarray, action: int) -> str:
+        """The column, from 1."""
+        return str(action + 1)
