@@ -240,3 +240,33 @@ def test_parameters_are_taken_from_the_path():
             await client.close()
 
     run(main())
+
+
+def test_a_file_that_root_hands_to_a_service_may_be_read_by_the_services_group(tmp_path, monkeypatch):
+    """As systemd's credentials and Kubernetes' secrets are; a file of one's own is for oneself alone."""
+    handed = key_file(tmp_path, "one", 0o440)
+    if handed.stat().st_uid != 0:
+        pytest.skip("only root can hand a file over")
+    with pytest.raises(UsageError, match="can be read by others"):
+        Keys.read(handed)
+    monkeypatch.setattr("os.geteuid", lambda: 10001)
+    assert Keys.read(handed).allow("Bearer one")
+    handed.chmod(0o444)
+    with pytest.raises(UsageError, match="can be read by others"):
+        Keys.read(handed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["one name=", "one name=a\u0020b", "one requests=0", "one requests=-1", "one tokens=1e9", "one colour=red"],
+)
+def test_a_line_with_what_is_no_name_and_no_quota_says_how_it_is_written(tmp_path, line):
+    with pytest.raises(UsageError, match="KEY name=alice requests=60 tokens=100000"):
+        Keys.read(key_file(tmp_path, line))
+
+
+def test_two_keys_of_one_name_have_the_same_quota(tmp_path):
+    keys = Keys.read(key_file(tmp_path, "one name=alice requests=5\ntwo name=alice requests=5\nthree"))
+    assert [keys.find(f"Bearer {key}").name for key in ("one", "two", "three")] == ["alice", "alice", "line-3"]
+    with pytest.raises(UsageError, match="line 2 of the key file .* gives 'alice' other limits"):
+        Keys.read(key_file(tmp_path, "one name=alice requests=5\ntwo name=alice"))

@@ -1,0 +1,54 @@
+"""What a key may ask in a minute: token buckets on a clock of the test's own."""
+
+from __future__ import annotations
+
+from gpuinfer.http.access import Key
+from gpuinfer.http.quotas import Quotas
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_minutes_worth_may_be_used_at_once_and_comes_back_evenly():
+    clock, key = Clock(), Key(b"", "alice", requests=6)
+    quotas = Quotas(clock=clock)
+    assert [quotas.take(key) for _ in range(6)] == [None] * 6
+    exceeded = quotas.take(key)
+    assert (exceeded.kind, exceeded.retry_s) == ("requests", 10)
+    clock.now = 9.9
+    assert quotas.take(key) is not None
+    clock.now = 10.1
+    assert quotas.take(key) is None
+    clock.now = 1000
+    assert [quotas.take(key) is None for _ in range(7)] == [True] * 6 + [False], "no more is saved up than a minute's"
+
+
+def test_who_has_spent_more_tokens_than_there_were_waits_until_they_are_back():
+    clock, key = Clock(), Key(b"", "alice", tokens=600)
+    quotas = Quotas(clock=clock)
+    assert quotas.take(key) is None
+    quotas.spend(key, 800)
+    exceeded = quotas.take(key)
+    assert (exceeded.kind, exceeded.retry_s) == ("tokens", 21)
+    assert ("x-ratelimit-remaining-tokens", "0") in quotas.headers(key)
+    clock.now = 21
+    assert quotas.take(key) is None
+
+
+def test_a_refused_request_costs_nothing_and_keys_of_one_name_share():
+    clock = Clock()
+    first, second = (Key(digest, "alice", requests=2, tokens=100) for digest in (b"1", b"2"))
+    quotas = Quotas(clock=clock)
+    quotas.spend(first, 150)
+    assert quotas.take(second).kind == "tokens"
+    assert ("x-ratelimit-remaining-requests", "2") in quotas.headers(first)
+
+
+def test_processes_that_share_the_clients_give_out_their_part():
+    key = Key(b"", "alice", requests=10)
+    quotas = Quotas(processes=2, clock=Clock())
+    assert [quotas.take(key) is None for _ in range(6)] == [True] * 5 + [False]
