@@ -28,7 +28,10 @@ def leave(transport: asyncio.BaseTransport) -> None:
 
 
 def say_all(transport: asyncio.Transport) -> None:
-    """End this side alone. Where the other is gone without being noticed yet, the connection ends as a whole."""
+    """End this side alone. Where that cannot be (TLS), or the other is gone already, the connection ends as a whole."""
+    if not transport.can_write_eof():
+        transport.close()
+        return
     try:
         transport.write_eof()
     except OSError:
