@@ -186,12 +186,19 @@ def test_a_message_that_cannot_be_gone_on_with_is_refused(tmp_path, template, me
 def test_what_the_template_does_not_read_is_said_once(tmp_path, caplog):
     opened = chat_language(tmp_path / "m", TOOLS.replace("tools", "tools_of_old"))
     for _ in range(3):
-        rendered(opened, ASKED, tools=(TOOL,), variables={"enable_thinkin": False, "enable_thinking": False})
+        rendered(opened, ASKED, variables={"enable_thinkin": False, "enable_thinking": False})
     assert [record.getMessage() for record in caplog.records] == [
         "the model's chat template does not read `enable_thinkin`, which changes nothing. Did you mean "
         "`enable_thinking`?",
-        "the model's chat template does not read `tools`, which changes nothing.",
     ]
+
+
+def test_tools_that_the_template_does_not_read_are_refused(tmp_path):
+    opened = chat_language(tmp_path / "m", TOOLS.replace("tools", "tools_of_old"))
+    why = refusal(opened, Prompt(messages=tuple(ASKED), rendering=Rendering(tools=(TOOL,))))
+    assert "does not read `tools`" in why
+    assert "Take them out" in why
+    assert rendered(opened, ASKED, tools=()) == rendered(opened, ASKED)
 
 
 def test_a_system_message_is_rendered_where_the_template_has_one_and_refused_where_not(tmp_path):

@@ -92,7 +92,9 @@ class ChatTemplate:
         return cut(text, chat) if rendering.continue_final_message else text
 
     def _check(self, rendering: Rendering) -> None:
-        """Raises `BadPrompt` for what cannot be. Says once what the template does not read: transformers is silent."""
+        """Raises `BadPrompt` for what cannot be, and for tools of which the model would never hear. Says once which
+        variables the template does not read: transformers is silent about all of it.
+        """
         if rendering.continue_final_message and rendering.add_generation_prompt:
             raise BadPrompt(
                 "continue_final_message goes on with the last message and add_generation_prompt begins a new one. "
@@ -100,7 +102,13 @@ class ChatTemplate:
             )
         if "messages" in rendering.variables:
             raise BadPrompt("chat_template_kwargs sets `messages`, which are the chat itself. Take it out.")
-        unread = {*rendering.variables, *(["tools"] if rendering.tools else [])} - self._reads
+        reads = self._reads or {"tools"}  # a template that is none is told when it renders
+        if rendering.tools and "tools" not in reads:
+            raise BadPrompt(
+                "the model's chat template does not read `tools`, so the model would not hear of them. Take them out, "
+                "describe them in a message, or use a model that was trained with tools."
+            )
+        unread = {*rendering.variables} - self._reads
         for name in sorted(unread - self._unread):
             near = difflib.get_close_matches(name, self._reads, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
