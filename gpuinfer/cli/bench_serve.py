@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 NAME = "serve"
 COMMON = ("seed", "json", "quiet", "verbose", "config")
 MODELS = ("model", "checkpoint", "dcp_path")  # what a server of ours may serve
-NOT_THEIRS = ("leave_with_parent", "host", "port", "ready_file", "behind_router", "setup_file", "help")
+NOT_THEIRS = (
+    *("leave_with_parent", "host", "port", "ready_file", "behind_router", "setup_file", "help"),
+    *("tls_cert", "tls_key"),  # the load goes to a server on this machine, over plain HTTP
+)
 PANEL = "The server, where no URL is given"
 REPEATS, LOOK_S = 1, 0.5
 TEXT = """Put a load on a server, and say how fast it answers, at what latencies.

@@ -268,5 +268,5 @@ def test_a_line_with_what_is_no_name_and_no_quota_says_how_it_is_written(tmp_pat
 def test_two_keys_of_one_name_have_the_same_quota(tmp_path):
     keys = Keys.read(key_file(tmp_path, "one name=alice requests=5\ntwo name=alice requests=5\nthree"))
     assert [keys.find(f"Bearer {key}").name for key in ("one", "two", "three")] == ["alice", "alice", "line-3"]
-    with pytest.raises(UsageError, match="line 2 of the key file .* gives 'alice' other limits"):
+    with pytest.raises(UsageError, match=r"line 2 of the key file .* gives 'alice' other limits"):
         Keys.read(key_file(tmp_path, "one name=alice requests=5\ntwo name=alice"))

@@ -347,10 +347,13 @@ class ClientSide(asyncio.Protocol):
 
     def _account(self, trip: Trip, status: int, refused: str = "") -> None:
         """A request is over: its key pays for it, and it is logged."""
-        key, tokens = self._admission.key, trip.tokens()
+        key, logs = self._admission.key, self._door.logs
+        if key is None and not logs:
+            return
+        tokens = trip.tokens()
         if key is not None and tokens is not None:
             self._door.gate.quotas.spend(key, sum(tokens))
-        if not self._door.logs or (trip.member is None and status < 400 and trip.method == b"GET"):
+        if not logs or (trip.member is None and status < 400 and trip.method == b"GET"):
             return  # such as /health and /metrics, again and again
         notes: dict[str, object] = {"id": trip.request_id.decode("latin-1")}
         if trip.model is not None:
