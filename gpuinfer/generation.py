@@ -81,6 +81,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # that of each chosen token, and of so many likeliest ones beside it
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     prompt_logprob_start: int = 0  # from this one of them on; what comes before need not be told, and is None
+    spelled: bool = False  # log-probabilities come with what each token is called (`Candidate.name`)
     processed_logprobs: bool = False  # of chosen tokens: under the distribution they were drawn from, filters and all
     constraint: Constraint | None = None
     unmasking: Unmasking | None = None  # of diffusion models alone
@@ -132,6 +133,8 @@ class Candidate(Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     rank: int  # 1: the likeliest
+    name: bytes | None = None  # how its vocabulary spells it, in UTF-8 or a part of a character; None: nobody says
+    silent: bool = False  # it adds nothing to the text: a special token
 
 
 class Logprob(Struct, frozen=True, array_like=True):

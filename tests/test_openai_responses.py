@@ -96,6 +96,30 @@ def test_a_whole_response_has_the_fields_that_clients_read(envelope):
         assert set(first["logprobs"]) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
 
 
+def test_tokens_have_their_texts_and_bytes_as_openai_writes_them():
+    likeliest = (Candidate(1, -0.1, 1, b"a"), Candidate(2, -0.2, 2, b"a"), Candidate(3, -0.3, 3))
+    found = tuple(
+        Logprob(Candidate(token, -0.5, 1, name, silent), likeliest)
+        for token, name, silent in (
+            (4, b" b", False),
+            (5, "€".encode()[:2], False),
+            (6, b"</s>", True),
+            (7, None, False),
+        )
+    )
+    one = Completion(text=" b", tokens=(4, 5, 6, 7), finish_reason="stop", logprobs=found)
+    whole = Generation(completions=(one,), prompt_tokens=1)
+    chat, text = (response(Envelope("n", is_chat, "m"), whole)["choices"][0]["logprobs"] for is_chat in (True, False))
+    assert [(each["token"], each["bytes"]) for each in chat["content"]] == [
+        (" b", [32, 98]),
+        ("\\xe2\\x82", [226, 130]),
+        ("</s>", None),
+        ("token_id:7", None),
+    ]
+    assert text["tokens"] == [" b", "bytes:\\xe2\\x82", "</s>", "token_id:7"]
+    assert text["top_logprobs"][0] == {"a": -0.1, "token_id:3": -0.3}
+
+
 @BOTH
 def test_chunks_of_several_answers_joined_are_the_whole_response(envelope):
     whole = generation("one", "two", "33", logprobs=True)

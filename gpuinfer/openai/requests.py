@@ -101,6 +101,9 @@ class RequestReader:
 
     def _asked(self, request: RequestBody, url: str) -> AskedRequest:
         prompt, said = understood(request, None, self._defaults)
+        if prompt.sampling.logprobs is not None:
+            sampling = msgspec.structs.replace(prompt.sampling, spelled=True)
+            prompt = msgspec.structs.replace(prompt, sampling=sampling)
         options = request.stream_options if isinstance(request.stream_options, dict) else {}
         return AskedRequest(
             prompt=prompt,

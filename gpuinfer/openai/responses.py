@@ -186,7 +186,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
 
 def _named(one: Candidate, of_bytes: str = "") -> str:
     """A token where OpenAI's form wants its text. One that is no whole characters is written byte by byte, after the
-    prefix `of_bytes`, and one whose text the backend does not tell by its id, as vLLM has it.
+    prefix `of_bytes`, and one without a text, or whose text the backend does not tell, by its id, as vLLM has it.
     """
     if one.name is None:
         return f"token_id:{one.token}"
@@ -210,11 +210,17 @@ def _of_completion(found: Sequence[Logprob]) -> dict[str, Any]:
     return {
         "tokens": [_named(one.chosen, "bytes:") for one in found],
         "token_logprobs": [one.chosen.logprob for one in found],
-        "top_logprobs": [  # of two that are spelled alike the likelier one
-            {_named(each, "bytes:"): each.logprob for each in reversed(one.likeliest)} for one in found
-        ],
+        "top_logprobs": [_by_name(one.likeliest) for one in found],
         "text_offset": None,  # tokens are not always whole characters
     }
+
+
+def _by_name(likeliest: Sequence[Candidate]) -> dict[str, float]:
+    """Of tokens that are spelled alike the likeliest."""
+    found: dict[str, float] = {}
+    for one in likeliest:
+        found.setdefault(_named(one, "bytes:"), one.logprob)
+    return found
 
 
 # Errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -126,6 +127,40 @@ def test_log_probabilities_stand_where_openai_has_them(tiny):
     assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 3
     text = tiny.ask("/v1/completions", {"prompt": "a", "max_tokens": 2, "logprobs": 2}).json
     assert len(text["choices"][0]["logprobs"]["token_logprobs"]) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_log_probabilities_say_what_their_tokens_are(tiny, path, stream):
+    """As OpenAI's do: the bytes of a chat's tokens, joined, are its text; those of a completion stand beside it."""
+    asked = {"max_tokens": 24, "seed": 5, "ignore_eos": True, "stream": stream}
+    if path == "/v1/completions":
+        answer = tiny.ask(path, {**asked, "prompt": "Hello", "logprobs": 3})
+        choices = _choices(answer, stream)
+        tokens = [one for choice in choices for one in (choice["logprobs"] or {"tokens": []})["tokens"]]
+        assert len(tokens) == 24
+        text = "".join(choice["text"] for choice in choices)
+        if "\ufffd" not in text:  # whole characters alone
+            assert "".join(tokens) == text
+        assert not any(one.startswith("token_id:") for one in tokens)
+        top = [one for choice in choices for one in (choice["logprobs"] or {"top_logprobs": []})["top_logprobs"]]
+        assert all(1 <= len(one) <= 3 for one in top)
+    else:
+        answer = tiny.ask(path, {**asked, "messages": CHAT, "logprobs": True, "top_logprobs": 2})
+        choices = _choices(answer, stream)
+        found = [one for choice in choices for one in (choice["logprobs"] or {"content": []})["content"]]
+        assert len(found) == 24
+        said = "".join(choice["delta" if stream else "message"].get("content") or "" for choice in choices)
+        assert bytes(byte for one in found for byte in one["bytes"] or ()).decode(errors="replace") == said
+        for one in itertools.chain(found, *(chosen["top_logprobs"] for chosen in found)):
+            if one["bytes"] is not None and "\\x" not in one["token"]:
+                assert bytes(one["bytes"]).decode() == one["token"]
+        assert not any(one["token"].startswith("token_id:") for one in found)
+
+
+def _choices(answer, stream):
+    events = [event for event in answer.events if event] if stream else [answer.json]
+    return [choice for event in events for choice in event["choices"]]
 
 
 STREAMED = {

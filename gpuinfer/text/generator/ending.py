@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from gpuinfer.generation import Completion, Logprob, Sampling
+from gpuinfer.text.generator.giving import Spell
 from gpuinfer.text.generator.seams import Growing, Language, Matcher, Walk
 from gpuinfer.text.versions import START, Spans, until
 
@@ -56,6 +58,11 @@ def ending(
     return FULL if full else None
 
 
+def spelling(language: Language, sampling: Sampling) -> Spell | None:
+    """What adds their names to the tokens of a log-probability, if they are wanted."""
+    return partial(language.spelled, special_tokens=not sampling.skip_special_tokens) if sampling.spelled else None
+
+
 def completion(
     language: Language,
     sampling: Sampling,
@@ -73,12 +80,14 @@ def completion(
         tokens = tokens[: growing.kept]
     else:
         text = language.decode(tokens[:-1] if end.silent else tokens, not sampling.skip_special_tokens)
+    found = None if logprobs is None else tuple(logprobs[: len(tokens)])
+    spell = spelling(language, sampling)
     return Completion(
         text=text,
         tokens=tuple(tokens),
         finish_reason=end.reason,
         stop_reason=end.cause,
-        logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
+        logprobs=found if found is None or spell is None else tuple(map(spell, found)),
         processed=None if processed is None else tuple(processed[: len(tokens)]),
         nodes=None if walk is None else walk.nodes(tokens),
         versions=until(versions, len(tokens)),

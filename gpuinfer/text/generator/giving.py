@@ -6,7 +6,7 @@ readers have every token by itself, and where there are many a part holds what h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from gpuinfer.generation import Completion, Logprob, Part
 from gpuinfer.text.generator.seams import Growing
 from gpuinfer.text.versions import Spans, begun_in
 
+Spell = Callable[[Logprob], Logprob]
+
 MOST_PARTS_S = 2000.0  # parts a second, of all readers; a first token does not wait for it
 
 
@@ -22,15 +24,22 @@ class Given:
     """How much of one sample's answer has been given out.
 
     `pushed`: somebody else pushes each token to `growing`, to see whether it completes a stop string. `before`:
-    characters and tokens that have been given out elsewhere; `growing` has these tokens.
+    characters and tokens that have been given out elsewhere; `growing` has these tokens. `spell`: names the tokens of a
+    log-probability.
     """
 
-    __slots__ = ("_drawn", "_growing", "_pushed", "_sample", "characters", "tokens")
+    __slots__ = ("_drawn", "_growing", "_pushed", "_sample", "_spell", "characters", "tokens")
 
     def __init__(
-        self, sample: int, growing: Growing, *, pushed: bool = False, before: tuple[int, int] = (0, 0)
+        self,
+        sample: int,
+        growing: Growing,
+        *,
+        pushed: bool = False,
+        before: tuple[int, int] = (0, 0),
+        spell: Spell | None = None,
     ) -> None:
-        self._sample, self._growing, self._pushed = sample, growing, pushed
+        self._sample, self._growing, self._pushed, self._spell = sample, growing, pushed, spell
         self.characters, self.tokens = before  # given out
         self._drawn = self.tokens  # tokens that `growing` has
 
@@ -54,11 +63,12 @@ class Given:
         if start == self.tokens and not text:
             return None
         self.characters += len(text)
+        found = None if logprobs is None else tuple(logprobs[start : self.tokens])
         return Part(
             sample=self._sample,
             text=text,
             tokens=tuple(answer[start : self.tokens].tolist()),
-            logprobs=None if logprobs is None else tuple(logprobs[start : self.tokens]),
+            logprobs=found if found is None or self._spell is None else tuple(map(self._spell, found)),
             processed=None if processed is None else tuple(processed[start : self.tokens]),
             versions=begun_in(versions, start, self.tokens),
         )

@@ -18,6 +18,7 @@ from gpuinfer.generation import Completion, Logprob, Prompt, Sampling
 from gpuinfer.text.diffusion.refusing import refuse_masks
 from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.begun import Begun, begun_of
+from gpuinfer.text.generator.ending import spelling
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.pages import pages_for
 from gpuinfer.text.generator.prefixes import Node
@@ -236,7 +237,8 @@ def row_of(language: Language, work: PromptWork, number: int) -> Row:
         characters = growing.begin(tokens.tolist())
         row.growing = growing if sampling.stop else None
         if prepared.parts:
-            row.given = Given(number, growing, pushed=bool(sampling.stop), before=(characters, len(tokens)))
+            before, spell = (characters, len(tokens)), spelling(language, sampling)
+            row.given = Given(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
     matcher = prepared.matcher if row.begun is None else row.begun.matcher
     if isinstance(matcher, Walk):
         row.walk = matcher

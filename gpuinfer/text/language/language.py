@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Prompt, Rendering
+from gpuinfer.generation import Candidate, Constraint, Logprob, Prompt, Rendering
 from gpuinfer.text.language.chat import ChatTemplates
 from gpuinfer.text.language.growing import Growing
 from gpuinfer.text.language.matcher import Matcher, Matchers
@@ -64,6 +64,16 @@ class Language:
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         """The text of an answer; special tokens are left out unless they are wanted."""
         return self._codec.decode(tokens, special_tokens)
+
+    def spelled(self, found: Logprob, special_tokens: bool = False) -> Logprob:
+        """With what its tokens are called. `special_tokens`: those are part of the text."""
+        named = [self._named(one, special_tokens) for one in (found.chosen, *found.likeliest)]
+        return Logprob(named[0], tuple(named[1:]))
+
+    def _named(self, one: Candidate, special_tokens: bool) -> Candidate:
+        piece = self._codec.literal.piece(one.token)
+        name = piece.encode() if isinstance(piece, str) else piece
+        return Candidate(one.token, one.logprob, one.rank, name, not special_tokens and one.token in self._codec.hidden)
 
     def growing(self, stop: Sequence[str] = (), special_tokens: bool = False, told: bool = True) -> Growing:
         """For an answer whose text is wanted as it grows (`told`), or ends with a stop string."""
