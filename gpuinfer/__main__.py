@@ -4,17 +4,22 @@ A worker process runs its parent's main script again, up to what is under `if __
 script imports this module alone, so that a worker does not load the command line.
 """
 
+import os
+import signal
 import sys
+
+STOPPED = 3  # the exit code of a command that was ended before its work was
 
 
 def main() -> None:
-    from gpuinfer.host import signals
-
-    signals.own()
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(STOPPED))  # at once; `own` has one that tidies up
     try:
+        from gpuinfer.host import signals
+
+        signals.own()
         _run()
-    except KeyboardInterrupt:  # while the command line was loaded
-        signals.now(signals.STOPPED)
+    except KeyboardInterrupt:  # while the command line was loaded, or even that
+        os._exit(STOPPED)
     except SystemExit as ending:
         signals.soon(ending.code if isinstance(ending.code, int) else 1)
         raise

@@ -372,7 +372,7 @@ STRUCK = """if True:
     from gpuinfer.__main__ import main
     main()
 """
-STARTS = ["gpuinfer.host.pauses", "gpuinfer.cli", "typer", "pydantic_settings", "gpuinfer.runtime.run"]
+STARTS = ["selectors", "gpuinfer.host.pauses", "gpuinfer.cli", "typer", "pydantic_settings", "gpuinfer.runtime.run"]
 
 
 @pytest.mark.parametrize("at", STARTS)

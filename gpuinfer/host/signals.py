@@ -112,9 +112,8 @@ def own() -> None:
     """This process runs one command and nothing else: it may be ended, and SIGTERM ends it with `STOPPED`."""
     global _owned
     _owned = True
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: _leave(STOPPED))
-        atexit.register(_ignore)  # the first to be registered is the last to be called
+    signal.signal(signal.SIGTERM, lambda number, frame: _leave(STOPPED))
+    atexit.register(_ignore)  # the first to be registered is the last to be called
 
 
 def _leave(code: int) -> None:
