@@ -24,10 +24,10 @@ from gpuinfer.units import duration, left_until, number, whole
 
 if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
-    from gpuinfer.loop.course import Report
-    from gpuinfer.loop.plan import Plan, Step
+    from gpuinfer.loop.plan import Plan, Report, Step
 
 NAME = "loop"
+GATE_GAMES = 100  # unless somebody says how many
 COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
 GAME = (
     "players",
@@ -43,6 +43,7 @@ TEXT = """Let a network learn from its own games: self-play, training, self-play
 
 Each iteration plays `--games` games with the newest weights, and trains on those of the last `--window` iterations.
 At the end (and after each so many iterations, `--evaluate-every`) it plays against the first generation.
+With `--gate 0.55` a new network plays only once it has won that share of games against the one that plays.
 
 `--resume` goes on where it was, whatever has ended it.
 """
@@ -76,6 +77,10 @@ class Options(api.Options):
     learning_rate: float = Field(1e-3, gt=0, le=10, description="of the training")
     evaluation_games: int = Field(400, ge=2, description="of a match against the first generation")
     evaluate_every: int = Field(0, ge=0, description="iterations from one match to the next; 0: one at the end")
+    gate: float | None = Field(
+        None, ge=0, le=1, description="score at which a new network becomes the one that plays, as 0.55 [any]"
+    )
+    gate_games: int | None = Field(None, ge=2, description="of a new network against the one that plays [100]")
     fail_under: float | None = Field(None, ge=0, le=1, description="exit with 4 when the last score is lower, as 0.75")
     out: Path | None = Field(None, description="the folder for all of it")
     resume: bool = Field(False, description="go on with what is in --out")
@@ -96,6 +101,8 @@ def execute(values: Mapping[str, Any]) -> int:
     options, common = Options(**check(Options, merged.table(NAME), NAME)), merged.common
     destination = output.Destination(common.report)
     log_to_people(common.verbose)
+    if options.gate_games is not None and options.gate is None:
+        raise UsageError(f"--gate-games {options.gate_games}: no gate is asked for. Add --gate 0.55.")
     if options.out is None:
         raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
     spec = _network(options, common.seed)
@@ -185,6 +192,8 @@ def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
         folder=folder,
         **{name: getattr(options, name) for name in (*names, "evaluation_games", "evaluate_every")},
         seed=common.seed,
+        gate=options.gate,
+        gate_games=options.gate_games or GATE_GAMES,
         play=play,
         training=training,
         common=everyone,
@@ -222,7 +231,8 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
 
     def ended(step: Step, report: Report, seconds: float) -> None:
         remaining.ended(step, seconds)
-        say(step, _told(step, report, seconds))
+        won = f": it {'plays from now on' if plan.has_won(step.iteration) else 'does not play'}"
+        say(step, _told(step, report, seconds) + (won if step.kind == "gate" else ""))
 
     def began(step: Step) -> None:
         if verbose:
@@ -232,7 +242,7 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
 
     try:
         with interruptible(), line:
-            follow(list(plan.steps()), verbose, began, ended)
+            follow(plan.steps(), verbose, began, ended)
     except KeyboardInterrupt:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
         return "partial"
@@ -267,7 +277,8 @@ def _told(step: Step, report: Report, seconds: float) -> str:
     if step.kind == "games":
         return f"{said}: {whole(report['progress']['done'])}"
     strength = report["strength"]
-    return f"{said}: {in_score(strength)}, {in_elo(strength)} over the first generation"
+    against = "the first generation" if step.kind == "match" else "the network that plays"
+    return f"{said}: {in_score(strength)}, {in_elo(strength)} over {against}"
 
 
 def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:
@@ -278,7 +289,11 @@ def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:
     notes += [("weights", told["weights"])] if told["weights"] else []
     notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
     comparison(
-        f"loop · {options.game} · {options.model}", story.COLUMNS, list(story.rows(told)), notes, on_stderr=on_stderr
+        f"loop · {options.game} · {options.model}",
+        story.columns(told),
+        list(story.rows(told)),
+        notes,
+        on_stderr=on_stderr,
     )
 
 

@@ -7,33 +7,21 @@ folder. So whatever is killed when, the next run does what is left and nothing e
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import commands
-from gpuinfer.loop.plan import Kind, Plan, Step
+from gpuinfer.loop.plan import Kind, Plan, Report, Step, reported
 
 STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
 USAGE, PARTIAL = 2, 3  # exit codes
 MARGIN = "gpuinfer: "
-
-Report = Mapping[str, Any]
-
-
-def reported(step: Step) -> Report | None:
-    """What a step has left; None where it is not done."""
-    try:
-        report = json.loads(step.report.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return report if isinstance(report, dict) and report.get("status") == "done" else None
 
 
 class Remaining:
@@ -58,7 +46,8 @@ class Remaining:
         """Of all steps that have not ended; None before one of each kind has."""
         took = dict(self._took)
         if "games" in took:  # games of a match are about as long as those of self-play
-            took.setdefault("match", took["games"] * self._plan.evaluation_games / self._plan.games)
+            a_game = took["games"] / self._plan.games
+            took = {"match": a_game * self._plan.evaluation_games, "gate": a_game * self._plan.gate_games, **took}
         if any(kind not in took for kind in self._kinds.values()):
             return None
         return sum(took[kind] for kind in self._kinds.values())
@@ -127,7 +116,7 @@ def _said(log: Path, begins: int) -> str:
 
 
 def follow(
-    steps: Sequence[Step],
+    steps: Iterable[Step],
     verbose: bool,
     began: Callable[[Step], None],
     ended: Callable[[Step, Report, float], None],

@@ -62,7 +62,8 @@ def write(plan: Plan, told: Document) -> None:
 def markdown(told: Document) -> str:
     """The verdict, the table, and a link to the plot that lies beside it."""
     lines = [f"# {TITLE}", "", story.verdict(told), "", f"    {told['command']}", ""]
-    lines += [_line(story.COLUMNS), _line(["---:"] * len(story.COLUMNS)), *map(_line, story.rows(told)), ""]
+    columns = story.columns(told)
+    lines += [_line(columns), _line(["---:"] * len(columns)), *map(_line, story.rows(told)), ""]
     return "\n".join([*lines, f"![{ALT}](loop.svg)", ""])
 
 
@@ -75,7 +76,7 @@ def page(told: Document, picture: bytes) -> str:
         f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style>\n<h1>{TITLE}</h1>\n'
         f'<p class="verdict">{escape(story.verdict(told))}</p>\n<pre>{escape(told["command"])}</pre>\n'
         f'<img alt="{ALT}" src="data:image/svg+xml;base64,{data}">\n'
-        f"<table><tr>{''.join(f'<th>{escape(column)}' for column in story.COLUMNS)}{table}\n</table>\n</html>\n"
+        f"<table><tr>{''.join(f'<th>{escape(column)}' for column in story.columns(told))}{table}\n</table>\n</html>\n"
     )
 
 

@@ -3,12 +3,14 @@
 DIR/first.safetensors                    the first generation: weights that nobody has trained, or those given
 DIR/iteration-003/games                  records of self-play, with the weights of iteration 2; games.json its report
 DIR/iteration-003/training               weights.safetensors, from the games of the last iterations; training.json
-DIR/iteration-003/match                  games against the first generation; match.json
+DIR/iteration-003/gate                   games against the network that plays, where the new one has to win; gate.json
+DIR/iteration-003/match                  games of the network that plays against the first generation; match.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +19,10 @@ from gpuinfer.report import loss_curve
 
 FIRST, WEIGHTS = "first.safetensors", "weights.safetensors"
 
-Kind = Literal["games", "training", "match"]
-KINDS: tuple[Kind, ...] = ("games", "training", "match")
+Kind = Literal["games", "training", "gate", "match"]
+KINDS: tuple[Kind, ...] = ("games", "training", "gate", "match")
+
+Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,15 @@ class Step:
     def log(self) -> Path:
         """What it says meanwhile."""
         return self.report.with_suffix(".log")
+
+
+def reported(step: Step) -> Report | None:
+    """What a step has left; None where it is not done."""
+    try:
+        report = json.loads(step.report.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) and report.get("status") == "done" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class Plan:
     evaluation_games: int
     evaluate_every: int  # iterations; 0: after the last one alone
     seed: int
+    gate: float | None = None  # the score at which a new network becomes the one that plays; None: each one does
+    gate_games: int = 0
     play: Sequence[str] = ()
     training: Sequence[str] = ()
     common: Sequence[str] = ()
@@ -75,14 +90,33 @@ class Plan:
     def is_evaluated(self, iteration: int) -> bool:
         return iteration == self.iterations or bool(self.evaluate_every and iteration % self.evaluate_every == 0)
 
+    def playing(self, iteration: int) -> int:
+        """The iteration whose network plays after this one: the newest that has won its gate, 0 for the first
+        generation. Known once the gates up to here are done.
+        """
+        if self.gate is None:
+            return iteration
+        return next((one for one in range(iteration, 0, -1) if self.has_won(one)), 0)
+
+    def has_won(self, iteration: int) -> bool:
+        """Whether its network has won its gate."""
+        report = reported(self._step("gate", iteration, {}))
+        return self.gate is not None and report is not None and float(report["strength"]["score"]) >= self.gate
+
     def steps(self) -> Iterator[Step]:
-        """All that is to be done, in order."""
+        """All that is to be done, in order. What a step is asked may depend on the gates before it: take one after the
+        other.
+        """
         for iteration in range(1, self.iterations + 1):
-            for kind in KINDS if self.is_evaluated(iteration) else KINDS[:-1]:
-                yield self.step(kind, iteration)
+            for kind in KINDS:
+                if (kind != "gate" or self.gate is not None) and (kind != "match" or self.is_evaluated(iteration)):
+                    yield self.step(kind, iteration)
 
     def step(self, kind: Kind, iteration: int) -> Step:
-        words = {"games": self._games, "training": self._training, "match": self._match}[kind](iteration)
+        asked = {"games": self._games, "training": self._training, "gate": self._gate, "match": self._match}
+        return self._step(kind, iteration, asked[kind](iteration))
+
+    def _step(self, kind: Kind, iteration: int, words: Mapping[str, Any]) -> Step:
         report = self.of(iteration) / f"{kind}.json"
         command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
         everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
@@ -96,13 +130,14 @@ class Plan:
     def _games(self, iteration: int) -> dict[str, Any]:
         """Other games in each iteration: their random numbers begin where no other's do."""
         return {
-            "weights": self.weights(iteration - 1),
+            "weights": self.weights(self.playing(iteration - 1)),
             "games": self.games,
             "temperature-moves": self.temperature_moves,
             "seed": self.seed + iteration,
         }
 
     def _training(self, iteration: int) -> dict[str, Any]:
+        """From the network that was trained last, whether it has won or not, as AlphaGo Zero (Silver et al. 2017)."""
         return {
             "weights": self.weights(iteration - 1),
             "steps": self.training_steps,
@@ -111,13 +146,21 @@ class Plan:
             "seed": self.seed + iteration,
         }
 
+    def _gate(self, iteration: int) -> dict[str, Any]:
+        against = self.weights(self.playing(iteration - 1))
+        return self._against(against, self.weights(iteration), self.gate_games, self.seed + iteration)
+
     def _match(self, iteration: int) -> dict[str, Any]:
-        """The same deals in each, and no noise: what changes from one to the next is the network."""
+        """The same deals in each: what changes from one to the next is the network."""
+        return self._against(self.first, self.weights(self.playing(iteration)), self.evaluation_games, self.seed)
+
+    def _against(self, opponent: Path, weights: Path, games: int, seed: int) -> dict[str, Any]:
+        """Without noise."""
         return {
-            "weights": self.weights(iteration),
+            "weights": weights,
             "opponent-model": self.model,
-            "opponent-weights": self.first,
-            "games": self.evaluation_games,
+            "opponent-weights": opponent,
+            "games": games,
             "noise": 0,
-            "seed": self.seed,
+            "seed": seed,
         }

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.loop.course import Report, reported, seconds_of
-from gpuinfer.loop.plan import KINDS, Plan
+from gpuinfer.loop.course import seconds_of
+from gpuinfer.loop.plan import KINDS, Plan, Report, reported
 from gpuinfer.report.strength import in_elo, in_score
 from gpuinfer.units import duration, number, whole
 
 SCHEMA = "gpuinfer.loop/1"
 COLUMNS = ("iteration", "games", "playing", "loss", "training", "against the first", "score")
+GATE = "its gate"  # where there are gates
 
 Document = Mapping[str, Any]
 
@@ -23,22 +24,22 @@ def document(plan: Plan, settings: Mapping[str, Any], command: str, status: str)
         for kind in KINDS:  # matches too that were due under another --iterations
             if (report := reported(plan.step(kind, iteration))) is not None:
                 found.setdefault(iteration, {})[kind] = report
-    iterations = [_iteration(number, reports) for number, reports in found.items()]
+    iterations = [_iteration(number, reports, plan.has_won(number)) for number, reports in found.items()]
     return {
         "schema": SCHEMA,
         "status": status,
         "command": command,
         "settings": dict(settings),
         "environment": next((one["environment"] for reports in found.values() for one in reports.values()), None),
-        "weights": str(plan.weights(plan.iterations)) if status == "done" else None,
+        "weights": str(plan.weights(plan.playing(plan.iterations))) if status == "done" else None,
         "iterations": iterations,
         "strength": next((one["strength"] for one in reversed(iterations) if one["strength"]), None),
     }
 
 
-def _iteration(number: int, reports: Mapping[str, Report]) -> dict[str, Any]:
+def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dict[str, Any]:
     """None for what is not done, or was not to be."""
-    games, training, match = (reports.get(kind) for kind in ("games", "training", "match"))
+    games, training, gate, match = (reports.get(kind) for kind in KINDS)
     return {
         "iteration": number,
         "games": games and games["progress"]["done"],
@@ -46,6 +47,8 @@ def _iteration(number: int, reports: Mapping[str, Report]) -> dict[str, Any]:
         "games_per_min": games and games["throughput"].get("games_per_min"),
         "loss": training and loss_of(training),
         "training_s": training and seconds_of(training),
+        "gate": gate and {"won": has_won, **gate["strength"]},
+        "gate_s": gate and seconds_of(gate),
         "strength": match and match["strength"],
         "match_s": match and seconds_of(match),
     }
@@ -58,8 +61,22 @@ def loss_of(report: Report) -> float | None:
     return None if found is None else float(found["total"])
 
 
+def columns(told: Document) -> Sequence[str]:
+    """The heads of the table."""
+    return (*COLUMNS, GATE) if _has_gates(told) else COLUMNS
+
+
+def _has_gates(told: Document) -> bool:
+    return any(one["gate"] for one in told["iterations"])
+
+
+def _told_of_gate(gate: Mapping[str, Any] | None) -> str:
+    return f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}" if gate else "–"
+
+
 def rows(told: Document) -> Iterator[Sequence[str]]:
     """The table, an iteration a row."""
+    gates = _has_gates(told)
     for one in told["iterations"]:
         strength = one["strength"]
         yield (
@@ -70,6 +87,7 @@ def rows(told: Document) -> Iterator[Sequence[str]]:
             _or_dash(one["training_s"], duration),
             in_elo(strength) if strength else "–",
             f"{strength['score']:.1%}" if strength else "–",
+            *([_told_of_gate(one["gate"])] if gates else []),
         )
 
 

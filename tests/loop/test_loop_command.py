@@ -13,6 +13,7 @@ from gpuinfer.loop.plan import KINDS
 
 TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
 WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]
+WORK += ["--gate", "0.55", "--gate-games", "6"]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every
         ),
         pytest.param(["--out", "l", "--weights", "nowhere"], "no file 'nowhere'", id="weights that are not there"),
         pytest.param(["--out", "l", "--iterations", "0"], "--iterations: '0' is less than 1", id="no iterations"),
+        pytest.param(["--out", "l", "--gate", "55"], "--gate: '55' is more than 1", id="a gate in per cent"),
+        pytest.param(["--out", "l", "--gate-games", "50"], "Add --gate 0.55.", id="games for no gate"),
         pytest.param(["--out", "a,b"], "parted by commas", id="a folder that training would take for two"),
         pytest.param(
             ["--out", "l", "--batch-size", "99999"], "--batch-size: 99999 is more than 65536", id="training's options"
@@ -92,6 +95,7 @@ def test_a_loop_that_was_killed_in_any_of_its_steps_goes_on_where_it_was(tmp_pat
     assert [one["iteration"] for one in told["iterations"]] == [1, 2]
     assert [one["games"] for one in told["iterations"]] == [12, 12]
     assert [one["strength"]["games"] for one in told["iterations"]] == [8, 8]
+    assert [one["gate"]["games"] for one in told["iterations"]] == [6, 6]
     assert all(one["loss"] > 0 for one in told["iterations"])
     assert reports(first, finished) == finished
     assert json.loads((tmp_path / "l" / "loop.json").read_text()) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -115,6 +116,76 @@ def test_the_rest_of_a_loop_takes_as_long_as_the_last_step_of_each_kind(plan, go
     assert rest.seconds() == 20.0 + 6.0 + 100.0
     go("done", steps[:2])  # 3 s each, as their reports say
     assert course.Remaining(plan).seconds() == 4 * 3.0 + 2 * 3.0 * 400 / 30  # matches of 400 games for 30
+
+
+def asked_with_gate(plan, tmp_path, gate, lost=()):
+    """All commands of the plan, where the gates of these iterations are lost, and the others as they score: 75 %."""
+    plan = replace(plan, gate=gate, gate_games=40, evaluate_every=1)
+    journal = tmp_path / "journal"
+
+    def ended(step, report, seconds):
+        if step.kind == "gate" and step.iteration in lost:
+            step.report.write_text(json.dumps({**report, "strength": {**report["strength"], "score": 0.4}}))
+
+    follow(plan.steps(), False, lambda step: None, ended, [sys.executable, COMMAND, str(journal), "done"])
+    asked = [json.loads(line) for line in journal.read_text().splitlines()]
+    return plan, [{**one, "kind": Path(one["out"]).name} for one in asked]
+
+
+def weights_of(plan, asked, kind, name="weights"):
+    return [str(Path(one[name]).relative_to(plan.folder)) for one in asked if one["kind"] == kind]
+
+
+TRAINED = [f"iteration-{number:03d}/training/weights.safetensors" for number in (1, 2, 3)]
+FIRST = "first.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("gate", "lost", "plays"),
+    [
+        pytest.param(0.75, [], [FIRST, *TRAINED], id="each wins"),
+        pytest.param(0.76, [], [FIRST] * 4, id="none wins"),
+        pytest.param(0.55, [2], [FIRST, TRAINED[0], TRAINED[0], TRAINED[2]], id="the second loses"),
+        pytest.param(0.55, [1, 2], [FIRST, FIRST, FIRST, TRAINED[2]], id="the third is the first to win"),
+    ],
+)
+def test_a_network_plays_once_it_has_won_its_gate(plan, tmp_path, gate, lost, plays):
+    """`plays`: the weights that play before the first iteration and after each."""
+    plan, asked = asked_with_gate(plan, tmp_path, gate, lost)
+    assert [one["kind"] for one in asked] == ["games", "training", "gate", "match"] * 3
+    assert weights_of(plan, asked, "games") == plays[:-1]
+    assert weights_of(plan, asked, "training") == [FIRST, *TRAINED[:-1]]  # goes on from the last, whether it won or not
+    assert weights_of(plan, asked, "gate") == TRAINED
+    assert weights_of(plan, asked, "gate", "opponent-weights") == plays[:-1]
+    assert weights_of(plan, asked, "match") == plays[1:]
+    assert weights_of(plan, asked, "match", "opponent-weights") == [FIRST] * 3
+    assert {(one["games"], one["noise"]) for one in asked if one["kind"] == "gate"} == {("40", "0")}
+    told = story.document(plan, {}, "", "done")
+    assert told["weights"] == str(plan.folder / plays[-1])
+    won = [one != before for before, one in itertools.pairwise(plays)]
+    assert [one["gate"]["won"] for one in told["iterations"]] == won
+    assert [row[-1].endswith(", won") for row in story.rows(told)] == won
+    assert f"| {story.GATE} |" in pages.markdown(told)
+
+
+def test_without_a_gate_there_are_no_games_for_one_and_no_column(plan, go):
+    asked = go()
+    assert not [one for one in asked if one["out"].endswith("gate")]
+    told = story.document(plan, {}, "", "done")
+    assert [one["gate"] for one in told["iterations"]] == [None] * 3
+    assert story.columns(told) == story.COLUMNS
+
+
+def test_the_line_of_a_gate_says_who_plays_from_now_on(plan, tmp_path, monkeypatch, capsys):
+    program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
+    monkeypatch.setattr(course.follow, "__defaults__", (program,))
+    loop._follow(replace(plan, iterations=1, gate=0.55, gate_games=40), verbose=False, quiet=False)
+    loop._follow(
+        replace(plan, folder=tmp_path / "b", iterations=1, gate=0.9, gate_games=40), verbose=False, quiet=False
+    )
+    gates = [line for line in capsys.readouterr().err.splitlines() if " · gate in " in line]
+    assert ["over the network that plays: it plays from now on" in line for line in gates] == [True, False]
+    assert "over the network that plays: it does not play" in gates[1]
 
 
 def test_training_looks_back_as_far_as_the_window(plan):
