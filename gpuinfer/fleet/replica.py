@@ -90,7 +90,7 @@ class Replica(Worker):
             try:
                 served_s = await self._attempt()
             except Exception as error:
-                log.error("%s: %s", self.plan.name, error, exc_info=error)
+                log.error("%s: %s", self.plan.name, spoken.said(error), exc_info=error)
                 await self._gone(self.plan, f"{self.plan.name}: {spoken.in_full(error)}")
                 self._first_is_over(WorkError(self.failure))
                 served_s = 0.0

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays, forest, growing
 from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream
 from gpuinfer.workloads.selfplay.forest import Found
-from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
+from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, calling
 from gpuinfer.workloads.selfplay.slots import Slots
 
 ROOT = -1  # the parent of a root, and the edge that leads to it
@@ -59,12 +59,8 @@ class PythonArena(Slots):
                 self._no_values if values is None else values,
                 self._seats,
             )
-            try:
+            with calling(self.game):
                 self._round()
-            except GpuinferError:
-                raise
-            except Exception as error:
-                raise raised(self.game, error) from error
             if self._rows == 0:
                 break
         return self._rows
@@ -218,7 +214,8 @@ class PythonArena(Slots):
             tree = int(self._rows_of[row])
             leaf = int(self._forest.leaf[tree])
             draw = self._draws[tree // self.search.determinizations]
-            returns = np.asarray(self._played_out(self._positions[tree][leaf], draw), np.float32)
+            with calling(self.game):
+                returns = np.asarray(self._played_out(self._positions[tree][leaf], draw), np.float32)
             logits[row] = 0.0
             values[row] = returns[(self._forest.nodes["mover"][tree, leaf] + seats) % self.game.seats]
 

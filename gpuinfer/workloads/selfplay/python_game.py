@@ -10,16 +10,17 @@ drawn in proportion to their probabilities, in the game and in the tree.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gpuinfer.errors import WorkError
+from gpuinfer.errors import GpuinferError, WorkError
 from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay.game import Game
 
@@ -82,6 +83,17 @@ class PythonGame(Game):
         return position
 
 
+@contextlib.contextmanager
+def calling(game: PythonGame) -> Iterator[None]:
+    """What its methods raise in here is told as `raised` has it."""
+    try:
+        yield
+    except GpuinferError:
+        raise
+    except Exception as error:
+        raise raised(game, error) from error
+
+
 def raised(game: PythonGame, error: Exception) -> WorkError:
     """What one of its methods raised: which one, and at which line of its file."""
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
@@ -93,6 +105,4 @@ def raised(game: PythonGame, error: Exception) -> WorkError:
         if "'Draw' object" in said
         else "Mend it there"
     )
-    made = WorkError(f"game '{type(game).__name__}': {place} raised {said}. {cure}.")
-    made.__cause__ = error
-    return made
+    return WorkError(f"game '{type(game).__name__}': {place} raised {said}. {cure}.")
