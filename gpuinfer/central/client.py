@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpuinfer.api import Priority, Result
 from gpuinfer.central.address import Address
 from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, Connection
-from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, UsageError
 
 SPIN_S = 200e-6  # a short round trip between two processes that are awake; longer ones may sleep
 PROBE_S = 500e-6  # the same when both have to wake up first
@@ -26,10 +26,11 @@ PROBE_AGAIN = 64  # waits without a spin, after one that was in vain
 class Pending:
     """An answer that is on its way."""
 
-    __slots__ = ("_client", "done", "error", "number", "value")
+    __slots__ = ("_client", "done", "error", "number", "timeout", "value")
 
-    def __init__(self, client: Client, number: int) -> None:
+    def __init__(self, client: Client, number: int, timeout: float | None) -> None:
         self.number = number
+        self.timeout = timeout  # seconds that it was given when it was sent
         self.done = False
         self.value: Result = None
         self.error: GpuinferError | None = None
@@ -92,8 +93,9 @@ class Client:
         """The model's answer to `rows`, an array [rows, features] in the model's input dtype: float32 arrays [rows, …],
         alone, in a tuple or in a dict as the model answers.
 
-        Raises `BackendError` when the rows do not fit the model or the model fails on them, `BadResult`, `QueueFull`,
-        `Expired` after `timeout` seconds, `BackendDied` when the server is gone, `Closed`.
+        Raises `BackendError` when the rows do not fit the model or the model fails on them, `BadResult`, `QueueFull`
+        where the server's queue is full or the client's own blocks leave no room, `Expired` after `timeout` seconds,
+        `BackendDied` when the server is gone, `Closed`.
         """
         return self.submit(rows, timeout=timeout, priority=priority, group=group).result(timeout)
 
@@ -105,18 +107,38 @@ class Client:
         priority: Priority = Priority.NORMAL,
         group: Hashable = None,
     ) -> Pending:
-        """Send the rows and go on; `result()` of what this returns waits. Raises what is known to be wrong already."""
+        """Send the rows and go on; `result()` of what this returns waits. Raises what is known to be wrong already.
+
+        While so much is outstanding that no block is free (`connection.POOLED`), it waits until an answer frees one.
+        """
         deadline = _deadline(timeout)
         self._refuse_other_process()
         with self._changed:
-            connection = self._ready or self._open(deadline)
-            if connection.abandoned or connection.outstanding >= POOLED:
-                self._glance()
+            while True:
                 connection = self._ready or self._open(deadline)
-            count = rows.shape[0] if getattr(rows, "shape", ()) else 0
-            number = connection.ask(rows, count, priority=priority, deadline=deadline, group=group)
-            pending = self._pending[number] = Pending(self, number)
-            return pending
+                if connection.abandoned or connection.outstanding >= POOLED:
+                    self._glance()
+                    connection = self._ready or self._open(deadline)
+                count = rows.shape[0] if getattr(rows, "shape", ()) else 0
+                try:
+                    number = connection.ask(rows, count, priority=priority, deadline=deadline, group=group)
+                except QueueFull:
+                    if not connection.lends:
+                        raise
+                    self._wait_on(deadline, timeout)
+                else:
+                    pending = self._pending[number] = Pending(self, number, timeout)
+                    return pending
+
+    def _wait_on(self, deadline: float, timeout: float | None) -> None:
+        """Until an answer may have come, whosever it is. Raises `Expired` after the deadline."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _too_late(timeout)
+        if self._reading or self._ready is None:  # another thread takes in everybody's answers
+            self._changed.wait(min(left, LOOK_S))
+        else:
+            self._read(min(left, LOOK_S))
 
     def _open(self, deadline: float = float("inf")) -> Connection:
         """The connection, made by whoever needs it first; while its server comes back, that is awaited."""
@@ -162,19 +184,16 @@ class Client:
         self._refuse_other_process()
         with self._changed:
             while not pending.done:
-                left = give_up_at - time.monotonic()
-                if left <= 0:
-                    self._abandon(pending, f"no answer within {timeout:g} s. Allow more time, or send fewer rows.")
-                elif self._reading or self._ready is None:  # another thread takes in everybody's answers
-                    self._changed.wait(min(left, LOOK_S))
-                else:
-                    self._read(min(left, LOOK_S))
+                try:
+                    self._wait_on(give_up_at, timeout)
+                except Expired as error:
+                    self._abandon(pending, error)
         if pending.error is not None:
             raise pending.error
         return pending.value
 
-    def _abandon(self, pending: Pending, why: str) -> None:
-        self._settle(pending.number, Expired(why))
+    def _abandon(self, pending: Pending, error: Expired) -> None:
+        self._settle(pending.number, error)
         if self._connection is not None:
             self._connection.abandon(pending.number)
 
@@ -220,6 +239,9 @@ class Client:
         except GpuinferError as error:
             return self._come_back(connection, error)
         for number, outcome in settled:
+            pending = self._pending.get(number)
+            if isinstance(outcome, Expired) and pending is not None and pending.timeout is not None:
+                outcome = _too_late(pending.timeout)  # the server knows only what was left of it
             self._settle(number, outcome)
         return None
 
@@ -283,6 +305,10 @@ class Client:
                 self._connection.close()
             self._fail_all(Closed("this client was closed. Take another from server.client()."))
             self._changed.notify_all()
+
+
+def _too_late(timeout: float | None) -> Expired:
+    return Expired(f"no answer within {timeout or 0:g} s. Allow more time, or send fewer rows.")
 
 
 def _deadline(timeout: float | None) -> float:

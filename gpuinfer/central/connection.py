@@ -92,6 +92,11 @@ class Connection:
     def outstanding(self) -> int:
         return len(self._asked)
 
+    @property
+    def lends(self) -> bool:
+        """Whether a block of the pool is out, which an answer brings back."""
+        return any(question.borrowed for question in self._asked.values())
+
     def fileno(self) -> int:
         return -1 if self._socket is None else self._socket.fileno()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,7 +28,7 @@ from gpuinfer.central.changes import Change, standing
 from gpuinfer.central.child import CHANGING_S, ServerOrder, ServerTuning, Texts, main
 from gpuinfer.central.client import Client
 from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
-from gpuinfer.config import registry
+from gpuinfer.config import modules, registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.host import children, machine, spoken
 from gpuinfer.host.error_wire import error_from_wire
@@ -186,6 +186,7 @@ class CentralServer:
         """One process, up to the moment when it serves."""
         line, theirs = multiprocessing.Pipe()
         what = theirs, self._listener, self._heart, self._order()
+        children.refuse_while_imported("a server")
         try:
             with children.threads_each(1) if self._texts is None else contextlib.nullcontext():
                 process = children.spawn(main, *what, name="gpuinfer server")
@@ -221,7 +222,10 @@ class CentralServer:
         except (EOFError, OSError):
             self._refuse_when_closed()
             words = self._words or " See its last words above."
-            raise BackendDied(f"{self._called} {self._obituary()} before it served anybody.{words}") from None
+            why = self._obituary()
+            if self._process is not None and self._process.exitcode == children.UNGUARDED:
+                raise UsageError(children.UNGUARDED_SAID.format("a server")) from None
+            raise BackendDied(f"{self._called} {why} before it served anybody.{words}") from None
         if "error" in told:
             self._kill()
             error = error_from_wire(told["error"])
@@ -499,8 +503,13 @@ os.register_at_fork(after_in_child=_disown_all)
 _CLOSED_EARLY = "the server was closed while it started. Make another."
 
 
-def _refuse_odd(inputs: int, **counts: int | None) -> None:
+def _refuse_odd(inputs: Any, **counts: int | None) -> None:
     """Raises `UsageError` for what is no count."""
+    if isinstance(inputs, tuple | list) and inputs and all(isinstance(size, int) for size in inputs):
+        raise UsageError(
+            f"inputs is {inputs!r}, and a row is flat. Give inputs={math.prod(inputs)}, and let the model begin with "
+            f"x.view(-1, {', '.join(map(str, inputs))})."
+        )
     if not isinstance(inputs, int) or inputs < 0:
         raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row.")
     for name, count in counts.items():
@@ -522,12 +531,7 @@ def _spec(
             raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
         inputs = model.inputs
     elif callable(model):
-        if "<" in model.__qualname__ or inspect.getmodule(model) is None:
-            raise UsageError(
-                f"the model factory '{model.__qualname__}' has no name at the top of a module, so that the server "
-                "process cannot find it. Define it there."
-            )
-        model = f"{model.__module__}:{model.__qualname__}"
+        model = modules.name_of(model)
     if inputs < 1:
         raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
     return model if isinstance(model, ModelSpec) else ModelSpec(model, weights, inputs, input_dtype, arguments)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NoReturn
 
 from gpuinfer.errors import UsageError
 
@@ -31,6 +33,36 @@ def refuse_absent(name: str, what: str = "model") -> None:
         return
     if not found:
         raise absent(name, module, what)
+
+
+def name_of(factory: Any) -> str:
+    """`module:function` of what another process is to find by that name. Raises `UsageError` where it cannot."""
+    name = getattr(factory, "__qualname__", None)
+    if not isinstance(name, str):
+        return _refuse_unnamed(factory)
+    if "<" in name:
+        what = "a lambda" if name.endswith("<lambda>") else f"'{name.rpartition('.')[2]}', made inside of a function"
+        raise UsageError(f"model is {what}, which no other process can import. Define a function at a module's top.")
+    if factory.__module__ == "__main__" and not os.path.isfile(
+        getattr(sys.modules["__main__"], "__file__", None) or ""
+    ):
+        raise UsageError(
+            f"'{name}' is defined in a notebook or a program without a file (standard input, python -c), which the "
+            f"server's process cannot import. Write it into a file, such as model.py, and give 'model:{name}'."
+        )
+    if factory.__module__ not in sys.modules:
+        raise UsageError(f"'{name}' says that it is of a module '{factory.__module__}', which is not imported.")
+    return f"{factory.__module__}:{name}"
+
+
+def _refuse_unnamed(factory: Any) -> NoReturn:
+    kind = type(factory)
+    if isinstance(factory, functools.partial):
+        raise UsageError("model is a functools.partial, which has no name. Give its function, and arguments={…}.")
+    raise UsageError(
+        f"model is an object of {kind.__name__}, and the server makes its own in its own process. Give what makes it: "
+        f"{kind.__name__} or a function; its weights as a file (weights=…, by safetensors.torch.save_file)."
+    )
 
 
 def classes_in(file: Path, base: str) -> list[str]:

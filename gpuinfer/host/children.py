@@ -7,14 +7,22 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 
+OURS = "gpuinfer"  # how the names of our children begin
+UNGUARDED = 78  # the exit code of a child that starts processes while it is imported
+UNGUARDED_SAID = (
+    "this program starts {} whenever it is imported, and its process has to import it. Put what starts it below "
+    "`if __name__ == '__main__':`."
+)
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -24,9 +32,35 @@ def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool 
     Raises whatever keeps the arguments from travelling, and `OSError` when the system has no room for a process.
     """
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name, daemon=daemon)
-    with ignoring_interrupts():
+    with ignoring_interrupts(), _without_absent_file():
         process.start()
     return process
+
+
+@contextlib.contextmanager
+def _without_absent_file() -> Iterator[None]:
+    """A program that is read from standard input has the file `<stdin>`, which a child would try to import."""
+    program = sys.modules["__main__"]
+    file = getattr(program, "__file__", None)
+    if file is None or not file.startswith("<"):
+        yield
+        return
+    del program.__file__
+    try:
+        yield
+    finally:
+        program.__file__ = file
+
+
+def refuse_while_imported(what: str) -> None:
+    """A child imports the program that started it. One that starts processes whenever it is imported ends here: a child
+    of ours with a code that its parent knows, any other with `UsageError`.
+    """
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        if process.name.startswith(OURS):
+            os._exit(UNGUARDED)
+        raise UsageError(UNGUARDED_SAID.format(what))
 
 
 def end(process: BaseProcess, within_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,33 @@ def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:
         return None
     if is_array and payload.shape[:1] == (0,):
         return BackendError("a request of 0 rows asks for nothing. Send at least one row.")
+    if is_array and payload.shape == wanted[1:]:
+        rows = 0  # what was taken for their number is the number of its features
     wanted = wanted if rows > 0 else ("rows", *wanted[1:])
     found = f"{payload.dtype} {list(payload.shape)}" if is_array else type(payload).__name__
     packed = f", {spec.inputs} features packed as bits," if spec.input_dtype == BITS else ""
     return BackendError(
         f"model '{spec.name}' takes a NumPy array {row_dtype(spec)} [{', '.join(map(str, wanted))}]{packed} for a "
-        f"request of {rows if rows > 0 else 'so many'} rows, and got {found}. Send that, or name another input_dtype "
-        "in the ModelSpec."
+        f"request of {rows if rows > 0 else 'so many'} rows, and got {found}. {_cure(payload, spec)}"
     )
+
+
+def _cure(payload: Any, spec: ModelSpec) -> str:
+    """What makes rows of a payload that is none."""
+    wanted = row_dtype(spec)
+    if hasattr(payload, "numpy"):
+        return "Send rows.numpy()."
+    if isinstance(payload, list | tuple):
+        return f"Send np.asarray(rows, np.{wanted})."
+    if not isinstance(payload, np.ndarray):
+        return "Send that."
+    if payload.shape == row_shape(spec):
+        return "That is one row without the axis of the rows: send row[None]."
+    if payload.ndim > 2 and math.prod(payload.shape[1:]) == math.prod(row_shape(spec)):
+        return "Send rows.reshape(len(rows), -1), and let the model give them their shape back."
+    if payload.dtype != wanted and payload.shape[1:] == row_shape(spec):
+        return f"Send rows.astype(np.{wanted}), or name another input_dtype."
+    return "Send that, or name other inputs."
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from gpuinfer.models.layouts import AnswerLayout
 from gpuinfer.models.networks import NETWORKS, load_weights
 from gpuinfer.models.staging import layout_of, tensors_of
 
+OVERFLOWS = "; in float16 large values overflow: try dtype bfloat16 or float32"
 BATCHES = (2, 3)  # two sizes, so that an answer that does not follow the batch is seen
 
 
@@ -51,7 +52,7 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
             raise UsageError(
                 f"{called(spec.name)} raised {spoken.in_full(error)}. It was given features "
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
-                "Let it take that shape and dtype, or try --dtype float32."
+                f"Let it take that shape and dtype{'' if dtype == torch.float32 else ', or try dtype float32'}."
             ) from error
     return check(answer, rows, spec)
 
@@ -93,7 +94,7 @@ def check_numbers(found: list[Tensor], spec: ModelSpec) -> None:
         if bad:
             raise UsageError(
                 f"{called(spec.name)} answered with {bad} in output {place} {list(tensor.shape)}. "
-                "Check its weights; in float16 large values overflow: try --dtype bfloat16 or float32."
+                f"Check its weights{OVERFLOWS if tensor.dtype == torch.float16 else ''}."
             )
 
 
@@ -176,6 +177,11 @@ def find_factory(name: str, what: str = "model") -> Any:
         raise unimportable(name, error, what) from error
     for part in path.split("."):
         if not hasattr(found, part):
+            if module_name == "__main__":
+                raise UsageError(
+                    f"{what} '{path}' is not there when the program is imported, as the process that runs it does. "
+                    "Define it at the top of the program, above `if __name__ == '__main__':`."
+                )
             raise UnknownName(
                 f"{'factory' if what == 'model' else what} in module '{module_name}'",
                 path,
@@ -220,6 +226,8 @@ class FactoryWants(UsageError):
 
 def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
     """Those of `offered` that the factory's signature takes."""
+    if inspect.isclass(factory) and factory.__init__ is nn.Module.__init__:  # it takes anything, and refuses it
+        return {}
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not tell

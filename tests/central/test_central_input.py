@@ -10,13 +10,14 @@ import resource
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from models import BAD, FEATURES, Faulty, tags
 from programs import is_alive, named, wrong
-from servers import SECONDS, mapped, pid_of, served, serving, until
+from servers import SECONDS, mapped, pid_of, served, serving, serving_held, until
 
 from gpuinfer.api import BackendContext, ModelSpec, Request
 from gpuinfer.backends.central import Remote
@@ -154,7 +155,7 @@ def test_many_small_requests_leave_room_for_larger_ones():
 def test_more_threads_than_a_client_has_blocks_wait_for_one_another(client):
     def ask(who: int) -> str | None:
         rows = named(who, 1, 3)
-        return wrong(rows, whole(client.evaluate(rows, timeout=60)))
+        return wrong(rows, whole(client.evaluate(rows, timeout=SECONDS)))
 
     with ThreadPoolExecutor(300) as threads:
         assert list(threads.map(ask, range(600))) == [None] * 600
@@ -173,7 +174,7 @@ def test_a_timeout_ends_the_wait_for_a_block():
         with pytest.raises(Expired, match=r"no answer within 0\.2 s"):
             client.evaluate(named(1, 1, 1), timeout=0.2)
         hold.open()
-        assert [len(whole(pending.result(60))) for pending in asked] == [1] * 192
+        assert [len(pending.result(60)) for pending in asked] == [1] * 192
 
 
 @pytest.mark.parametrize("timeout", [1e-5, 1e-9])
