@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import gpuinfer
 from gpuinfer.host import machine
-from gpuinfer.models.capturing import captured
+from gpuinfer.models.capturing import captured, wait_for_device
 from gpuinfer.models.stages.stage_cuda import Launched
 from gpuinfer.text.decoder.torch_static import Replays
 
+SOURCES = Path(gpuinfer.__file__).parent
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
@@ -104,6 +107,37 @@ def test_one_graph_is_captured_at_a_time(cuda):
     for thread in threads:
         thread.join(60.0)
     assert (cuda.most, len(cuda.captures)) == (1, 2)
+
+
+def test_who_waits_for_the_whole_device_waits_for_a_capture_in_another_thread(cuda, monkeypatch):
+    """Waiting for a device breaks a capture, whichever thread waits."""
+    inside, go_on, said = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("waited"))
+
+    def slowly():
+        with captured(SimpleNamespace(device=SECOND), None):
+            inside.set()
+            go_on.wait(60.0)
+            said.append("captured")
+
+    threads = [threading.Thread(target=slowly), threading.Thread(target=wait_for_device, args=(FIRST,))]
+    threads[0].start()
+    assert inside.wait(60.0)
+    threads[1].start()
+    threads[1].join(0.05)
+    go_on.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert said == ["captured", "waited"]
+
+
+def test_nothing_but_capturing_waits_for_a_whole_device():
+    places = [
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        if "torch.cuda.synchronize(" in path.read_text() and path.name != "capturing.py"
+    ]
+    assert places == []
 
 
 def test_after_a_capture_that_fails_the_stream_is_the_one_before(cuda):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.host import machine
+from gpuinfer.models.capturing import captured, wait_for_device
 from gpuinfer.models.device import resolve_devices, resolve_dtype
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory, keep_freed_memory
@@ -134,19 +135,19 @@ def cuda_looks(module: nn.Module, inputs: Tensor, streams: int, seconds: float) 
 
 def timed(launches: Sequence[Callable[[], None]], rounds: int) -> float:
     """Seconds for `rounds` rounds of all `launches`."""
-    torch.cuda.synchronize()
+    wait_for_device()
     started = time.perf_counter()
     for _ in range(rounds):
         for launch in launches:
             launch()
-    torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - started
 
 
 def launcher(module: nn.Module, inputs: Tensor) -> Callable[[], None]:
     """Queues one forward on a stream of its own; by itself, kernel by kernel, when it cannot be captured."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
+    wait_for_device()
 
     def eager() -> None:
         with torch.cuda.stream(stream):
@@ -154,10 +155,9 @@ def launcher(module: nn.Module, inputs: Tensor) -> Callable[[], None]:
 
     for _ in range(2):
         eager()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    wait_for_device()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with captured(stream, torch.cuda.graph_pool_handle()) as graph:
             answers = module(inputs)
     except torch.OutOfMemoryError:
         raise

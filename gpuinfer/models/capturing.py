@@ -1,4 +1,8 @@
-"""CUDA graphs, captured one after the other: torch allows for one capture at a time in a process."""
+"""CUDA graphs, captured one after the other: torch allows for one capture at a time in a process.
+
+Nor may any thread wait for a whole device meanwhile, which breaks a capture in another one: `wait_for_device` waits for
+the capture first.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +41,9 @@ def captured(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGr
             raise
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own in force
+
+
+def wait_for_device(device: torch.device | None = None) -> None:
+    """Until all that has been launched on a CUDA device, the current one by default, is done, on whatever stream."""
+    with _one:
+        torch.cuda.synchronize(device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.heap import Event, Heap
 
 FORWARDS = 3  # after so many the heap is as it stays
@@ -111,10 +112,10 @@ def _walked(nodes: Sequence[Any]) -> Iterator[Any]:
 
 def device_peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
     """The most memory of a CUDA device that was out at once while `call` ran, beyond what was before."""
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     answer = call()
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     del answer
     return torch.cuda.max_memory_allocated(device) - before

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
-from gpuinfer.models.capturing import captured
+from gpuinfer.models.capturing import captured, wait_for_device
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned import sources
@@ -91,7 +91,7 @@ class CudaForward:
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
-            torch.cuda.synchronize(device)  # weights and buffers were made on the default stream
+            wait_for_device(device)  # weights and buffers were made on the default stream
             self._shaped_like = self._warm_up(slot_list)
             torch.cuda.empty_cache()  # the graphs have memory of their own; that of the first runs is free again
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()

@@ -18,6 +18,7 @@ from gpuinfer.api import Limits, ModelSpec, Setup, enter_station
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.models import losses, segments
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.device import Gauge, resolve_device
 from gpuinfer.models.layers import check_same
 from gpuinfer.models.layouts import BITS, misfit, row_dtype
@@ -278,7 +279,7 @@ class GradientPass:
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            wait_for_device(self._device)
         return time.perf_counter()
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from gpuinfer.host.machine import memory_available
 from gpuinfer.host.resident import forget_peak, peak_bytes, resident_bytes, take_at_most
+from gpuinfer.models.capturing import wait_for_device
 
 
 class Meter(Protocol):
@@ -72,12 +73,12 @@ class CudaMeter:
 
     def forget(self) -> None:
         gc.collect()
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
         return torch.cuda.max_memory_reserved(self._device)
 
     def bound(self, beside: int) -> None:

@@ -20,6 +20,7 @@ from gpuinfer.api import TextRoofline
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import cores, cpu_times
 from gpuinfer.models.bare import SERVED, sustained
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.text.arithmetic import FLOAT32
 from gpuinfer.text.cost import StepCost, extent_of
 from gpuinfer.text.shape import Shape
@@ -167,7 +168,7 @@ def _look(once: Callable[[], object], device: torch.device) -> tuple[float, floa
         once()
         passes += 1
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            wait_for_device(device)
     seconds = time.perf_counter() - started
     ran_now, waited_now = cpu_times()
     ran, waited = max(ran_now - ran, 0.0), max(waited_now - waited, 0.0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.api import Lane
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.stages.stage import Mode, Segment, mapped
 
 BEHIND = 1  # micro-batches that a device may still be at when the next is launched
@@ -69,7 +70,7 @@ class CudaStage:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        torch.cuda.synchronize(self.device)  # weights were put there on another stream
+        wait_for_device(self.device)  # weights were put there on another stream
         with self._mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.stages.stage import mapped, settle_on
 
 BUDGET_S = 0.4  # for all layers together, beside the first pass
@@ -64,4 +65,4 @@ def _pass(segments: Sequence[nn.Module], value: Any) -> Iterator[float]:
 
 def _wait_for(place: torch.device) -> None:
     if place.type == "cuda":
-        torch.cuda.synchronize(place)
+        wait_for_device(place)

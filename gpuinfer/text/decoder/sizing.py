@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.checkpoint.estimate import (
     SAMPLING_COPIES,
@@ -168,7 +169,7 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     decoder.empty()
     if not cuda:
         return decoder.held_bytes()
-    torch.cuda.synchronize(decoder.device)
+    wait_for_device(decoder.device)
     return torch.cuda.max_memory_allocated(decoder.device) - before
 
 

@@ -105,7 +105,7 @@ def tiles(sees: Integers, rows: int, reaches: Sequence[int]) -> Iterator[tuple[I
             yield members[start : start + rows], reaches[bucket]
 
 
-def batch_of(step: Step, cache: PageCache, windows: Collection[Window]) -> StepBatch:
+def batch_of(step: Step, cache: PageCache, windows: Collection[Window], uploads: Uploads) -> StepBatch:
     """The step as it is, padded only within groups of segments of unequal length."""
     parts = list(parts_of(step, cache.room, cache.sharing, cache.most_copied))
     positions = positions_of(step)
@@ -115,7 +115,7 @@ def batch_of(step: Step, cache: PageCache, windows: Collection[Window]) -> StepB
     arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions), back(step, parts, rows)]
     for table, asking in zip(tables, rows, strict=True):
         arrays += [table.ravel(), asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
-    tokens, where, into, backward, *rest = sent(arrays, cache.keys.device)
+    tokens, where, into, backward, *rest = uploads.sent(arrays)
     groups = []
     for i, part in enumerate(parts):
         pages, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
@@ -169,7 +169,39 @@ def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, ca
     return mask(positions.view(form), sees.view(form), part.reach, window, cache.keys.dtype, sharing)
 
 
-def sent(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Each array as int64 on the device, all in one copy."""
-    together = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-    return list(torch.split(together.to(device), [len(array) for array in arrays]))
+class Uploads:
+    """Integers on their way to the device, written to memory that a CUDA device copies from while the host goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory, self._array = host_memory(0, device)
+        self._copied: torch.cuda.Event | None = None
+
+    def room(self, count: int) -> NDArray[np.int64]:
+        """Where to write the next ones, [count], once the last ones have been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if count > len(self._memory):
+            self._memory, self._array = host_memory(count, self.device)
+        return self._array[:count]
+
+    def copy(self, into: Tensor) -> None:
+        """Have the first of what was written copied to `into`, int64 on the device."""
+        into.copy_(self._memory[: len(into)], non_blocking=True)
+        if self.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self.device))
+
+    def sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Each array as int64 on the device, all in one copy."""
+        counts = [len(array) for array in arrays]
+        np.concatenate(arrays, out=self.room(sum(counts)))
+        together = torch.empty(sum(counts), dtype=torch.int64, device=self.device)
+        self.copy(together)
+        return list(torch.split(together, counts))
+
+
+def host_memory(count: int, device: torch.device) -> tuple[Tensor, NDArray[np.int64]]:
+    """Integers [count] that `device` copies from by itself; the same memory twice."""
+    memory = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return memory, memory.numpy()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
-from gpuinfer.text.decoder.torch_batch import batch_of, of_tokens, sent, tiles
+from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiles
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, attend_plainly, in_tiles
@@ -61,7 +61,10 @@ class TorchDecoder:
         self.deterministic, self._graphs = deterministic, graphs
         self._attend = attend_plainly if deterministic and device.type == "cpu" else attend
         self._windows = shape.windows or (None,) * shape.layers
+        if device.type == "cuda":  # cuDNN plans for each exact shape, 0.4 s each, and ragged prompts bring new ones
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._adapters: dict[int, Adapter] = {}
+        self._uploads = Uploads(device)
         mix: Mix = whole_mix if deterministic else sorted_mix
         self._mix = uncompiled(mix) if compile else mix
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
@@ -86,6 +89,7 @@ class TorchDecoder:
             self._cache = PageCache(self.shape, pages, self.length, self.device, self.dtype)
             self._static = StaticBatches(
                 self._cache,
+                self._uploads,
                 set(self._windows),
                 self.shape,
                 tile if self.deterministic else slots,
@@ -188,7 +192,7 @@ class TorchDecoder:
 
     def _batch(self, step: Step) -> StepBatch:
         """The step, padded to no fixed shape."""
-        batch = batch_of(step, self._cache, set(self._windows))
+        batch = batch_of(step, self._cache, set(self._windows), self._uploads)
         return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))
 
     def _adapted(self, step: Step) -> tuple[Adapted, ...]:
@@ -257,9 +261,8 @@ class TorchDecoder:
         padded = np.zeros((5, len(cut) * rows), np.int64)
         padded[2], padded[3] = self._cache.spare * PAGE, 1
         padded[:4, at], padded[4, at] = of_tokens(step), adapters_of(step)
-        tokens, positions, places, sees, adapters, *pages = sent(
-            [*padded, *(table.ravel() for table in tables)], self.device
-        )
+        given = [*padded, *(table.ravel() for table in tables)]
+        tokens, positions, places, sees, adapters, *pages = self._uploads.sent(given)
         groups = []
         for number, (_, reach) in enumerate(cut):
             tile = slice(number * rows, (number + 1) * rows)

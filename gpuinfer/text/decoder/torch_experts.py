@@ -17,7 +17,7 @@ from gpuinfer.text.weights import Mixture
 
 Activate = Callable[[Tensor], Tensor]
 """From what up projections give to what goes into down projections."""
-ALIGNED = 16  # bytes: rows whose size is a multiple of it have a kernel for all experts at once
+ALIGNED = 16  # bytes: the kernel for all experts at once wants rows whose size is a multiple of it
 Mix = Callable[[Experts, Mixture, Tensor, Activate], Tensor]
 
 
@@ -44,8 +44,8 @@ def _of_best_groups(experts: Experts, ranked: Tensor) -> Tensor:
 
 
 def sorted_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate) -> Tensor:
-    """What the experts of rows [rows, hidden] give, float32 sums of what each does. No size depends on the choice where
-    they have a kernel for all of them, so that it can be captured.
+    """What the experts of rows [rows, hidden] give, float32 sums of what each does. No size depends on the choice, so
+    that it can be captured.
     """
     chosen, shares = chosen_for(experts, mixture, x)
     by_expert, order = chosen.flatten().sort(stable=True)
@@ -57,17 +57,30 @@ def sorted_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows [rows, in], each by its expert's of `weights` [experts, out, in]; those of an expert end before `ends`."""
-    if weights.shape[-1] * weights.itemsize % ALIGNED == 0:
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    parts = torch.tensor_split(x, ends[:-1].long().cpu())
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
+    """Rows [rows, in], each by its expert's of `weights` [experts, out, `aligned` in]; those of an expert end before
+    `ends`.
+    """
+    return F.grouped_mm(as_wide_as(weights, x), weights.transpose(1, 2), offs=ends)
+
+
+def aligned(weights: Tensor) -> Tensor:
+    """Weights of experts [experts, out, in] with zeros behind each row, up to a multiple of ALIGNED bytes."""
+    odd = -weights.shape[-1] % (ALIGNED // weights.itemsize)
+    return F.pad(weights, (0, odd)) if odd else weights
+
+
+def as_wide_as(weights: Tensor, x: Tensor) -> Tensor:
+    """Rows with as many values as those of `aligned` weights."""
+    odd = weights.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, odd)) if odd else x
 
 
 def whole_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate) -> Tensor:
     """The same, with every row through every expert."""
     chosen, shares = chosen_for(experts, mixture, x)
-    inner = activate(torch.matmul(x, mixture.up.transpose(1, 2)))
-    given = torch.matmul(inner, mixture.down.transpose(1, 2)).float()  # [experts, rows, hidden]
+    inner = activate(torch.matmul(as_wide_as(mixture.up, x), mixture.up.transpose(1, 2)))
+    given = torch.matmul(
+        as_wide_as(mixture.down, inner), mixture.down.transpose(1, 2)
+    ).float()  # [experts, rows, hidden]
     rows = torch.arange(len(x), device=x.device)[:, None]
     return (given[chosen, rows] * shares[..., None]).sum(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpuinfer.text.decoder.torch_cache import PageCache
-from gpuinfer.text.decoder.torch_experts import Mix
+from gpuinfer.text.decoder.torch_experts import Mix, aligned
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Mixture, Norm, Product, Weights
 
@@ -37,7 +37,7 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
     def mixture(given: Mixture) -> Mixture:
         bias = None if given.bias is None else given.bias.to(device, torch.float32)
         router = given.router.to(device, torch.float32)
-        return Mixture(router, bias, given.up.to(device, dtype), given.down.to(device, dtype))
+        return Mixture(router, bias, aligned(given.up.to(device, dtype)), aligned(given.down.to(device, dtype)))
 
     def layer(given: Layer) -> Layer:
         return Layer(
@@ -349,7 +349,8 @@ def many_each(
         asking = asking.reshape(segments, keys.shape[2], -1, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     mixed = attention(asking, keys, values, attn_mask=added, is_causal=causal and added is None)
-    return mixed.view(segments, heads, width, dim).transpose(1, 2)
+    # Not `view`: the kernels of a device lay their results out each in its own way.
+    return mixed.reshape(segments, heads, width, dim).transpose(1, 2)
 
 
 def for_each_head(held: Tensor, heads: int) -> Tensor:

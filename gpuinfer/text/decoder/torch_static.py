@@ -22,7 +22,7 @@ from gpuinfer.models.capturing import captured
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
-from gpuinfer.text.decoder.torch_batch import of_tokens, reach_buckets, row_buckets
+from gpuinfer.text.decoder.torch_batch import Uploads, of_tokens, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Window, mask
 from gpuinfer.text.shape import Shape
@@ -99,6 +99,7 @@ class StaticBatches:
     def __init__(
         self,
         cache: PageCache,
+        uploads: Uploads,
         windows: Collection[Window],
         shape: Shape,
         most: int,
@@ -111,13 +112,12 @@ class StaticBatches:
         through does not depend on its place.
         """
         self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
-        self._tiled = tiled
+        self._uploads, self._tiled = uploads, tiled
         device = cache.keys.device
         self.row_buckets, self.reach_buckets = row_buckets(most), reach_buckets(cache.room)
         self.run_tokens = MOST_RUN_TOKENS if shape.masking is not None else 0
         room = max(most, self.run_tokens)
         size = 4 * room + room * cache.columns
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, shape.vocabulary), device=device)
         self._found = torch.zeros((self.run_tokens, shape.hidden), device=device, dtype=cache.keys.dtype)
@@ -158,12 +158,14 @@ class StaticBatches:
         """The same for tokens [4, tokens] (`of_tokens`) at the places `where`, and the pages [rows, columns] that the
         first rows of the form read. With adapters it is no graph.
         """
-        inputs, pages = (part.numpy() for part in self._views(self._host, form))
+        size, columns = form.rows * form.width, form.reach // PAGE
+        used = 4 * size + form.rows * columns
+        room = self._uploads.room(used)
+        inputs, pages = room[: 4 * size].reshape(4, size), room[4 * size :].reshape(form.rows, columns)
         inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
         inputs[:, where] = given
         pages[: len(table)], pages[len(table) :] = table, self.cache.blank
-        used = inputs.size + pages.size
-        self._inputs[:used].copy_(self._host[:used])
+        self._uploads.copy(self._inputs[:used])
         if adapted:
             self._compute(form, adapted)
         else:
@@ -182,16 +184,10 @@ class StaticBatches:
         reach = bucket_for(int(sees_of(step).max()), self.reach_buckets)
         return GraphForm(bucket_for(len(step.lengths), self.row_buckets), reach, answered, width)
 
-    @staticmethod
-    def _views(held: Tensor, form: GraphForm) -> tuple[Tensor, Tensor]:
-        """Of tokens [4, rows × width], and the table [rows, columns]."""
-        size, columns = form.rows * form.width, form.reach // PAGE
-        return held[: 4 * size].view(4, size), held[4 * size :][: form.rows * columns].view(form.rows, columns)
-
     def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
-        of_all, table = self._views(self._inputs, form)
-        tokens, positions, into, sees = of_all.unbind()
-        size, width = len(tokens), form.width
+        size, width, columns = form.rows * form.width, form.width, form.reach // PAGE
+        tokens, positions, into, sees = self._inputs[: 4 * size].view(4, size).unbind()
+        table = self._inputs[4 * size :][: form.rows * columns].view(form.rows, columns)
         together = form.rows if self._tiled else max(1, self.cache.most_copied // form.reach)
         groups = []
         for first in range(0, form.rows, together):

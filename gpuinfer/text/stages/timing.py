@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.stages.timing import in_thread
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.stages.decoder import PortionDecoder
@@ -48,6 +49,6 @@ def _seconds(portion: Portion, make: Make) -> float:
             before = time.perf_counter()
             compute(step)
             if decoder.device.type == "cuda":
-                torch.cuda.synchronize(decoder.device)
+                wait_for_device(decoder.device)
             taken.append(time.perf_counter() - before)
     return min(taken[1:])

@@ -1,0 +1,148 @@
+"""The decoder in plain torch as a CUDA device would run it: every variant, way of batching and attention kernel."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+sys.path += [str(Path(__file__).parents[1] / part) for part in ("text", "adapters")]
+
+from kernels import KERNELS
+from random_adapters import random_adapter
+from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
+from steps import seeing, step_of
+
+from gpuinfer.text.decoder import torch_batch, torch_layers, torch_static
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Masking
+
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.vocabulary, 150)]
+OTHER = TOKENS[::-1]
+CAUSAL = {name: replace(LLAMA, **changes) for name, changes in (VARIANTS | MIXTURES).items()}
+MASKED = {
+    f"masked, {name}": replace(CAUSAL[name], masking=Masking(0))
+    for name in ("plain", "one key head for all", "a key head for each", "windows", "q and k norms", *MIXTURES)
+}
+WAYS = {
+    "kernel by kernel": {"graphs": False},
+    "in fixed shapes": {"graphs": True},
+    "deterministic": {"graphs": True, "deterministic": True},
+}
+
+
+def causal_steps():
+    """Prompts whole and in chunks beside rows that go on, then rows that go on alone. Nothing has values, so that a row
+    may go on from what was never written.
+    """
+    yield step_of((0, 0, TOKENS[:20]), (3, 0, OTHER[:3]), (1, 0, OTHER[:34]))
+    yield step_of((0, 20, TOKENS[20:30]), (3, 3, [6]))
+    yield step_of((2, 0, TOKENS[:20]), (1, 140, OTHER[:5]), (0, 30, TOKENS[70:75]), last_only=True)
+    for at in range(2):
+        yield step_of((0, 35 + at, [5 + at]), (3, 4 + at, [8]), (1, 145 + at, [at]))
+
+
+def canvas(slot, tokens, start=0, end=None):
+    return slot, start, tokens, [end or len(tokens)] * len(tokens)
+
+
+def masked_steps():
+    """Canvases whole, and blocks of them before what is not decided yet."""
+    yield seeing(canvas(0, TOKENS[:24]), canvas(3, OTHER[:70]), canvas(1, OTHER[:40]))
+    yield seeing(canvas(0, OTHER[8:24], 8, 40), canvas(3, TOKENS[64:80], 64, 140))
+
+
+class Replays(torch_static.Replays):
+    """Without graphs, which fake tensors have none of."""
+
+    def __init__(self, device, wanted):
+        super().__init__(torch.device("cpu"), wanted)
+
+
+HOST_MEMORY = torch_batch.host_memory
+
+
+def real_memory(count, device):
+    """What the host writes has values."""
+    with unset_fake_temporarily():
+        return HOST_MEMORY(count, torch.device("cpu"))
+
+
+def decoder(shape, device, kernel="memory-efficient", dtype=torch.bfloat16, **options):
+    with unset_fake_temporarily():
+        weights = random_weights(shape, torch.float32)
+    one = TorchDecoder(shape, weights, device, dtype, slots=5, pages=40, length=160, **options)
+    one._attend = partial(torch_layers.attend, attention=KERNELS[kernel])
+    return one
+
+
+SHAPES = CAUSAL | MASKED
+KINDS = ("plain", "windows", "masked, plain")  # of causal order, a mask, and sight of what comes after
+CASES = [(name, "memory-efficient") for name in SHAPES] + [
+    (name, kernel) for name in KINDS for kernel in KERNELS if kernel != "memory-efficient"
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, monkeypatch, name, way, kernel):
+    monkeypatch.setattr(torch_static, "Replays", Replays)
+    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+    shape = SHAPES[name]
+    one = decoder(shape, fake_cuda, kernel, **WAYS[way])
+    for step in masked_steps() if shape.masking else causal_steps():
+        logits = one.forward(step)
+        assert logits.device == fake_cuda
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(step.wanted), shape.vocabulary)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, monkeypatch, name, way):
+    monkeypatch.setattr(torch_static, "Replays", Replays)
+    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+    shape = SHAPES[name]
+    one = decoder(shape, fake_cuda, **WAYS[way])
+    with unset_fake_temporarily():
+        adapters = {3: random_adapter(shape, 4, 0), 7: random_adapter(shape, 5, 1, ("q", "v", "down"))}
+    for number, adapter in adapters.items():
+        one.load(number, one.pack_adapter(adapter))
+    for step in masked_steps() if shape.masking else causal_steps():
+        numbers = np.array([0, 3, 7][: len(step.lengths)], np.int32)
+        found = one.forward(replace(step, adapters=numbers))
+        assert found.device == fake_cuda
+        found = one.hidden(step)
+        assert (found.device, found.dtype, found.shape) == (fake_cuda, torch.bfloat16, (len(step.tokens), shape.hidden))
+
+
+def test_cudnn_which_plans_for_each_shape_is_not_asked_for_attention(fake_cuda, monkeypatch):
+    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    decoder(LLAMA, fake_cuda, graphs=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_what_the_host_wrote_is_copied_before_it_is_written_over(fake_cuda, monkeypatch):
+    log = []
+
+    class Event:
+        def record(self, stream):
+            log.append("copy queued")
+
+        def synchronize(self):
+            log.append("copied")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+    uploads = torch_batch.Uploads(fake_cuda)
+    for _ in range(2):
+        one, two = uploads.sent([np.arange(3), np.arange(5, dtype=np.int32)])
+        assert (one.device, one.shape, two.shape) == (fake_cuda, (3,), (5,))
+    assert log == ["copy queued", "copied", "copy queued"]
