@@ -15,6 +15,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.host.records import differences
 from gpuinfer.positions.records import UNREADABLE, Folder, read
+from gpuinfer.positions.symmetries import Symmetries
 
 GAME = ("game", "game_options")  # of a manifest's settings: positions of one game alone go together
 MEMORY_SHARE = 0.7  # of what is available now
@@ -69,6 +70,13 @@ def sizes_of(paths: Sequence[Path]) -> Sizes:
                 f"{first} holds positions with {sizes}, and {path} with {other}. Give records of one game alone."
             )
     return sizes
+
+
+def symmetries_of(paths: Sequence[Path]) -> Symmetries | None:
+    """Those of their game, from the newest folder that says some. Raises `UsageError`, as `positions_of` does."""
+    sizes = sizes_of(paths)
+    found = (Folder(path).symmetries(sizes.features, sizes.actions) for path in reversed(paths))
+    return next((one for one in found if one is not None), None)
 
 
 def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:

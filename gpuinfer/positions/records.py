@@ -14,19 +14,23 @@ moves without a choice have no row.
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 
+from gpuinfer.errors import UsageError
 from gpuinfer.host.records import RecordFolder
+from gpuinfer.positions.symmetries import Symmetries, checked
 
 SCHEMA = "gpuinfer.records/1"
+SYMMETRIES = "symmetries.json"  # of the game, where it declares some
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,8 @@ log = logging.getLogger(__name__)
 
 class Folder(RecordFolder):
     """The folder that `--out` names. Raises UsageError when it cannot serve."""
+
+    tells: ClassVar[Sequence[str]] = (SYMMETRIES,)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, SCHEMA, ".npz")
@@ -56,6 +62,23 @@ class Folder(RecordFolder):
             self.note(games=games, shards=sorted(shard.name for shard in self.shards()))
         finally:
             self.release()
+
+    def declare(self, symmetries: Symmetries) -> None:
+        """Say how its positions can be turned. Raises WorkError when it cannot be written."""
+        content = json.dumps(symmetries.plain(), separators=(",", ":")).encode()
+        self.put(SYMMETRIES, lambda file: file.write(content))
+
+    def symmetries(self, features: int, actions: int) -> Symmetries | None:
+        """What it says of that; None where it says nothing. Raises UsageError for what cannot be."""
+        path = self.path / SYMMETRIES
+        try:
+            found = json.loads(path.read_bytes())
+            pairs = list(zip(found["features"], found["actions"], strict=True))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(f"{path} cannot be read ({error}). Delete it, or train with --no-symmetries.") from error
+        return checked(pairs, features, actions, str(path))
 
     def finished(self) -> set[int]:
         """The numbers of all games in whole shards; a shard that cannot be read is set aside. Each is read once."""

@@ -21,6 +21,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.gradients import GradientPass
 from gpuinfer.positions.reading import Sizes, positions_of, sizes_of
 from gpuinfer.positions.records import Folder
+from gpuinfer.positions.symmetries import checked
 from gpuinfer.report.report import schema
 from gpuinfer.workloads.train import workload
 from gpuinfer.workloads.train.batching import Batches
@@ -435,3 +436,34 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[60] == pytest.approx(0.5)
     assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
     assert rates[-1] > 0
+
+
+def test_positions_are_turned_at_random_with_what_is_to_be_learnt_of_them(records):
+    found = positions_of([records])
+    draw = np.random.default_rng(1)
+    pairs = []
+    for _ in range(2):
+        actions = draw.permutation(ACTIONS)
+        pairs.append(([*actions, *(ACTIONS + draw.permutation(FEATURES - ACTIONS))], actions))
+    symmetries = checked(pairs, FEATURES, ACTIONS, "g")
+    plain, turned = Batches(found, 64, 0, 0.1), Batches(found, 64, 0, 0.1, symmetries)
+    seen = set()
+    for step in range(4):
+        one, other, again = plain.at(step), turned.at(step), turned.at(step)
+        np.testing.assert_array_equal(other.features, again.features)
+        np.testing.assert_array_equal(other.targets["value"], one.targets["value"])
+        for row in range(64):
+            ways = [(slice(None), slice(None)), *pairs]
+            fitting = [
+                number
+                for number, (features, actions) in enumerate(ways)
+                if (other.features[row] == one.features[row][features]).all()
+                and all(
+                    (other.targets[name][row] == one.targets[name][row][actions]).all() for name in ("policy", "legal")
+                )
+            ]
+            assert fitting
+            seen.update(fitting)
+    assert seen == {0, 1, 2}
+    for one, other in zip(plain.validating(), turned.validating(), strict=True):
+        np.testing.assert_array_equal(one.features, other.features)

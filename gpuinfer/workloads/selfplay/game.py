@@ -22,6 +22,7 @@ the point of view of the player to move wherever a network sees them: column k o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +47,15 @@ class Game(Plugin):
     words: int  # in one position
     config: np.ndarray  # int64
     scratch: tuple[int, int] = (1, 1)  # integers, floats
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """How positions can be turned or mirrored and are played alike, without the identity: training learns from
+        turned ones too, with the same values.
+
+        Of each, from where the features of the turned row come, a permutation of [features], and from where its actions
+        come, one of [actions]. The mask of legal actions, which stands first in a row, is turned as actions are.
+        """
+        return ()
 
     def show(self, position: Any, seat: int) -> str:
         """The position as text, as the player in this seat may see it, for `gpuinfer play`: to be overridden.

@@ -20,6 +20,7 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
 from gpuinfer.openai.several import refuse_several
 from gpuinfer.positions.records import Folder
+from gpuinfer.positions.symmetries import checked
 from gpuinfer.report.strength import Tally
 from gpuinfer.workloads.selfplay import forest, games, rehearsal
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
@@ -41,14 +42,14 @@ HEAVY_ROWS = 1280  # the same for a heavy model, where the search hardly counts 
 HEAVY_PER_S = 200_000  # rows: a model is heavy that the machine does fewer of
 CACHED_BYTES = 512 << 10  # of trees a worker, where no network wants large blocks: they stay in the core's own cache
 MOST_CUDA_WORKERS = 8
+A_CORE, ALWAYS = 2, 4  # workers that may be asked for on any core, and on any machine; more would only take turns
+WORKER_MB = 250  # about, with a network of its own
 LIKELY_MOVES = 512  # of a game in Python, whose records grow as it goes: the longest possible one may be far longer
 MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 
-
-A_CORE, ALWAYS = 2, 4  # workers that may be asked for on any core, and on any machine; more would only take turns
 log = logging.getLogger(__name__)
 
-WORKER_MB = 250  # about, with a network of its own
+
 class SelfPlay(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
 
@@ -218,7 +219,12 @@ class SelfPlay(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         self._say_how_many()
         folder = Folder(self.options.out) if self.options.out else None
+        symmetries = checked(
+            self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
+        )
         finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
+        if folder and symmetries is not None:
+            folder.declare(symmetries)
         if finished and max(finished) >= self.options.games:
             raise UsageError(
                 f"{self.options.out} holds games up to number {max(finished)} already, more than --games "
@@ -243,6 +249,20 @@ class SelfPlay(Workload):
             folder.close(match.done)
         yield match.progress()
 
+    def _say_how_many(self) -> None:
+        """Before they start, each of which takes a second or more."""
+        asked, cores = self.options.workers or 0, machine.cores()
+        if asked <= max(ALWAYS, A_CORE * cores):
+            return
+        there = f"{cores} core{'' if cores == 1 else 's'} and {machine.memory_available() / 1e9:.1f} GB of free memory"
+        if self.options.oversubscribe:
+            log.warning("%d workers take turns on %s; each needs about %d MB of that.", asked, there, WORKER_MB)
+        else:
+            said = (
+                "--workers %d: there are %s. %d are started, as more would only take turns; --oversubscribe starts all."
+            )
+            log.warning(said, asked, there, self.processes)
+
     def arguments(self, infer: Infer, finished: int) -> list[dict[str, Any]]:
         """What each worker is told: plain values."""
         left = self.options.games - finished
@@ -262,20 +282,6 @@ class SelfPlay(Workload):
         ]
 
     @property
-    def _say_how_many(self) -> None:
-        """Before they start, each of which takes a second or more."""
-        asked, cores = self.options.workers or 0, machine.cores()
-        if asked <= max(ALWAYS, A_CORE * cores):
-            return
-        there = f"{cores} core{'' if cores == 1 else 's'} and {machine.memory_available() / 1e9:.1f} GB of free memory"
-        if self.options.oversubscribe:
-            log.warning("%d workers take turns on %s; each needs about %d MB of that.", asked, there, WORKER_MB)
-        else:
-            said = (
-                "--workers %d: there are %s. %d are started, as more would only take turns; --oversubscribe starts all."
-            )
-            log.warning(said, asked, there, self.processes)
-
     def _opponent_told(self) -> dict[str, str | None] | None:
         if self.options.opponent_model is None:
             return None

@@ -9,18 +9,28 @@ from numpy.typing import NDArray
 
 from gpuinfer.gradients import TrainingBatch
 from gpuinfer.positions.reading import Positions
+from gpuinfer.positions.symmetries import Symmetries
 
-ORDER, APART = 1, 2  # streams of random numbers
+ORDER, APART, TURNED = 1, 2, 3  # streams of random numbers
 MOST_VALIDATED = 8192  # positions: more would tell little more
 
 
 class Batches:
     """The batch of each step, by the seed and the step alone: so a run that goes on takes those it would have taken.
 
-    Each position comes once an epoch, in an order of the epoch's own; what fills no batch at its end is left out.
+    Each position comes once an epoch, in an order of the epoch's own; what fills no batch at its end is left out. Where
+    there are symmetries each is turned by one of them or by none, at random, as AlphaGo Zero does (Silver et al. 2017).
     """
 
-    def __init__(self, positions: Positions, size: int, seed: int, validation_share: float) -> None:
+    def __init__(
+        self,
+        positions: Positions,
+        size: int,
+        seed: int,
+        validation_share: float,
+        symmetries: Symmetries | None = None,
+    ) -> None:
+        self._symmetries = symmetries
         self._positions, self._seed = positions, seed
         apart = _games_apart(positions.game, validation_share, seed)
         self.rows = np.flatnonzero(~apart)
@@ -35,7 +45,20 @@ class Batches:
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, ORDER, epoch]).permutation(self.rows)
             self._epoch = epoch
-        return self._made(self._order[place * self.size : (place + 1) * self.size])
+        batch = self._made(self._order[place * self.size : (place + 1) * self.size])
+        if self._symmetries is not None:
+            self._turn(batch, self._symmetries, step)
+        return batch
+
+    def _turn(self, batch: TrainingBatch, symmetries: Symmetries, step: int) -> None:
+        drawn = np.random.default_rng([self._seed, TURNED, step]).integers(
+            len(symmetries) + 1, size=len(batch.features)
+        )
+        for number, (features, actions) in enumerate(zip(symmetries.features, symmetries.actions, strict=True)):
+            rows = np.flatnonzero(drawn == number)
+            batch.features[rows] = batch.features[np.ix_(rows, features)]
+            for name in ("policy", "legal"):
+                batch.targets[name][rows] = batch.targets[name][np.ix_(rows, actions)]
 
     def validating(self) -> Iterator[TrainingBatch]:
         """The positions that are kept apart."""

@@ -19,7 +19,8 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
-from gpuinfer.positions.reading import Positions, positions_of, sizes_of
+from gpuinfer.positions.reading import Positions, positions_of, sizes_of, symmetries_of
+from gpuinfer.positions.symmetries import Symmetries
 from gpuinfer.workloads.train.batching import Batches
 from gpuinfer.workloads.train.schedule import Schedule, rate_at
 
@@ -59,6 +60,7 @@ class Train(Workload):
         clip_norm: float = Field(1.0, gt=0, le=1e9, description="the most that the norm of all gradients may be")
         value_weight: float = Field(1.0, ge=0, le=1e6, description="of the values' error beside the policy's")
         window: int | None = Field(None, ge=1, description="train on so many of the newest positions alone [all]")
+        symmetries: bool = Field(True, description="turn positions at random, where their game declares symmetries")
         validation_share: float = Field(0.05, ge=0, lt=1, description="of the games, kept apart to validate on")
         checkpoint_every: int = Field(500, ge=1, description="steps from one checkpoint to the next")
         picture: bool = Field(True, description="draw the loss curve at the end, to loss.svg")
@@ -146,9 +148,11 @@ class _Training:
         yield Progress(0, note="reading the records", unit="steps", setup=True)
         own, workload = self._own, self._workload
         positions = await self._do(self._files, positions_of, own.records, own.window)
+        symmetries = await self._do(self._files, symmetries_of, own.records) if own.symmetries else None
         settings = await self._do(self._files, workload.deciding_settings, positions)
+        settings |= {} if symmetries is None else {"symmetries": symmetries.plain()["actions"]}
         yield Progress(0, note="making the model ready", unit="steps", setup=True)
-        await self._do(self._compute, self._open, positions, settings)
+        await self._do(self._compute, self._open, positions, symmetries, settings)
         try:
             await self._do(self._files, self.folder.begin_curve, self._step)
             limits = await self._infer.ready()
@@ -161,12 +165,12 @@ class _Training:
             self.folder.release()
             raise
 
-    def _open(self, positions: Positions, settings: Mapping[str, Any]) -> None:
+    def _open(self, positions: Positions, symmetries: Symmetries | None, settings: Mapping[str, Any]) -> None:
         from gpuinfer.workloads.train.checkpoints import TrainingFolder
         from gpuinfer.workloads.train.stepping import Stepper
 
         own, setup = self._own, self._workload.setup
-        self._batches = Batches(positions, own.batch_size, setup.seed, own.validation_share)
+        self._batches = Batches(positions, own.batch_size, setup.seed, own.validation_share, symmetries)
         self._stepper: Stepper = Stepper(self._workload.model(), setup.seed, own.weight_decay, own.clip_norm)
         self.folder = TrainingFolder(own.out)
         if self.folder.claim(settings, own.resume) and (last := self.folder.last()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +26,12 @@ class ConnectFour(Game):
         self.features = 7 + 2 * 42
         self.words = 4
         self.config = np.zeros(1, np.int64)
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """The board seen in a mirror."""
+        columns = np.arange(self.actions)[::-1]
+        cells = np.arange(self.actions, self.features).reshape(2, self.actions, -1)[:, columns]
+        return [([*columns.tolist(), *cells.ravel().tolist()], columns.tolist())]
 
     def show(self, position: np.ndarray, seat: int) -> str:
         """X has the first move."""

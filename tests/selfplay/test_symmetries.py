@@ -1,0 +1,81 @@
+"""Symmetries that a game declares: that they are true, that records keep them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import forking
+import numpy as np
+import pytest
+from table import Table
+
+from gpuinfer.errors import UsageError
+from gpuinfer.positions.records import Folder
+from gpuinfer.positions.symmetries import checked
+from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+
+PLAIN = ["--game", "connect-four", "--model", "uniform", "--simulations", "2", "--workers", "1"]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_game_in_the_mirror_is_the_mirrored_game(number):
+    game, draw = ConnectFour(), random.Random(number)
+    (features, actions), *others = game.symmetries()
+    assert not others
+    table, mirrored = Table(game), Table(game)
+    while not table.over:
+        assert [actions[move] for move in reversed(mirrored.legal())] == table.legal()
+        np.testing.assert_array_equal(mirrored.observe(), table.observe()[features])
+        move = draw.choice(table.legal())
+        table.play(move)
+        mirrored.play(actions.index(move))
+    assert mirrored.over
+    assert mirrored.returns() == table.returns()
+
+
+def test_records_say_the_symmetries_of_their_game_and_training_turns_positions(tmp_path):
+    words = ["gpuinfer", "selfplay", *PLAIN, "--games", "6", "--out", "games", "--quiet"]
+    done = forking.run(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = Folder(tmp_path / "games").symmetries(91, 7)
+    assert [(kept.features[0].tolist(), kept.actions[0].tolist())] == ConnectFour().symmetries()
+    train = ["gpuinfer", "train", "--records", "games", "--model", "blobnet-small", "--steps", "3", "--device", "cpu"]
+    for name, more in (("turned", []), ("plain", ["--no-symmetries"])):
+        done = forking.run([*train, "--out", name, "--quiet", *more], tmp_path)
+        assert done.returncode == 0, done.stderr
+    settings = [json.loads((tmp_path / name / "manifest.json").read_text())["settings"] for name in ("turned", "plain")]
+    assert [one.get("symmetries") for one in settings] == [[[6, 5, 4, 3, 2, 1, 0]], None]
+    losses = [(tmp_path / name / "loss.jsonl").read_text() for name in ("turned", "plain")]
+    assert losses[0] != losses[1]
+
+
+GOOD = ([1, 0, 2], [1, 0])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(([1, 0], [1, 0]), id="too few features"),
+        pytest.param(([1, 0, 2], [1, 1]), id="an action twice"),
+        pytest.param(([0, 1, 2], [1, 0]), id="the mask of legal actions stays"),
+        pytest.param(([1.0, 0.0, 2.0], [1, 0]), id="no whole numbers"),
+        pytest.param([1, 0, 2], id="no pair"),
+        pytest.param((["b", "a", "c"], [1, 0]), id="words"),
+    ],
+)
+def test_what_is_no_symmetry_is_refused_with_its_number(pair):
+    assert len(checked([GOOD], 3, 2, "game 'g'")) == 1
+    with pytest.raises(UsageError, match="game 'g': symmetry 1 is no permutation of 3 features with one of 2 actions"):
+        checked([GOOD, pair], 3, 2, "game 'g'")
+
+
+def test_a_file_of_symmetries_that_is_damaged_is_named_with_the_cure(tmp_path):
+    folder = Folder(Path(tmp_path))
+    assert folder.symmetries(3, 2) is None
+    folder.declare(checked([GOOD], 3, 2, "g"))
+    assert folder.symmetries(3, 2).plain() == {"features": [[1, 0, 2]], "actions": [[1, 0]]}
+    (tmp_path / "symmetries.json").write_text('{"features": [[1, 0')
+    with pytest.raises(UsageError, match="Delete it, or train with --no-symmetries"):
+        folder.symmetries(3, 2)
