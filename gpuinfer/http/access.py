@@ -94,12 +94,12 @@ class Keys:
 
 
 def _version(path: Path | None) -> object:
-    """Of a file; another one once that has been written or replaced."""
+    """Of a file; another one once that has been written, replaced, or given to others to read."""
     try:
         found = None if path is None else path.stat()
     except OSError:
         return None
-    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+    return found and (found.st_ctime_ns, found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def read_keys(path: str | Path) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gpuinfer.http.access import Key
@@ -38,11 +39,13 @@ class Exceeded:
 
 
 class Quotas:
-    """Of all keys of one process. `processes` that share the clients each give out their part of a limit."""
+    """Of all keys. Processes that share the clients tell one another now and then what was spent (`news`, `hear`)."""
 
-    def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._part, self._clock = 1 / processes, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._spent: Counter[tuple[str, str]] = Counter()  # here, since the last news
+        self._elsewhere: Counter[tuple[str, str]] = Counter()  # and elsewhere, of what no bucket knows yet
 
     def take(self, key: Key) -> Exceeded | None:
         """One request's worth, or why not."""
@@ -50,24 +53,35 @@ class Quotas:
             bucket = self._bucket(key.name, kind, limit)
             needed = 1.0 if kind == "requests" else 1e-9
             if bucket.level < needed:
-                wait_s = math.ceil((needed - bucket.level) * MINUTE_S / self._share(limit))
+                wait_s = math.ceil((needed - bucket.level) * MINUTE_S / limit)
                 message = f"the key '{key.name}' has used its {limit:g} {kind} a minute. Ask again in {wait_s} s."
                 return Exceeded(kind, message, wait_s)
         if key.requests is not None:
-            self._bucket(key.name, "requests", key.requests).level -= 1
+            self._pay(key.name, "requests", key.requests, 1)
         return None
 
     def spend(self, key: Key, tokens: int) -> None:
         """An answer is over that cost so much."""
         if key.tokens is not None and tokens:
-            self._bucket(key.name, "tokens", key.tokens).level -= tokens
+            self._pay(key.name, "tokens", key.tokens, tokens)
+
+    def news(self) -> list[tuple[str, str, int]]:
+        """Names, kinds and how much was spent here since this was asked last."""
+        told = [(name, kind, amount) for (name, kind), amount in self._spent.items()]
+        self._spent.clear()
+        return told
+
+    def hear(self, news: Iterable[tuple[str, str, int]]) -> None:
+        """What was spent in another process."""
+        for name, kind, amount in news:
+            self._elsewhere[name, kind] += amount
 
     def headers(self, key: Key) -> list[tuple[str, str]]:
         """What is left, as OpenAI tells it."""
         told = []
         for kind, limit in key.limits():
-            bucket, part = self._bucket(key.name, kind, limit), self._share(limit)
-            full_s = (part - bucket.level) * MINUTE_S / part
+            bucket = self._bucket(key.name, kind, limit)
+            full_s = (limit - bucket.level) * MINUTE_S / limit
             told += [
                 (f"x-ratelimit-limit-{kind}", f"{limit:g}"),
                 (f"x-ratelimit-remaining-{kind}", f"{max(0, math.floor(bucket.level))}"),
@@ -75,11 +89,13 @@ class Quotas:
             ]
         return told
 
-    def _share(self, limit: float) -> float:
-        return max(1.0, limit * self._part)
+    def _pay(self, name: str, kind: str, limit: float, amount: int) -> None:
+        self._bucket(name, kind, limit).level -= amount
+        self._spent[name, kind] += amount
 
     def _bucket(self, name: str, kind: str, limit: float) -> _Bucket:
-        now, part = self._clock(), self._share(limit)
-        bucket = self._buckets.setdefault((name, kind), _Bucket(part, now))
-        bucket.fill(part, now)
+        now = self._clock()
+        bucket = self._buckets.setdefault((name, kind), _Bucket(limit, now))
+        bucket.fill(limit, now)
+        bucket.level -= self._elsewhere.pop((name, kind), 0)
         return bucket

@@ -41,7 +41,7 @@ class Certificate:
             found = [one.stat() for one in (self.path, self._key)]
         except OSError:
             return None
-        return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+        return [(one.st_ctime_ns, one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:

@@ -265,6 +265,23 @@ def test_a_line_with_what_is_no_name_and_no_quota_says_how_it_is_written(tmp_pat
         Keys.read(key_file(tmp_path, line))
 
 
+def test_a_file_is_read_again_when_it_changes_and_one_that_went_wrong_when_it_is_mended(tmp_path):
+    path = key_file(tmp_path, "one")
+    keys = Keys.read(path)
+    assert keys.look() is None
+    path.write_text("one\ntwo")
+    assert keys.look() == ["one name=line-1", "two name=line-2"]
+    path.chmod(0o644)
+    path.write_text("three")
+    with pytest.raises(UsageError, match="chmod 600"):
+        keys.look()
+    assert keys.look() is None, "it is said once"
+    assert keys.allow("Bearer two")
+    path.chmod(0o600)
+    assert keys.look() == ["three name=line-1"]
+    assert not keys.allow("Bearer two")
+
+
 def test_two_keys_of_one_name_have_the_same_quota(tmp_path):
     keys = Keys.read(key_file(tmp_path, "one name=alice requests=5\ntwo name=alice requests=5\nthree"))
     assert [keys.find(f"Bearer {key}").name for key in ("one", "two", "three")] == ["alice", "alice", "line-3"]

@@ -69,6 +69,30 @@ def test_requests_beyond_a_keys_quota_are_refused_as_openai_does(keyed, more):
     assert "second" not in server.log
 
 
+def test_of_several_router_processes_each_knows_what_was_spent_at_the_others(keyed):
+    server = keyed("first name=alice tokens=600", more=("--replicas", "1", "--router-processes", "2"))
+    large = {**ASKED, "max_tokens": 300, "n": 4}
+    assert server.ask("/v1/completions", large, bearer("first")).status == 200, "two minutes' worth, at one of them"
+    one, rounds = json.dumps({"prompt": "a", "max_tokens": 1}), 0
+
+    def refused_everywhere() -> bool:
+        """Sixteen connections are with both processes, but for one case in 32,768."""
+        nonlocal rounds
+        rounds += 1
+        others = [server.connect() for _ in range(16)]
+        try:
+            for other in others:
+                other.request("POST", "/v1/completions", one, bearer("first"))
+            answers = [other.getresponse() for other in others]
+            return {answer.status for answer in answers} == {429}
+        finally:
+            for other in others:
+                other.close()
+
+    until(lambda: refused_everywhere() or rounds == 10)
+    assert rounds < 10, "so many would not use up what the other process had"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("more", [(), FLEET], ids=["one server", "a fleet"])
 def test_tokens_beyond_a_keys_quota_are_refused_until_they_are_back(keyed, more, stream):

@@ -26,6 +26,7 @@ from gpuinfer.http.request_log import JsonLines
 from gpuinfer.http.tls import Certificate
 
 BACKLOG = 4096
+SPENDING_S = 0.1  # between two tellings of what keys have spent
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -75,6 +76,7 @@ class _Router:
         self._frames = Frames(self._obey, self._over.set)
         self._relay = Relay(config, board, row, self._loop, self._frames.send)
         self._door = Door(self._relay)
+        self._several = config.processes > 1
         self._certificate = None if config.tls is None else Certificate(*map(Path, config.tls))
         self._tls: dict[str, Any] = {}
         if self._certificate is not None:
@@ -86,8 +88,17 @@ class _Router:
         pauses.keep_short()
         self._frames.send({"event": "here"})
         fresh = self._loop.create_task(keep_fresh([] if self._certificate is None else [self._certificate]))
+        spending = self._loop.create_task(self._tell_spending())
         await self._over.wait()
         fresh.cancel()
+        spending.cancel()
+
+    async def _tell_spending(self) -> None:
+        """What keys have spent here, for the other processes."""
+        while self._several:
+            await asyncio.sleep(SPENDING_S)
+            if news := self._door.gate.quotas.news():
+                self._frames.send({"event": "spent", "spent": news})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         if "members" in message:
@@ -95,6 +106,8 @@ class _Router:
             self._relay.members.update((seat.member, seat.slot) for seat in seats)
             if not self._servers and self._draining is None:
                 self._loop.create_task(self._listen())
+        elif "spent" in message:
+            self._door.gate.quotas.hear((name, kind, amount) for name, kind, amount in message["spent"])
         elif "keys" in message:
             if self._door.gate.keys is not None:
                 self._door.gate.keys.replace(message["keys"])

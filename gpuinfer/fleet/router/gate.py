@@ -43,7 +43,7 @@ class Gate:
     def __init__(self, config: RouterConfig) -> None:
         self.keys = Keys(config.api_keys) if config.api_keys else None
         self.origins = frozenset(config.origins)
-        self.quotas = Quotas(config.processes)
+        self.quotas = Quotas()
         self._hosts = frozenset(host.lower() for host in config.hosts)
         self._known: set[bytes] = set()
         self.open = not self._hosts and self.keys is None and not self.origins

@@ -107,6 +107,12 @@ class Routers:
         for process in self._processes:
             process.tell({"keys": lines})
 
+    def spread(self, teller: _Process, news: Mapping[str, Any]) -> None:
+        """Tell all processes but the one that says so."""
+        for process in self._processes:
+            if process is not teller:
+                process.tell(news)
+
     def counters(self) -> Mapping[int, MemberCounters]:
         """By member id, of all that were ever in a roster and are not long gone."""
         return {member: self._counters(slot) for member, slot in self._seats.taken.items()}
@@ -214,6 +220,8 @@ class _Process:
             self._here.set()
         elif message["event"] == "drained":
             self._drained.set()
+        elif message["event"] == "spent":
+            self._routers.spread(self, {"spent": message["spent"]})
         elif message["event"] == "failed":
             self._routers.heard(message)
 
