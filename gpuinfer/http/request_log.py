@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuinfer.requests")
 GONE = 499  # in place of a status, as nginx writes it: the client went away before its answer
-LONGEST = 200  # characters of what a client chose
+LONGEST = 200  # characters of a path
+LONGEST_REASON = 1000  # and of why a request was refused, which may repeat what a client wrote
 
 
 def of_exchange(exchange: Exchange) -> None:
@@ -39,6 +40,8 @@ def write(
         return
     fields: dict[str, object] = {"method": method, "path": path[:LONGEST], "status": status}
     fields |= {"took_ms": round(1e3 * took_s, 1), "peer": peer, **notes}
+    if "refused" in fields:
+        fields["refused"] = str(fields["refused"])[:LONGEST_REASON]
     log.log(level, "%s", _Line(fields), extra={"request": fields})
 
 
@@ -57,8 +60,10 @@ class _Line:
         named = ("model", "key", "replica", "id", "trace")
         parts += [f"{name} {fields[name]}" for name in named if fields.get(name) is not None]
         parts.append(f"from {fields['peer']}")
-        refused = f": {fields['refused']}" if fields.get("refused") else ""
-        return ", ".join(parts) + refused
+        if fields.get("refused"):
+            parts[-1] += f": {' '.join(str(fields['refused']).split())}"
+        said = ", ".join(parts)  # of which a client has chosen some
+        return "".join(one if one.isprintable() else "?" for one in said)
 
 
 class JsonLines(logging.Formatter):

@@ -203,6 +203,15 @@ def test_the_proxys_configuration_is_that_of_the_page():
     assert f"```nginx gpuinfer.conf\n{(DEPLOY / 'nginx.conf').read_text()}```" in page
 
 
+def test_the_example_for_traefik_leads_from_the_name_to_the_server():
+    (text,) = re.findall(r"^```yaml traefik.yml\n(.*?)^```", (ROOT / "docs" / "proxies.md").read_text(), re.M | re.S)
+    told = yaml.safe_load(text)["http"]
+    (router,) = told["routers"].values()
+    balancer = told["services"][router["service"]]["loadBalancer"]
+    assert [one["url"] for one in balancer["servers"]] == ["http://127.0.0.1:8000"]
+    assert balancer["healthCheck"]["path"] == "/health"
+
+
 def test_alerts_ask_for_metrics_and_labels_that_there_are():
     known = labels_of(everything())
     (group,) = documents(DEPLOY / "prometheus" / "alerts.yml")[0]["groups"]

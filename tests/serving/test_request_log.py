@@ -105,3 +105,7 @@ def test_for_people_it_is_a_line_of_words(tmp_path):
         assert "gpuinfer: POST /v1/completions 200 in " in server.log
         assert "+8 tokens, model tiny" in server.log
         assert "there is nothing at /nowhere" in server.log
+        server.ask("/v1/completions", {**ASKED, "odd\ngpuinfer: forged\x1b[2J": 1})
+        until(lambda: "forged" in server.log)
+        assert "\ngpuinfer: forged" not in server.log, "a client writes no line of its own"
+        assert "\x1b" not in server.log
