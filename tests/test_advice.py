@@ -26,6 +26,7 @@ OTHERS = {
     "--enable-lora",
     "--query-gpu",
     "--format",
+    "--local-dir",
 }  # flags of programs that are not ours
 OTHER_PROGRAMS = ("fleet/launchers/slurm", "packages/programs.py")  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options.py")}  # said only then, or as such

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gpuinfer.config import foreign
 from gpuinfer.errors import UsageError
 from gpuinfer.manual import contents
 from gpuinfer.manual.pages import Page, Section, pages
@@ -103,14 +104,25 @@ def _remarks(found: Found) -> Iterator[str]:
     for word, near in found.instead.items():
         yield f"No page says '{word}'. This is of '{near}':"
     for word, several in found.unknown.items():
-        yield f"No page says '{word}'{_or_else(several)}."
+        yield f"No page says '{word}'{_or_else(several)}.{_called_here(word)}"
     if found.instead or found.unknown:
         yield ""
 
 
 def _nothing(query: str, found: Found) -> str:
     near = [one for words in found.unknown.values() for one in words]
-    return f"no page says '{query}'{_or_else(near)}. `gpuinfer docs` lists the pages."
+    here = "".join(map(_called_here, found.unknown))
+    return (
+        f"no page says '{query}'{_or_else(near)}.{here or ' Either it is not there, or it has another name here.'} "
+        "`gpuinfer docs questions` has what newcomers ask, `gpuinfer docs` lists the pages."
+    )
+
+
+def _called_here(word: str) -> str:
+    """What a flag of another program is called, as a sentence to follow; "" for any other word."""
+    if not (ours := foreign.FLAGS.get(word.lstrip("-").replace("_", "-"))):
+        return ""
+    return f" {ours[0]}" if ours[0].endswith(".") else f" Here it is '{ours[0]}'."
 
 
 def _or_else(near: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ CURVES = (
 )
 DECIDES = "The model's folder decides that. Leave it out."
 NO_BEAMS = "There is no beam search. --num-samples N gives several answers."
-NO_DRAFTS = "There is no speculative decoding here. Leave it out."
+NO_DRAFTS = "There is no speculative decoding but vLLM's: --backend vllm -B speculative_config=JSON."
 DEVICES = ("--gpus", "--device cuda")
 
 FLAGS: dict[str, tuple[str, ...]] = {

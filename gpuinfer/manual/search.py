@@ -1,7 +1,7 @@
 """Which sections answer a few words best: BM25 (Robertson, Walker and Beaulieu 1999), where a word counts more in a
 name, a heading or the first column of a table than in the text (BM25F: Robertson, Zaragoza and Taylor 2004).
 
-A word that stands nowhere is taken for the nearest that does.
+A word that stands nowhere is taken for the one of which it is a misspelling, as far as that can be told.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ WORDS = {
     "questions": 1.3,
 }  # pages for those who know the guides; the one for those who do not
 FLAGS = {"reference/": 2.0}  # where each is told
-NEAR, NEARER = 0.55, 0.75  # likeness of words: to be offered, to be taken
+NEAR, NEARER = 0.7, 0.8  # likeness of words: to be offered, to be taken
 OFFERED = 5
 LETTERS = 3  # of a word that is taken for the beginning of another
+SPELLED = 5  # letters of a word that is taken for a misspelling: shorter ones are near to many
 MEANT = {"accelerator": "device", "gpu": "device", "license": "licence", "multiple": "several"}
 """What people ask by → what the pages call it: a section that has either word has it."""
-SMALL = {"a", "an", "and", "are", "can", "do", "does", "for", "how", "i", "in", "is", "it", "my", "of", "on", "or"}
-SMALL |= {"the", "to", "what", "when", "where", "which", "with"}
+SMALL = {"a", "an", "and", "are", "can", "do", "does", "for", "from", "how", "i", "in", "is", "it", "my", "of", "on"}
+SMALL |= {"or", "the", "to", "what", "when", "where", "which", "with"}
 ENDINGS = ("ings", "ing", "ed", "es", "s", "e")
 
 
@@ -164,6 +165,8 @@ def _taken_for(word: str, spelled: Mapping[str, str]) -> str:
 
 
 def _like(word: str, spelled: Mapping[str, str], likeness: float) -> Sequence[str]:
-    kind = word.startswith("-")  # a flag is like flags
-    among = [known for known in spelled.values() if known.startswith("-") == kind]
+    start = re.match("-*.", word)  # a flag is like flags, and who misspells a word gets its first letter right
+    if start is None or len(word.strip("-")) < SPELLED:
+        return ()
+    among = [known for known in spelled.values() if known.startswith(start[0]) and known not in SMALL]
     return difflib.get_close_matches(word, among, n=OFFERED, cutoff=likeness)

@@ -66,7 +66,14 @@ def test_the_misspelled_are_told_what_they_are_shown(gpuinfer):
 def test_a_word_that_finds_nothing_ends_with_the_cure(gpuinfer):
     code, out, err = gpuinfer("docs", "zzyzxqq")
     assert (code, out) == (2, "")
+    assert "Either it is not there, or it has another name here." in err
     assert err.strip().endswith("`gpuinfer docs` lists the pages.")
+
+
+def test_a_flag_of_another_program_that_no_page_names_is_told_by_ours(gpuinfer):
+    code, out, err = gpuinfer("docs", "--n_ctx")
+    assert (code, out) == (2, "")
+    assert "no page says '--n_ctx'. Here it is '--context'." in err
 
 
 def test_it_imports_nothing_heavy():

@@ -102,6 +102,37 @@ def test_a_misspelled_word_is_taken_for_the_nearest(known, wrong, right):
     assert found.sections
 
 
+@pytest.mark.parametrize(
+    ("query", "address"),
+    [
+        ("wandb", "questions#curves"),
+        ("tensorboard", "questions#curves"),
+        ("eta", "questions#how-long"),
+        ("resign", "questions#does-self-play-resign"),
+        ("notebook", "questions#from-python"),
+        ("jupyter", "questions#from-python"),
+        ("asyncio", "questions#from-python"),
+        ("python api", "questions#from-python"),
+        ("from python", "questions#from-python"),
+        ("bitsandbytes", "questions#which-models"),
+        ("speculative decoding", "questions#fine-tuning"),
+        ("langchain", "questions#fine-tuning"),
+        ("--max-model-len", "questions#i-know-vllm"),
+    ],
+)
+def test_what_is_elsewhere_or_not_there_is_answered_first_and_by_no_look_alike(known, query, address):
+    found = search(known.values(), query)
+    assert found.sections[0].address.startswith(address), [section.address for section in found.sections[:4]]
+    assert (found.instead, found.unknown) == ({}, {})
+
+
+@pytest.mark.parametrize("word", ["pandb", "zeta", "fesign", "gdpr", "rust", "excel"])
+def test_a_word_is_not_taken_for_a_look_alike(known, word):
+    found = search(known.values(), word)
+    assert found.instead.get(word) is None
+    assert all(one[0] == word[0] for one in found.unknown.get(word, ()))
+
+
 def test_a_word_that_is_like_none_is_told_with_what_is_a_little_like_it(known):
     found = search(known.values(), "zzyzxqq")
     assert not found.sections
