@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gpuinfer.http.exchange import Exchange
 
 log = logging.getLogger("gpuinfer.requests")
+UNIX = "unix"  # the peer of a fleet's own application: the router, which logs the request itself
 GONE = 499  # in place of a status, as nginx writes it: the client went away before its answer
 LONGEST = 200  # characters of a path
 LONGEST_REASON = 1000  # and of why a request was refused, which may repeat what a client wrote
@@ -20,7 +21,7 @@ LONGEST_REASON = 1000  # and of why a request was refused, which may repeat what
 def of_exchange(exchange: Exchange) -> None:
     """Log a request that is over. What is asked again and again, such as /health, is left to -vv."""
     level = logging.DEBUG if exchange.routine and "refused" not in exchange.notes else logging.INFO
-    if log.isEnabledFor(level):
+    if log.isEnabledFor(level) and exchange.peer != UNIX:
         took_s = time.monotonic() - exchange.began
         write(level, exchange.method, exchange.path, exchange.status or GONE, took_s, exchange.peer, exchange.notes)
 

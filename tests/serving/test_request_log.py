@@ -109,3 +109,20 @@ def test_for_people_it_is_a_line_of_words(tmp_path):
         until(lambda: "forged" in server.log)
         assert "\ngpuinfer: forged" not in server.log, "a client writes no line of its own"
         assert "\x1b" not in server.log
+
+
+def test_a_fleet_logs_each_request_once_and_no_probe(tmp_path):
+    with serving(*TINY, "--replicas", "1", "-v", folder=tmp_path) as server:
+        assert server.ask("/health").status == 200
+        for path in ("/nowhere", "/v1/nowhere"):
+            assert server.ask(path).status == 404
+        assert server.ask("/v1/completions", ASKED).status == 200
+        until(lambda: "POST /v1/completions" in server.log, lambda: server.log)
+        lines = [line for line in server.log.splitlines() if line.startswith("gpuinfer: ")]
+        assert [line.split(" in ")[0] for line in lines] == [
+            "gpuinfer: GET /nowhere 404",
+            "gpuinfer: GET /v1/nowhere 404",
+            "gpuinfer: POST /v1/completions 200",
+        ]
+        assert "there is nothing at /v1/nowhere" in lines[1], "in the replica's words"
+        assert "+8 tokens, model tiny, replica 0" in lines[2]

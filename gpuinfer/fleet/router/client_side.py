@@ -171,7 +171,7 @@ class ClientSide(asyncio.Protocol):
         self._next()
         if self._head is not None or self._transport.is_closing() or not self._transport.can_write_eof():
             return False
-        self._relay.departures.watch(self._transport, self._transport.abort)
+        self._relay.departures.watch_half(self._transport, self._transport.abort)
         return True
 
     def _take_ahead(self, data: bytes) -> None:
@@ -353,8 +353,9 @@ class ClientSide(asyncio.Protocol):
         tokens = trip.tokens()
         if key is not None and tokens is not None:
             self._door.gate.quotas.spend(key, sum(tokens))
-        if not logs or (trip.member is None and status < 400 and trip.method == b"GET"):
-            return  # such as /health and /metrics, again and again
+        looks = trip.member is None and trip.method == b"GET"  # again and again, at /health and /metrics
+        if not logs or (looks and (status < 400 or trip.asked.target == b"/health")):
+            return
         notes: dict[str, object] = {"id": trip.request_id.decode("latin-1")}
         if trip.model is not None:
             notes["model"] = trip.model
