@@ -3,6 +3,9 @@
 A side that sends no more (FIN) may still read; one that reads no more resets the connection (RST), at the latest when
 something is written to it. A loop that does not read hears of no reset. Linux tells of it by epoll (EPOLLERR,
 EPOLLHUP); elsewhere it is noticed when something is written.
+
+A side that closed its socket before anything was written to it looks as one that has said all, until its system forgets
+the connection (after 60 s on Linux) and resets whatever comes: so it is asked by keep-alives.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
+ASK_S = 5  # between two keep-alives
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: to close is to reset
 
 
@@ -61,6 +65,16 @@ class Departures:
         self.forget(transport)
         self._epoll.register(fd, select.EPOLLONESHOT)  # errors and hang-ups are told without being asked for
         self._calls[fd] = call
+
+    def watch_half(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
+        """The same of a side that has said all."""
+        end = transport.get_extra_info("socket")
+        if end is not None and end.family != socket.AF_UNIX and hasattr(socket, "TCP_KEEPIDLE"):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    end.setsockopt(socket.IPPROTO_TCP, option, ASK_S)
+        self.watch(transport, call)
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
         """Watch it no longer."""

@@ -67,6 +67,25 @@ def test_a_stream_is_cancelled_when_its_client_goes(runner):
     runner(main())
 
 
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system keeps nothing alive as asked")
+def test_a_client_that_has_closed_before_its_answer_is_noticed_once_its_system_has_forgotten_it():
+    async def main() -> None:
+        async with serving() as served:
+            raw = await Raw.connect(served.port)
+            await raw.send(WAIT)
+            await until(lambda: served.seen.begun)
+            raw.socket.close()  # ends its side, as one that has said all does
+            for _ in range(150):  # Linux keeps a closed side for 60 s
+                await asyncio.sleep(1.0)
+                if served.seen.cancelled:
+                    break
+            assert served.seen.cancelled == 1
+            assert served.server.counts["connections"] == 0
+
+    run(main())
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_client_of_ours_that_gives_up_is_gone_at_once(reads):
     async def main() -> None:
