@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from gpuinfer.generation import Candidate, Completion, Logprob, Part, Sampling
-from gpuinfer.text.generator.ending import END_TOKEN, FULL, NOTHING, Ending, completion, ending
+from gpuinfer.text.generator.ending import END_TOKEN, FULL, NOTHING, Ending, completion, ending, spelling
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.prepared import Prepared
 from gpuinfer.text.generator.seams import Growing, Language, Matcher, Walk
@@ -48,7 +48,8 @@ class Answer:
         characters = growing.begin(self.begun)
         self.growing = growing if sampling.stop else None
         if prepared.parts:
-            self.given = Given(number, growing, pushed=bool(sampling.stop), before=(characters, len(self.begun)))
+            before, spell = (characters, len(self.begun)), spelling(self._language, sampling)
+            self.given = Given(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
 
     @property
     def watched(self) -> bool:

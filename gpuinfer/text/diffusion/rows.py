@@ -14,6 +14,7 @@ from gpuinfer.text.diffusion.layout import Layout
 from gpuinfer.text.diffusion.planning import Planned
 from gpuinfer.text.generator.adapters import Loaded
 from gpuinfer.text.generator.begun import Begun
+from gpuinfer.text.generator.ending import spelling
 from gpuinfer.text.generator.giving import Given
 from gpuinfer.text.generator.seams import Growing, Ints, Language
 from gpuinfer.text.versions import Spans, then
@@ -141,6 +142,7 @@ def row_of(language: Language, work: Work, number: int, layout: Layout) -> Row:
         characters = growing.begin(begun.tolist())
         row.growing = growing if sampling.stop else None
         if planned.parts:
-            row.given = Given(number, growing, pushed=bool(sampling.stop), before=(characters, len(begun)))
+            before, spell = (characters, len(begun)), spelling(language, sampling)
+            row.given = Given(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
     row.logprobs = None if sampling.logprobs is None else [None] * (layout.end - layout.prompt)
     return row
