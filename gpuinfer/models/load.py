@@ -126,7 +126,9 @@ def trainable(spec: ModelSpec, seed: int) -> nn.Module:
 
 def from_catalogue(spec: ModelSpec) -> nn.Module:
     if spec.name not in NETWORKS:
-        raise UnknownName("model", spec.name, [*NETWORKS, "module:factory"], label="Choices")
+        dotted = spec.name.replace(".", "").isidentifier() and spec.name.rpartition(".")
+        hint = f"Did you mean '{dotted[0]}:{dotted[2]}'?" if dotted and dotted[0] else ""
+        raise UnknownName("model", spec.name, [*NETWORKS, "module:factory"], label="Choices", hint=hint)
     missing = [name for name in ("actions", "seats") if name not in spec.arguments]
     if missing or spec.inputs < 1:
         raise UsageError(
@@ -240,6 +242,6 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
         raise FactoryWants(
             wanting,
             f"{called(name)}: the factory needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be "
-            "given. Give the others defaults.",
+            "given. Give the others defaults, or write a function around it that does.",
         )
     return {p.name: offered[p.name] for p in named if p.name in offered}

@@ -53,6 +53,18 @@ def test_the_shape_of_an_image_is_told_as_features():
         CentralServer(Doubled, inputs=(3, 32, 32))
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        pytest.param("models.tagged", "Did you mean 'models:tagged'?", id="a dot for the colon"),
+        pytest.param(nn.Linear, "needs in_features, out_features.*write a function around it", id="a layer's class"),
+    ],
+)
+def test_a_name_or_a_class_that_cannot_be_made_is_told_what_can(model, said):
+    with pytest.raises(UsageError, match=said), CentralServer(model, inputs=4):
+        pass
+
+
 def test_a_network_without_an_init_is_served_and_rows_of_other_forms_are_told_how_to_be_sent():
     with CentralServer(f"{__name__}:Doubled", inputs=4) as server, server.client() as client:
         rows = np.ones((2, 4), np.float32)
