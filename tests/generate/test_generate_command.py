@@ -189,7 +189,7 @@ def test_an_object_over_several_lines_is_said_to_be_one(tmp_path):
     assert "jq -c . in.json | gpuinfer generate --input -" in complaint(generate("--input", "in.json", cwd=tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"id,text\n1,ab\n2,cd\n", gzip.compress(ROWS)])
+@pytest.mark.parametrize("content", [b"id,text\n1,ab\n2,cd\n", gzip.compress(ROWS)], ids=["csv", "gzip"])
 def test_standard_input_of_another_form_ends_the_run_and_leaves_nothing(tmp_path, content):
     done = generate("--input", "-", "--output", "o.jsonl", cwd=tmp_path, given=content)
     assert done.returncode == 2
