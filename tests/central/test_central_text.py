@@ -251,5 +251,5 @@ async def test_a_server_that_fails_at_a_question_is_gone_and_says_why():
     with serving_text(texts=Texts(Odd)) as server:
         await asyncio.to_thread(server.stats)
         await asyncio.to_thread(until, lambda: server.lost, "its end")
-        with pytest.raises(BackendDied, match=r"failed: KeyError\('positions'\)"):
+        with pytest.raises(BackendDied, match=r"failed: KeyError: 'positions'"):
             server.client()
