@@ -55,10 +55,17 @@ def test_a_word_of_another_program_is_answered_with_ours(gpuinfer, tmp_path, mon
     assert len(errors.partition("gpuinfer: ")[2].splitlines()) <= 3
 
 
-def test_each_word_of_ours_that_is_suggested_is_one():
-    from tools.tree import commands
+@pytest.fixture
+def commands(monkeypatch):
+    """Every command of ours. Listing them switches others' plugins off, which the variable set here ends with the test."""
+    monkeypatch.setenv(registry.DISABLED, "")
+    from tools import tree
 
-    flags = {flag for command in commands() for one in command.parameters for flag in one.flags}
+    return tree.commands()
+
+
+def test_each_word_of_ours_that_is_suggested_is_one(commands):
+    flags = {flag for command in commands for one in command.parameters for flag in one.flags}
     keys = set(fields_of(registry.load("backends", "inprocess").Options))
     wrong = []
     for theirs, several in foreign.FLAGS.items():
@@ -70,10 +77,8 @@ def test_each_word_of_ours_that_is_suggested_is_one():
     assert wrong == []
 
 
-def test_each_command_that_is_suggested_is_one():
-    from tools.tree import commands
-
-    known = {command.name.removeprefix("gpuinfer ") for command in commands()} | {"--version"}
+def test_each_command_that_is_suggested_is_one(commands):
+    known = {command.name.removeprefix("gpuinfer ") for command in commands} | {"--version"}
     meant = {ours.partition(" --")[0] for ours in foreign.COMMANDS.values() if not ours.endswith(".")}
     assert meant - known == set()
 
