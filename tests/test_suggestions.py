@@ -57,8 +57,8 @@ def test_a_word_of_another_program_is_answered_with_ours(gpuinfer, tmp_path, mon
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Every command of ours. Listing them switches others' plugins off, which the variable set here ends with the test."""
-    monkeypatch.setenv(registry.DISABLED, "")
+    """Every command of ours."""
+    monkeypatch.setenv(registry.DISABLED, "")  # listing them switches others' plugins off: that ends with the test
     from tools import tree
 
     return tree.commands()

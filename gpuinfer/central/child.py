@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -101,7 +100,7 @@ def main(line: Connection, listener: socket.socket, pulse: memory.Descriptor, or
     if order.texts is not None and order.texts.log is not None:
         _print_to(order.texts.log)
     children.settle_in(group=order.texts is not None)
-    _allow_descriptors()
+    machine.descriptors()  # as many as it may have: each client takes one, and before Python 3.13 each of its blocks
     descriptor = pulse.number
     SharedHeart(memory.attach(os.dup(descriptor), PULSE_SIZE))
     code = 0
@@ -130,12 +129,6 @@ def _print_to(path: str) -> None:
     with open(path, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-
-
-def _allow_descriptors() -> None:
-    """As many as the system lets us have: each client takes one, and before Python 3.13 each of its blocks."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _leave(code: int, order: ServerOrder) -> None:

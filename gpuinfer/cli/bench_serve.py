@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import resource
 import signal
 import sys
 import tempfile
@@ -217,10 +216,10 @@ def _spelled(url: str | None, values: Mapping[str, Any], written: Mapping[str, s
 
 def _run(turns: Turns) -> None:
     """Until all is done, or the user stops it: what has been measured stays."""
+    from gpuinfer.host import machine
     from gpuinfer.http import loop
 
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request under way has a connection
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    machine.descriptors()  # as many as it may have: each request under way has a connection
     try:
         loop.run(_heeding(turns))
     except (KeyboardInterrupt, asyncio.CancelledError):
