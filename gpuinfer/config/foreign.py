@@ -198,6 +198,7 @@ COMMANDS = {
     **dict.fromkeys(("info", "env", "collect-env", "check"), "doctor"),
     **dict.fromkeys(("help", "man"), "docs"),
     **dict.fromkeys(("new", "init", "scaffold"), "plugins new"),
+    **dict.fromkeys(("onnx", "to-onnx", "convert"), "export"),
     **dict.fromkeys(("sweep", "compare"), "bench --compare"),
     "status": "fleet status",
     "install": "plugins install",

@@ -52,6 +52,7 @@ COMMANDS = (
     "simulate",
     "loop",
     "play",
+    "export",
     "plugins",
     "doctor",
     "config",
