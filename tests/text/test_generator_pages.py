@@ -54,6 +54,19 @@ def finished(generator):
 # Sharing
 
 
+def test_a_text_that_comes_again_among_many_that_begin_alike_is_known_once():
+    """More of them than are looked through for the one that is most alike."""
+    generator = toy_generator(slots=3, length=64, pages=40, step_tokens=64)
+    texts = [text_of(20) + LETTERS[one] + LETTERS[other] for one in range(6) for other in range(5)]
+    for turn in range(3):
+        for start in range(0, len(texts), 5):
+            asked = [prompt(text, temperature=0.0) for text in [texts[turn], *texts[start : start + 5]]]
+            for one, outcome in zip(asked, run(generator, asked), strict=True):
+                assert outcome.completions == alone(one, 64)
+            check_pages(generator)
+    all_free(generator)
+
+
 def test_samples_of_a_prompt_share_its_full_pages_and_have_copies_of_the_last_one():
     generator = toy_generator(slots=8, length=128, step_tokens=128)
     added(generator, prompt(text_of(70), samples=8))

@@ -4,6 +4,7 @@ them: the pool of a cache's pages, and weights.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def mapped(size: int) -> NDArray[np.uint8]:
     """So many bytes, zero, that begin with a large page of memory. They are resident once they are written."""
     memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel that has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(memory, np.uint8)
     start = -room.ctypes.data % LARGE
     return room[start : start + size]

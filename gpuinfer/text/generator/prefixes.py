@@ -93,10 +93,11 @@ class PrefixTree:
 
     def covers(self, parent: Node, key: bytes) -> bool:
         """Whether a child of `parent` has all of these tokens, LEAST or more."""
-        return self._most_alike(parent, key)[1] * BYTES == len(key)
+        return key in parent.children or self._most_alike(parent, key)[1] * BYTES == len(key)
 
     def add(self, parent: Node, key: bytes, page: int) -> Node:
         """A row's page can be found from now on, behind `parent`. There must be none with these very tokens."""
+        assert key not in parent.children, "a node that is nobody's child could not be dropped"
         node = Node(parent, key, page, parent.start + len(parent.key) // BYTES)
         parent.children[key] = node
         if len(key) >= HEAD:
@@ -158,7 +159,8 @@ class PrefixTree:
     def _most_alike(self, node: Node, key: bytes) -> tuple[Node | None, int]:
         """Which child of `node` begins most like `key`, and how many tokens, if it is worth a copy."""
         best, most = None, LEAST - 1
-        for child in list(node.alike.get(key[:HEAD], ()))[-CANDIDATES:] if len(key) >= HEAD else ():
+        alike = node.alike.get(key[:HEAD], {}) if len(key) >= HEAD else {}
+        for child in itertools.islice(reversed(alike), CANDIDATES):
             common = _common(child.key, key)
             if common > most:
                 best, most = child, common
