@@ -105,6 +105,8 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError(f"--gate-games {options.gate_games}: no gate is asked for. Add --gate 0.55.")
     if options.out is None:
         raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
+    config = [("--config", merged.file)] if merged.file is not None else []
+    output.refuse_shared({"--json": common.report}, [*output.places(options, written=("out",)), *config])
     spec = _network(options, common.seed)
     if "," in str(options.out):
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")

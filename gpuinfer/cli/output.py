@@ -1,16 +1,30 @@
-"""Where the JSON report goes: a file that is either whole or not there, or standard output."""
+"""Where the JSON report goes: a file that is either whole or not there, or standard output. It takes the place of no
+file that the same command names for something else.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import spoken, standard_files
+
+BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside the file that it writes
+MANIFEST = "manifest.json"  # of a folder of records
+REPLACED = re.compile(rb'\{\s*"(schema": "gpuinfer\.(report|loop|trace)/|host": )')
+"""How reports, traces and ready files begin: those that an earlier run has left in its folder are replaced."""
+
+Named = tuple[str, str | Path]  # a flag, and the file or folder that it names
 
 
 class Destination:
@@ -70,6 +84,68 @@ def replace_file(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def refuse_shared(written: Mapping[str, str | Path | None], named: Iterable[Named]) -> None:
+    """Raises `UsageError` where a file that a command writes is one that it names for something else, by whatever name
+    or link: the one would be written over the other. `written`: flag → file. Touches nothing.
+    """
+    targets = [(flag, Path(place)) for flag, place in written.items() if place is not None and str(place) != "-"]
+    others = [(flag, Path(place)) for flag, place in named]
+    for number, (flag, target) in enumerate(targets, 1):
+        if target.exists() and not target.is_file():  # a pipe or a device takes whatever comes
+            continue
+        for other, place in (*targets[number:], *others):
+            if _is_same(target, place):
+                raise UsageError(f"{flag} and {other} are the same file, {target}. Give each a file of its own.")
+            if _holds(place, target):
+                raise UsageError(f"{flag} {target} is a file of {other} {place}. Give {flag} a file of its own.")
+
+
+def places(options: Any, prefix: str = "--", written: Collection[str] = ()) -> Iterator[Named]:
+    """The flag and the place, for whatever in these options may be a file or a folder. `written`: the options that name
+    what is written, which need not exist yet.
+    """
+    for name in type(options).model_fields if isinstance(options, BaseModel) else ():
+        flag = f"{prefix}{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
+        value = getattr(options, name)
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str | Path):
+                continue
+            if str(text) == "-":
+                yield flag, "/dev/stdout" if name in written else "/dev/stdin"
+            elif name in written:
+                yield flag, text
+                yield from ((flag, f"{text}{suffix}") for suffix in BESIDE_OUTPUT)
+                yield flag, Path(text) / MANIFEST
+            else:  # such as name=FILE, or several
+                parts = {str(text), *re.split("[,=]", str(text))}
+                yield from ((flag, part) for part in sorted(parts) if part and os.path.exists(part))
+
+
+def _is_same(target: Path, place: Path) -> bool:
+    if target.exists() and place.exists():
+        return target.samefile(place)
+    return os.path.realpath(target) == os.path.realpath(place)
+
+
+def _holds(folder: Path, target: Path) -> bool:
+    """Whether there is such a file in the folder, and it is not one that an earlier run has left for this purpose."""
+    if not folder.is_dir() or not target.is_file() or not target.stat().st_size:
+        return False
+    within = target.resolve().is_relative_to(folder.resolve())
+    if not within and target.stat().st_nlink > 1:
+        within = any(one.is_file() and one.samefile(target) for one in folder.iterdir())
+    return within and REPLACED.match(_beginning(target)) is None
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as packed:
+            return packed.read(64)
+    except (OSError, EOFError, zlib.error):
+        with path.open("rb") as file:
+            return file.read(64)
 
 
 def _check(path: Path) -> None:

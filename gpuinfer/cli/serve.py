@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, serving_fleet
+from gpuinfer.cli import flags, output, serving_fleet
 from gpuinfer.cli.serving_fleet import FleetOptions
 from gpuinfer.errors import UsageError, naming
 from gpuinfer.host import leaving
@@ -66,6 +66,9 @@ def execute(values: Mapping[str, Any]) -> int:
     if own.leave_with_parent:
         leaving.with_parent()
     check_address(own)
+    config = [("--config", merged.file)] if merged.file is not None else []
+    written = {"--ready-file": own.ready_file, "--trace": merged.common.trace}
+    output.refuse_shared(written, [*output.places(own.model_copy(update={"ready_file": None})), *config])
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
     if own.launcher in (None, "local"):  # elsewhere other files may be there

@@ -87,11 +87,10 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
     if common.trace is not None and (len(cases) > 1 or options.solve):
         raise UsageError("--trace records one simulation. Leave it out, or --sweep and --solve.")
     check_trace(common)
+    written = {"--json": common.report, "--trace": common.trace, "--plot": options.plot}
+    output.refuse_shared(written, output.places(options.model_copy(update={"plot": None})))
     if (plot := options.plot) is None:
         return
-    for flag, other in (("json", common.report), ("trace", common.trace)):
-        if other and os.path.realpath(other) == os.path.realpath(plot):
-            raise UsageError(f"--plot and --{flag} both name {plot}. Give each a file of its own.")
     if plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {plot}: this is drawn as PNG or SVG. Give a file such as {plot.stem or 'p'}.png.")
     folder = plot.parent

@@ -55,6 +55,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     writes_stdout = plan.workload.writes_stdout
     if writes_stdout and destination.stdout:
         raise UsageError(f"{name} and --json - both write to standard output. Give one of them a file.")
+    output.refuse_shared({"--json": common.report, "--trace": common.trace}, _named(plan, merged))
     log_to_people(common.verbose)
     from gpuinfer.screen.display import Display
 
@@ -79,12 +80,17 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
 
 def check_trace(common: settings.Common) -> None:
     """Before links are followed: where standard output leads to is no place for it. Raises `UsageError`."""
-    if common.trace is None:
-        return
-    if common.trace == "-" or common.trace.startswith(("/dev/std", "/dev/fd/")):
+    if common.trace is not None and (common.trace == "-" or common.trace.startswith(("/dev/std", "/dev/fd/"))):
         raise UsageError(f"--trace {common.trace}: a trace is put together at the end, in a file. Name one.")
-    if common.report and os.path.realpath(common.trace) == os.path.realpath(common.report):
-        raise UsageError(f"--trace and --json both name {common.trace}. Give each a file of its own.")
+
+
+def _named(plan: RunPlan, merged: settings.Settings) -> Iterator[output.Named]:
+    """The files and folders that a run reads, and those that its workload writes."""
+    if merged.file is not None:
+        yield "--config", merged.file
+    yield from output.places(plan.workload.options, written=plan.workload.writes_to)
+    yield from output.places(plan.backend.options, "-B ")
+    yield from output.places(plan.strategy.options, "-S ")
 
 
 def _say_failures(failures: Mapping[str, Any]) -> None:
