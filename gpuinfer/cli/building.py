@@ -127,8 +127,8 @@ def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend
         )
     if setup.model is not None and setup.model.arguments.get("trust_remote_code") and not backend.remote_code:
         raise UsageError(
-            "--trust-remote-code: code that comes with a checkpoint is never run here, only through the backend "
-            "vllm. Leave the flag out, or add --backend vllm."
+            "--trust-remote-code: code that comes with a checkpoint is never run here. Leave the flag out; a folder "
+            "that asks for such code (auto_map) is for another program."
         )
 
 

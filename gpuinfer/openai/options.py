@@ -52,7 +52,10 @@ class ModelOptions(api.Options):
     mask_token_id: int | None = Field(
         None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
     )
-    trust_remote_code: bool = Field(False, description="run code that comes with a checkpoint; only with vllm")
+    trust_remote_code: bool = Field(
+        False,
+        description="passed on to --backend vllm; code that comes with a checkpoint (auto_map) is never run here",
+    )
 
 
 class DrawingOptions(api.Options):

@@ -89,7 +89,7 @@ def test_flags_reach_the_model(tmp_path):
         (["--input", "in.jsonl", "--json", "-"], "both write to standard output"),
         (["--input", "in.jsonl", "--checkpoint", "in.jsonl"], "and not both"),
         (["--input", "in.jsonl", "--meta", "in.jsonl"], "belongs to a nanoGPT checkpoint"),
-        (["--input", "in.jsonl", "--trust-remote-code"], "never run here, only through the backend vllm"),
+        (["--input", "in.jsonl", "--trust-remote-code"], "never run here. Leave the flag out"),
         (["--input", "in.jsonl", "--top-p", "2"], "Give 1 or less"),
         (["--input", "in.jsonl", "--presence-penalty", "9"], "Give 2 or less"),
         (["--input", "in.jsonl", "--frequency-penalty", "-3"], "Give -2 or more"),
@@ -270,3 +270,12 @@ def test_a_form_that_no_answer_can_have_is_refused_before_anything_is_asked(tmp_
     assert flag in complaint(done)
     assert why in complaint(done)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_the_help_promises_no_code_of_checkpoints(gpuinfer, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "240")
+    code, out, _ = gpuinfer(command, "--help")
+    [line] = [line for line in out.splitlines() if "--trust-remote-code" in line]
+    assert code == 0
+    assert "is never run here" in line
