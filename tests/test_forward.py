@@ -306,7 +306,7 @@ def test_out_of_memory_halves_the_step_says_so_once_and_goes_on(fixed_shape, cap
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
-    with pytest.raises(BackendError, match=r"single row: .*can't allocate memory.*--dtype bfloat16"):
+    with pytest.raises(BackendError, match=r"single row: .*can't allocate memory.*smaller model, dtype bfloat16"):
         CpuForward(Sums(most=0), torch.float32, 4)([positions(3)])
 
 

@@ -33,7 +33,7 @@ async def test_no_more_rows_wait_than_the_setup_allows():
         asked = await asyncio.gather(*(infer(number) for number in range(200)), return_exceptions=True)
     refused = [answer for answer in asked if isinstance(answer, QueueFull)]
     assert len(refused) == 136
-    assert "raise --max-queue-rows" in str(refused[0])
+    assert "raise max_queue_rows." in str(refused[0])
 
 
 async def test_rows_that_wait_on_the_far_side_are_bounded_there():

@@ -39,7 +39,7 @@ def test_the_step_after_failures(failed, left):
 def test_a_single_row_is_given_up_once_no_step_is_larger():
     step = StepSize(2, "cuda:1")
     step.make_room(1, FULL)
-    with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*--dtype bfloat16"):
+    with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*model, dtype bfloat16"):
         step.make_room(1, FULL)
 
 

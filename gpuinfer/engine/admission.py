@@ -28,7 +28,7 @@ class QueueBounds:
             raise UsageError(f"the backend can take nothing: {limits}. Make every limit at least 1.")
         self.rows = max(4096, 64 * self.widest) if max_queue_rows is None else max_queue_rows
         if self.rows < self.widest:
-            raise UsageError(f"--max-queue-rows {self.rows} is less than one batch. Make it at least {self.widest}.")
+            raise UsageError(f"max_queue_rows {self.rows} is less than one batch. Make it at least {self.widest}.")
 
     def refusal(self, request: Request, waiting_rows: int) -> RequestError:
         """Why a request cannot enter, of which `Core.arrive` has found that it cannot."""
@@ -43,7 +43,7 @@ class QueueBounds:
             return Expired(f"a timeout of {timeout:g} s is over before it began. Give a positive one.")
         return QueueFull(
             f"the queue is full: {waiting_rows} of {self.rows} rows wait, and {rows} more do not fit. "
-            f"Keep fewer requests outstanding, try again later, or raise --max-queue-rows."
+            f"Keep fewer requests outstanding, try again later, or raise max_queue_rows."
         )
 
 
@@ -111,5 +111,5 @@ def _told(strategy: Strategy, view: QueueView, request: Request, error: QueueFul
 def _shed_by(arriving: Request) -> QueueFull:
     return QueueFull(
         f"the queue is full, and this request was turned away for one of class {arriving.priority.name.lower()}. "
-        "Keep fewer requests outstanding, try again later, or raise --max-queue-rows."
+        "Keep fewer requests outstanding, try again later, or raise max_queue_rows."
     )

@@ -111,7 +111,7 @@ class StepSize:
 
     def _single(self, cause: BaseException) -> BackendError:
         error = BackendError(
-            f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, --dtype bfloat16, "
+            f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, dtype bfloat16, "
             "or a device with more free memory."
         )
         error.__cause__ = cause

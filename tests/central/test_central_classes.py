@@ -61,7 +61,7 @@ def test_no_more_rows_wait_in_the_server_than_it_was_told():
         hold.open()
         refused = [error for pending in asked if (error := failure(pending)) is not None]
     assert len(refused) == 2
-    assert all("raise --max-queue-rows" in str(error) for error in refused)
+    assert all("raise max_queue_rows." in str(error) for error in refused)
 
 
 def failure(pending):
