@@ -153,6 +153,7 @@ def _plan(own: Options, values: Mapping[str, Any], theirs: Sequence[str]) -> Pla
     """Everything checked that can be before a server is asked. Raises `UsageError`."""
     from gpuinfer.bench.serve.goodput import promises
     from gpuinfer.bench.serve.ways import Plan
+    from gpuinfer.http.access import read_keys
 
     url, compare = values["url"], values["compare"] or []
     written = {name: one.default.param_decls[0].split("/")[0] for name, one in _parameters_of_serve().items()}
@@ -168,7 +169,7 @@ def _plan(own: Options, values: Mapping[str, Any], theirs: Sequence[str]) -> Pla
     )
     key = None
     if (file := server.value("api_key_file")) is not None:
-        key = _key(Path(file))
+        key = read_keys(file)[0]
     features = server.value("features")
     named = server.value("model") if elsewhere else None
     return Plan(
@@ -186,18 +187,6 @@ def _words(name: str, value: Any, flag: str) -> list[str]:
         return [flag if value else flags.flag(f"no_{name}")]
     several = value if isinstance(value, list) else [value]
     return [word for one in several for word in (flag, str(one))]
-
-
-def _key(path: Path) -> str:
-    """The first key of the file. Raises `UsageError`."""
-    try:
-        lines = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"--api-key-file {path} cannot be read: {why}. Give a file with a key.") from None
-    if not lines:
-        raise UsageError(f"--api-key-file {path} is empty. Give a file with a key.")
-    return lines[0]
 
 
 def _spelled(url: str | None, values: Mapping[str, Any], written: Mapping[str, str], chosen: Mapping[str, str]) -> str:

@@ -35,6 +35,7 @@ class Script:
     batch: int = 0  # requests served together, `first_s` for all; 0: each by itself
     route: str = ""
     listed: list[dict] = field(default_factory=lambda: [{"id": "scripted"}])
+    key: str = ""  # that each request is to have; "": nobody is asked for one
     notice: str = ""  # a file that is made when 100 requests have come
     seen: list[dict] = field(default_factory=list)
     number: int = 0
@@ -49,6 +50,9 @@ class Scripted:
         self._serving: asyncio.Task | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
+        if self.script.key and exchange.headers.get("authorization") != f"Bearer {self.script.key}":
+            exchange.respond(401, b"{}")
+            return
         if exchange.method == "GET":
             known = {"/v1/models": {"data": self.script.listed}}.get(exchange.path)
             exchange.respond(200 if known else 404, json.dumps(known or {}).encode())

@@ -290,3 +290,16 @@ def test_a_load_for_each_replica():
     assert load_of(Options(rate=5, per_replica=True), 4).arrivals.rows_per_s == 20
     with pytest.raises(UsageError, match="Give one of them"):
         load_of(Options(rate=5, concurrency=3))
+
+
+def test_the_key_is_the_first_that_a_server_would_read(gpuinfer, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of the load test\n\nsk-first name=load requests=60\nsk-second\n")
+    file.chmod(0o600)
+    with scripted(tmp_path, "locked", key="sk-first") as url:
+        code, out, _ = gpuinfer("bench", "serve", url, *SHORT, "--api-key-file", "keys", "--json", "-")
+        assert (code, json.loads(out)["serve"]["ways"][0]["errors"]) == (0, {})
+        file.chmod(0o644)
+        code, _, err = gpuinfer("bench", "serve", url, *SHORT, "--api-key-file", "keys")
+    assert code == 2
+    assert "chmod 600" in err
