@@ -207,6 +207,39 @@ async def test_ten_times_too_much_load_is_refused_in_time_and_forgotten(tmp_path
         assert (await it.json("GET", "/health", headers=()))["healthy_workers"] == 2
 
 
+async def test_a_crowded_router_answers_health_checks_and_refuses_work(tmp_path):
+    async with fleet(tmp_path, replicas=1, router_processes=1, connections=4) as it:
+        await standins.until(lambda: it.whole(1), "the replica")
+        await it.client.close()  # whose connections count too
+        port = it.told["port"]
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        try:
+            for path, status in [("/health", b"200"), ("/v1/models", b"503"), ("/stats", b"503")] * 3:
+                answer = await asyncio.wait_for(_alone(port, path), standins.LIMIT_S)
+                assert answer[9:12] == status, path
+                assert b"\r\nconnection: close\r\n" in answer.lower()
+                assert (b"too many connections" in answer) == (status == b"503")
+        finally:
+            for _, writer in crowd:
+                writer.close()
+        await standins.until(lambda: _answers(port, "/stats"), "room for others")
+
+
+async def _alone(port: int, path: str) -> bytes:
+    """All that is answered on a connection of its own, until the router closes it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head + (await reader.read() if b"close" in head.lower() else b"")
+    finally:
+        writer.close()
+
+
+async def _answers(port: int, path: str) -> bool:
+    return (await asyncio.wait_for(_alone(port, path), standins.LIMIT_S))[9:12] == b"200"
+
+
 async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()

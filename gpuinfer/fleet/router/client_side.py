@@ -27,6 +27,10 @@ SMALL = 8 << 10  # bytes of a body that is not counted among what all requests k
 AHEAD = 16 << 10  # bytes of further requests that are taken in while one is answered
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
 FULL = Refusal(503, "the router holds as many requests as it may. Try again later.", 1)
+CROWDED = Refusal(503, "too many connections. Try again later.", 1)
+SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
+CROWDED_S = 2.0  # for one of these to ask
+HEALTH = b"/health"
 TRACE = re.compile(rb"(?i)\r\ntraceparent:[ \t]*([0-9a-f-]{55,128})[ \t]*(?=\r|$)")
 TOLD_S = 10.0  # from one line of the log about too many connections to the next
 LINGER_S = 1.0  # for a client to hear that it was refused; for a request on its way while the router closes
@@ -84,6 +88,7 @@ class ClientSide(asyncio.Protocol):
         "_admission",
         "_ahead",
         "_chunks",
+        "_crowded",
         "_door",
         "_head",
         "_held_ahead",
@@ -118,6 +123,7 @@ class ClientSide(asyncio.Protocol):
         self._paused_at = 0.0
         self._reading = True
         self._held_ahead = 0
+        self._crowded = False  # one connection too many: it is told how the fleet is, and nothing else
         self._lingers = False  # it has been refused, and only has to hear of it
         self._said_all = False  # the client sends no more, and still reads
 
@@ -128,10 +134,13 @@ class ClientSide(asyncio.Protocol):
         self._slot = self._relay.wheel.add(self)
         door.open += 1
         self._relay.count(Total.CONNECTIONS)
-        if door.open > config.connections:
+        if (beyond := door.open - config.connections) > 0:
             door.crowded()
-            self.refuse(503, "too many connections. Try again later.", retry_s=1)
-            if door.open > config.connections + config.refusals:
+            if beyond <= min(SPARE, config.refusals // 2):
+                self._crowded = True
+                return
+            self.refuse(CROWDED.status, CROWDED.message, CROWDED.retry_s)
+            if beyond > config.refusals:
                 self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -220,6 +229,11 @@ class ClientSide(asyncio.Protocol):
     def _begin(self, head: RequestHead, length: int, rest: bytes) -> None:
         relay = self._relay
         gate = self._door.gate
+        if self._crowded:
+            if length or head.method not in (b"GET", b"HEAD") or head.target.partition(b"?")[0] != HEALTH:
+                self._turn_away(head, CROWDED)
+                return
+            head.close = True
         self._admission = ANYBODY if gate.open else gate.look(head, self._to_replicas(head))
         if (refusal := self._admission.refusal) is not None:
             self._turn_away(head, refusal)
@@ -445,6 +459,9 @@ class ClientSide(asyncio.Protocol):
             if not self._paused_at and now - self._trip.last > config.timeout_s:
                 self._relay.count(Total.TIMEOUTS)
                 self._trip.time_out()
+        elif self._crowded:
+            if waited > CROWDED_S:
+                self.refuse(CROWDED.status, CROWDED.message, CROWDED.retry_s)
         elif self._head is not None:
             if waited > config.body_s + self._come() / SLOWEST:
                 self.refuse(408, "the request's body did not come in time. Send it at once.")
