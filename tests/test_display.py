@@ -311,6 +311,23 @@ def test_the_final_panel_says(words):
     assert words in drawn(result_panel(REPORT), 100)
 
 
+@pytest.mark.parametrize(
+    ("pages", "said"),
+    [
+        (
+            {"waited_rows": 58, "preempted_rows": 49, "recomputed_tokens": 1024},
+            "ran short: 58 rows waited for some, 49",
+        ),
+        ({"waited_rows": 0, "preempted_rows": 0, "recomputed_tokens": 0}, None),
+        (None, None),
+    ],
+)
+def test_the_final_panel_says_where_pages_ran_short(pages, said):
+    shown = drawn(result_panel({**REPORT, "pages": pages}), 160)
+    assert ("ran short" in shown) == (said is not None)
+    assert said is None or said in shown
+
+
 def test_a_rate_is_a_number_and_a_unit():
     assert view.value_and_unit("1.00 k output tokens/s") == ("1.00 k", "output tokens/s")
     assert view.value_and_unit("200 input tokens/s") == ("200", "input tokens/s")

@@ -38,6 +38,14 @@ def a_text_run(stations=BUSY, **more):
     return a_run(stations, **{"options": OPTIONS, "steps": WORK, "batch_s": SUBLINEAR, **more})
 
 
+SHORT_OF_PAGES = {
+    "slots": 8,
+    "batch_s": steps((3, 900, 0.01)),
+    "steps": {**WORK, "waited_rows": 158, "preempted_rows": 133, "recomputed_tokens": 2261},
+    "pages_given": True,
+    "model": {"pages": 8, "context": 128, "page_positions": 32, "cache_bytes": 16 << 20},
+    "options": {**OPTIONS, "-B": {"slots": 8, "pages": 8, "threads": 2}},
+}
 CASES = [
     pytest.param(
         a_text_run(cpu_s=10.0, options=ONE_THREAD),
@@ -187,6 +195,31 @@ CASES = [
         "more rows in one run would share its steps",
         None,
         id="one row",
+    ),
+    pytest.param(
+        a_text_run(**SHORT_OF_PAGES),
+        "too few pages",
+        "Pages of keys and values ran short: 158 rows waited for some, 133 times a row gave its own back, 2,261 tokens "
+        "were computed again; 3.0 of 8 slots were in use.",
+        "256 pages (512 MiB) are enough for 64 rows at once; with the option left out there are as many as all rows",
+        f"{COMMAND} -B pages=256",
+        id="fewer pages than rows need",
+    ),
+    pytest.param(
+        a_text_run(**{**SHORT_OF_PAGES, "slots": 4, "batch_s": steps((2, 900, 0.01))}),
+        "too few pages",
+        "2.0 of 4 slots were in use",
+        "16 pages (32 MiB) are enough for 4 rows at once",
+        f"{COMMAND} -B pages=16",
+        id="fewer pages than the rows need that may be there at once",
+    ),
+    pytest.param(
+        a_text_run(**{**SHORT_OF_PAGES, "pages_given": False}),
+        "too few pages",
+        "ran short",
+        "Memory has no room for more: a shorter context, or fewer rows at once, need fewer.",
+        None,
+        id="fewer pages than rows need, as memory has no room for more",
     ),
     pytest.param(
         a_text_run({"prefill": 9.0, "forward": 0.6}, batch_s=steps((60, 900, 0.01))),

@@ -30,6 +30,7 @@ class Evidence:
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     slots: int = 0  # rows that may be generated at once: the batches are then forward steps. 0: there are no slots
     steps: Mapping[str, float] = field(default_factory=dict)  # with slots: `Backend.device`'s word on its steps
+    pages_given: bool = False  # with slots: somebody has said how many pages there are
     model: Mapping[str, Any] = field(default_factory=dict)  # with slots: its word on what it serves
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result

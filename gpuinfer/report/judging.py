@@ -52,6 +52,7 @@ GENERATION: Sequence[Callable[[Case], Verdict | None]] = (
     text.between,
     text.sampling,
     text.few_threads,
+    text.too_few_pages,
     text.small_pieces,
     text.long_prompts,
     text.too_few_rows,

@@ -336,6 +336,7 @@ def evidence(run: Run) -> Evidence:
         batch_s=snapshot.batch_s,
         slots=round(slots_of_a_lane(snapshot)),
         steps=snapshot.device.get("steps", {}),
+        pages_given=(run.settings.get("backends", {}).get(run.backend) or {}).get("pages") is not None,
         model=snapshot.device.get("model", {}),
         reasons=snapshot.reasons,
         latency_s=summarise(snapshot.latency).get("mean", 0.0),

@@ -295,6 +295,46 @@ def _idle(run: Evidence) -> str:
     return f"{run.idle_cores:.1f} of {run.cores} cores were idle."
 
 
+SHORT_OF_PAGES = 0.1  # of the rows: so many waited for pages or gave theirs back
+COMPUTED_AGAIN = 0.1  # of all tokens: so many are worth a verdict though the slots are full
+MOST_SLOTS = 64, 1024  # that a device has by itself, the CPU and CUDA: no more rows are at once unless told to
+
+
+def too_few_pages(case: Case) -> Verdict | None:
+    """Rows wait for pages of keys and values, or give theirs back and are computed again."""
+    run = case.run
+    waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGE)
+    tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
+    rows = round(run.rows_per_s * run.wall_s) + run.lost
+    if max(waited, preempted) <= SHORT_OF_PAGES * rows or (_used(run) >= FULL and again < COMPUTED_AGAIN * tokens):
+        return None
+    parts = [(waited, "rows waited for some"), (preempted, "times a row gave its own back")]
+    parts += [(again, "tokens were computed again")]
+    found = ", ".join(f"{count:,.0f} {what}" for count, what in parts if count)
+    why = f"Pages of keys and values ran short: {found}; {_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use."
+    advice, change = _more_pages(run, rows)
+    gain = Gain.up_to(min(1 / max(_used(run), 0.01), MOST_GAIN))
+    return Verdict("too few pages", "idle", why, advice, change, gain)
+
+
+SHORTAGE = ("waited_rows", "preempted_rows", "recomputed_tokens")
+
+
+def _more_pages(run: Evidence, rows: int) -> tuple[str, Change | None]:
+    """Pages for as many rows of full length as there may be at once."""
+    pages, context = run.model.get("pages", 0), run.model.get("context", 0)
+    if not (run.pages_given and pages and context):
+        return "Memory has no room for more: a shorter context, or fewer rows at once, need fewer.", None
+    most = min(rows, MOST_SLOTS[not run.on_cpu]) if run.slots >= pages else run.slots  # fewer pages allow fewer slots
+    wanted = most * math.ceil(context / run.model["page_positions"])
+    size = wanted * run.model.get("cache_bytes", 0) / pages / 2**20
+    advice = (
+        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are as "
+        "many as all rows need, or as memory allows."
+    )
+    return advice, run.change("-B", wanted, "pages")
+
+
 def small_pieces(case: Case) -> Verdict | None:
     """Prompts go through the model in small pieces, or wait, since few tokens may go into a step."""
     run = case.run

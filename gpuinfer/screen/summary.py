@@ -45,6 +45,7 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from rollouts.rows(report.get("rollouts"))
     yield from training.rows(report.get("training"))
     yield from _batches(report.get("batches") or {})
+    yield from _pages(report.get("pages") or {})
     yield from _unmasking(report.get("unmasking") or {})
     yield from _stages(report.get("stages") or {})
     yield from _times(report)
@@ -102,6 +103,21 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
     yield PanelRow("batches", f"{whole(batches['count'])}, rows: {sizes}")
     if reasons := _shares(batches.get("reasons") or {}):
         yield PanelRow("cut because", reasons)
+
+
+def _pages(found: Mapping[str, float]) -> Iterator[PanelRow]:
+    """What it came to that pages of keys and values ran short, where they did."""
+    said = [
+        f"{whole(found[name])} {what}"
+        for name, what in (
+            ("waited_rows", "rows waited for some"),
+            ("preempted_rows", "times a row gave its own back"),
+            ("recomputed_tokens", "tokens computed again"),
+        )
+        if found.get(name)
+    ]
+    if said:
+        yield PanelRow("pages", f"ran short: {', '.join(said)}", "warning")
 
 
 def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:

@@ -175,6 +175,12 @@ REAL = {
     "text, three prompts": Real(
         "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=3, tokens=96)
     ),
+    "text, few pages": Real(
+        "too few pages",
+        answered,
+        lambda base, chance: base.adding("--context", "128", "-B", f"pages={chance.choice([8, 12, 16])}"),
+        "idle",
+    ),
     "text, one row": Real(
         "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=1, tokens=200)
     ),

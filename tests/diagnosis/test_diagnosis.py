@@ -105,7 +105,7 @@ def test_machines_get_a_table_each():
 
 OF_TEXT = [
     *("text, fewer threads than cores", "text, first touch", "text, neighbours", "text, three prompts"),
-    *("text, one row", "text, long prompts"),
+    *("text, one row", "text, long prompts", "text, few pages"),
 ]
 
 
