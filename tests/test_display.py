@@ -375,6 +375,16 @@ def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
     ]
 
 
+def test_the_final_panel_of_a_run_that_was_stopped_takes_what_is_still_to_do_for_no_error():
+    report = {**GENERATED, "errors": {"failed": 1, "cancelled": 28}}
+    said = {row.name: row.text for row in summary.rows(report)}
+    assert said["errors"] == "1 failed"
+    cure = "The same command with --resume goes on."
+    assert said[""] == f"Stopped with work left: 28 requests under way or waiting. {cure}"
+    done = {**report, "status": "done"}
+    assert [row.text for row in summary.rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
+
+
 def test_the_final_panel_counts_rows_that_could_not_even_be_asked():
     report = {**GENERATED, "errors": {"failed": 1, "retried": 0}, "failures": {"count": 3, "first": None}}
     assert [row.text for row in summary.rows(report) if row.name == "errors"] == ["3 failed"]

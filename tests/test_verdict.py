@@ -354,6 +354,7 @@ def test_the_verdict_names(run, kind, why, command):
 def test_every_class_of_the_schema_has_a_case():
     of_generation = {  # see test_verdict_generation.py and test_verdict_text.py
         *("sampling-bound", "host-bound", "idle cores", "memory bandwidth", "first touch", "below the roofline"),
+        "too few pages",
     }
     of_masks = {"few tokens a forward", "recomputation"}  # see test_verdict_unmasking.py
     of_games = {  # see rollouts_verdict/test_told.py

@@ -197,6 +197,22 @@ CASES = [
         id="one row",
     ),
     pytest.param(
+        a_text_run(batch_s=steps((37, 100, 0.09)), requests=13, rows_per_s=1.3, cancelled=28, queue_wait_s=0.0),
+        "too few rows outstanding",
+        "All 41 rows were under way at once: 37.0 of 64 slots were in use",
+        "more rows in one run would share its steps",
+        None,
+        id="few rows, stopped before most were answered",
+    ),
+    pytest.param(
+        a_text_run(batch_s=steps((37, 100, 0.09)), requests=13, rows_per_s=1.3, cancelled=90),
+        "inconclusive",
+        "The run was stopped with 90 rows under way or waiting: 37.0 of 64 slots were in use",
+        "Let it go on to its end",
+        None,
+        id="stopped before its slots were full for long",
+    ),
+    pytest.param(
         a_text_run(**SHORT_OF_PAGES),
         "too few pages",
         "Pages of keys and values ran short: 158 rows waited for some, 133 times a row gave its own back, 2,261 tokens "

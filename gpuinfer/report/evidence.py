@@ -25,6 +25,7 @@ class Evidence:
     lanes: Sequence[Lane] = ()
     requests: int = 0  # that were answered
     lost: int = 0  # that were turned away, came too late, or failed
+    cancelled: int = 0  # under way or waiting when the run was stopped
     rows_per_s: float = 0.0
     rows_mean: float = 0.0  # of a batch
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]

@@ -277,7 +277,8 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
     if run.text_roofline is not None:
         device = run.snapshot.device
         drawn = (device.get("tokens") or {}).get("output", 0.0)
-        return text_roofline.against(device.get("steps") or {}, run.text_roofline, run.wall_s, drawn)
+        usual = mean_size(run.snapshot.batches)
+        return text_roofline.against(device.get("steps") or {}, run.text_roofline, run.wall_s, drawn, usual)
     if run.roofline is None:
         return None
     return {
@@ -331,6 +332,7 @@ def evidence(run: Run) -> Evidence:
         lanes=[{**lane, "stations": time_s([lane], run.wall_s)} for lane in snapshot.lanes],
         requests=snapshot.requests,
         lost=sum(snapshot.errors.get(kind, 0) for kind in LOST),
+        cancelled=snapshot.errors.get("cancelled", 0) if run.status == "partial" else 0,
         rows_per_s=throughput(run).get("rows_per_s", 0.0),
         rows_mean=batches(snapshot)["rows_mean"] or 0.0,
         batch_s=snapshot.batch_s,

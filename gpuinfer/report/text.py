@@ -185,9 +185,9 @@ def too_short(case: Case) -> Verdict | None:
         why = f"The model took {steps} step{'' if steps == 1 else 's'}: too few to go by."
         return Verdict("inconclusive", "idle", why, "Give it more rows, or longer answers.")
     taken = neighbours(run)
-    if taken is None or run.requests + run.lost >= LEAST_ROWS or run.wall_s >= SHORT_S:
+    rows = run.requests + run.lost + run.cancelled
+    if taken is None or rows >= LEAST_ROWS or run.wall_s >= SHORT_S:
         return None
-    rows = run.requests + run.lost
     why = (
         f"{rows} row{'' if rows == 1 else 's'} in {run.wall_s:.2g} s, while other programs took {taken:.1f} of "
         f"{run.cores} cores: too short and too disturbed to judge by."
@@ -305,13 +305,14 @@ def too_few_pages(case: Case) -> Verdict | None:
     run = case.run
     waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGE)
     tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
-    rows = round(run.rows_per_s * run.wall_s) + run.lost
+    rows = _rows(run)
     if max(waited, preempted) <= SHORT_OF_PAGES * rows or (_used(run) >= FULL and again < COMPUTED_AGAIN * tokens):
         return None
     parts = [(waited, "rows waited for some"), (preempted, "times a row gave its own back")]
     parts += [(again, "tokens were computed again")]
     found = ", ".join(f"{count:,.0f} {what}" for count, what in parts if count)
-    why = f"Pages of keys and values ran short: {found}; {_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use."
+    used = f"{_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use"
+    why = f"Pages of keys and values ran short: {found}; {used}."
     advice, change = _more_pages(run, rows)
     gain = Gain.up_to(min(1 / max(_used(run), 0.01), MOST_GAIN))
     return Verdict("too few pages", "idle", why, advice, change, gain)
@@ -329,8 +330,8 @@ def _more_pages(run: Evidence, rows: int) -> tuple[str, Change | None]:
     wanted = most * math.ceil(context / run.model["page_positions"])
     size = wanted * run.model.get("cache_bytes", 0) / pages / 2**20
     advice = (
-        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are as "
-        "many as all rows need, or as memory allows."
+        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are "
+        "as many as all rows need, or as memory allows."
     )
     return advice, run.change("-B", wanted, "pages")
 
@@ -373,7 +374,7 @@ def too_few_rows(case: Case) -> Verdict | None:
     run, used = case.run, _used(case.run)
     if used >= FULL or (_held(run) >= HELD and not _mostly_prompts(run)):  # those that were there had no room in steps
         return None
-    rows = round(run.rows_per_s * run.wall_s) + run.lost
+    rows = _rows(run)
     slots = f"{used * run.slots:,.1f} of {run.slots:,} slots were in use, on average over the time in steps"
     slots += _of_the_bandwidth(run)
     kind, station = "too few rows outstanding", "idle"
@@ -385,6 +386,9 @@ def too_few_rows(case: Case) -> Verdict | None:
         return Verdict(kind, station, f"Rows hardly waited for a slot: {slots}.", "Ask for more rows at once.")
     if _mostly_prompts(run):  # a step is full of one prompt's tokens while the other slots wait for theirs
         return None
+    if run.cancelled:  # the end, in which slots stay empty, did not come
+        why = f"The run was stopped with {run.cancelled:,} rows under way or waiting: {slots}."
+        return Verdict("inconclusive", station, why, "Let it go on to its end, or for longer.")
     why = f"The last answers went on when no rows were left to begin: {slots}."
     advice = "More rows in one run make the end matter less"
     advice += "; so does a smaller --max-new-tokens." if "max_new_tokens" in run.options.get("--", {}) else "."
@@ -564,6 +568,11 @@ def _in_use(run: Evidence) -> str:
     if _used(run) < FULL and _held(run) >= HELD:
         return f"Steps were full with the tokens of {_used(run) * run.slots:,.1f} of {run.slots:,} slots"
     return "The only slot was in use" if run.slots == 1 else f"{_used(run):.0%} of the {run.slots:,} slots were in use"
+
+
+def _rows(run: Evidence) -> int:
+    """That were answered, or were to be: in a run that was stopped, those under way or waiting too."""
+    return round(run.rows_per_s * run.wall_s) + run.lost + run.cancelled
 
 
 def _used(run: Evidence) -> float:

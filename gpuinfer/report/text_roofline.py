@@ -7,18 +7,25 @@ from typing import Any
 
 from gpuinfer.api import TextRoofline
 
+ALIKE = 2.0  # times as many rows in a step, or as few: products of others are so much slower or quicker
+
 
 def against(
-    steps: Mapping[str, float], best: TextRoofline, wall_s: float, output_tokens: float
+    steps: Mapping[str, float], best: TextRoofline, wall_s: float, output_tokens: float, rows: float
 ) -> dict[str, Any] | None:
     """`{tokens_per_s, at_rows, least_s, flops, bytes, gflops_per_s, gbytes_per_s, efficiency, …}`, as the report has
-    it. None where nothing was counted, and where the run took less time than what an earlier run has measured allows.
+    it. `rows` are those of a step, on average.
+
+    None where nothing was counted, and of what an earlier run has measured where its steps had fewer than half or more
+    than twice as many rows, or where this run took less time than that allows.
 
     Steps of prompts and of answers are held against the machine apart, since products of more rows are quicker; each
     kind takes as long as its operations or its bytes, whichever is longer.
     """
     flops, read = steps.get("flops", 0.0), steps.get("bytes", 0.0)
     if flops <= 0 or wall_s <= 0:
+        return None
+    if best.remembered and not best.at_rows / ALIKE <= rows <= best.at_rows * ALIKE:
         return None
     of_prompts, read_by_prompts = steps.get("prefill_flops", 0.0), steps.get("prefill_bytes", 0.0)
     products = of_prompts / best.prompt_flops_per_s, (flops - of_prompts) / best.flops_per_s

@@ -13,6 +13,7 @@ from gpuinfer.units import number, short, whole
 LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
 FRAGMENTED = 0.1  # of what the allocator reserved: less is what any one leaves
 MOST_OTHERS = 3  # processes that are named
+UNFINISHED = 1.1  # times as many tokens as finished answers have: more, and it is said which are counted
 WAITED = 0.25  # of the time at work: less waiting for a core is what any machine has
 FIRST_RATES = (
     *("games_per_min", "simulations_per_s", "evaluations_per_s"),
@@ -50,12 +51,12 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield from _stages(report.get("stages") or {})
     yield from _times(report)
     yield from _models(report.get("models") or ())
-    yield from _roofline(report.get("roofline") or {})
+    yield from _roofline(report.get("roofline") or {}, report.get("throughput") or {})
     yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
     for notice in report.get("notices") or ():
         yield PanelRow("strategy", str(notice), "warning")
     failures = report.get("failures") or {}
-    if errors := errors_of(with_failed(report.get("errors") or {}, failures.get("count"))):
+    if errors := errors_of(with_failed(_in_vain(report), failures.get("count"))):
         yield PanelRow("errors", errors, "bad")
     if first := failures.get("first"):
         yield PanelRow("the first", str(first), "bad")
@@ -192,11 +193,11 @@ def _class(found: Mapping[str, Any]) -> str:
     return ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])])
 
 
-def _roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
+def _roofline(roofline: Mapping[str, Any], rates: Mapping[str, float]) -> Iterator[PanelRow]:
     if not roofline:
         return
     if "least_s" in roofline:
-        yield from _text_roofline(roofline)
+        yield from _text_roofline(roofline, rates.get("output_tokens_per_s") or 0.0)
         return
     best = f"{number(roofline['rows_per_s'])} rows/s at {whole(roofline['at_rows'])} rows, {roofline['arrangement']}"
     efficiency = roofline.get("efficiency")
@@ -210,11 +211,15 @@ def _roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
     )
 
 
-def _text_roofline(roofline: Mapping[str, Any]) -> Iterator[PanelRow]:
-    """Of a model of text: how much of what the machine can do with it, and what limits that."""
+def _text_roofline(roofline: Mapping[str, Any], finished: float) -> Iterator[PanelRow]:
+    """Of a model of text: how much of what the machine can do with it, and what limits that. `finished`: the tokens/s
+    of answers that are complete, which `throughput` has; the roofline counts all that were computed.
+    """
     what = "memory bandwidth" if roofline["limited_by"] == "memory" else "products"
     earlier = "; measured by an earlier run" if roofline["remembered"] else ""
-    rate = f"{number(roofline['tokens_per_s'])} tokens/s"
+    rate, computed = f"{number(roofline['tokens_per_s'])} tokens/s", roofline["efficiency"] * roofline["tokens_per_s"]
+    if computed > UNFINISHED * finished:
+        rate = f"{number(computed)} of {rate}, with those of answers that are not finished"
     yield PanelRow(
         "roofline",
         f"{roofline['efficiency']:.0%} of what this machine can do with this model at {whole(roofline['at_rows'])} "
@@ -344,7 +349,15 @@ def _records(report: Mapping[str, Any]) -> Iterator[PanelRow]:
             yield PanelRow(name, str(place), "command")
     if report.get("status") == "partial":
         cure = " The same command with --resume goes on." if "resume" in names and (out or answers) else ""
-        yield PanelRow("", f"Stopped with work left.{cure}", "warning")
+        begun = (report.get("errors") or {}).get("cancelled", 0)
+        asked = f": {whole(begun)} request{'' if begun == 1 else 's'} under way or waiting" if begun else ""
+        yield PanelRow("", f"Stopped with work left{asked}.{cure}", "warning")
+
+
+def _in_vain(report: Mapping[str, Any]) -> Mapping[str, int]:
+    """The errors, without requests that are merely still to do, as the run was stopped."""
+    errors = report.get("errors") or {}
+    return {**errors, "cancelled": 0} if report.get("status") == "partial" else errors
 
 
 def _shares(parts: Mapping[str, float]) -> str:

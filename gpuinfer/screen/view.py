@@ -203,7 +203,8 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
     if update.text_roofline is not None:
         steps = snapshot.device.get("steps") or {}
-        if found := text_roofline.against(steps, update.text_roofline, update.elapsed_s, 0.0):
+        usual = mean_size(snapshot.batches)
+        if found := text_roofline.against(steps, update.text_roofline, update.elapsed_s, 0.0, usual):
             parts.append(f"{found['efficiency']:.0%} of what this machine can do with this model")
     return parts
 
