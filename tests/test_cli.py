@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_a_workloads_help_shows_its_options_and_the_common_flags(gpuinfer):
     assert code == 0
     for words in ("--games", "how many [at most]", "[default: 3]", "up|down", "--no-resume", "--backend", "--roofline"):
         assert words in out
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (["generate"], "1"),
+        (["rollouts"], "1"),
+        (["selfplay"], "0"),
+        (["bench", "generate"], "1"),
+    ],
+)
+def test_help_tells_the_share_that_may_fail_as_the_workload_has_it(gpuinfer, words, share):
+    out = " ".join(gpuinfer(*words, "--help")[1].replace("│", " ").split())
+    assert re.search(r"--max-failures SHARE (.*?)\[default: (.*?)\]", out)[2] == share
 
 
 def test_version(gpuinfer):

@@ -28,8 +28,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 Parameters = dict[str, inspect.Parameter]
 
 
-def common() -> Parameters:
-    """The flags of every workload, by the setting that they set."""
+def common(max_failures: float = Workload.max_failures) -> Parameters:
+    """The flags of every workload, by the setting that they set. `max_failures` is what a workload has by itself."""
     return {
         "backend": _text("backend", "--backend", "NAME", "Who answers the requests.", "inprocess", _names("backends")),
         "strategy": _text(
@@ -64,7 +64,11 @@ def common() -> Parameters:
         "patience": _text("patience", "--patience", "S", "Name a plugin that holds things up, as 10s.", "10s"),
         "give_up": _text("give_up", "--give-up", "S", "Give such a plugin up, and the run.", "10min"),
         "max_failures": _text(
-            "max_failures", "--max-failures", "SHARE", "Exit 1 when more of the requests fail, as 0.01.", "0"
+            "max_failures",
+            "--max-failures",
+            "SHARE",
+            "Exit 1 when more of the requests fail, as 0.01.",
+            f"{max_failures:g}",
         ),
         "max_queue_rows": _text(
             "max_queue_rows", "--max-queue-rows", "N", "Rows that may wait; more are refused.", "64 full batches"

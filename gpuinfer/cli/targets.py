@@ -83,7 +83,7 @@ def parameters(name: str, plugin: Any, own: flags.Parameters) -> flags.Parameter
     taken = sorted(own.keys() & options.fields_of(plugin.Options).keys())
     if taken:
         raise PluginError(f"workload '{name}' has an option '{taken[0]}', which is a flag here. Rename the option.")
-    common = flags.common()
+    common = flags.common(plugin.max_failures)
     del common["trial"]  # what is compared is run often enough
     return {**flags.of(plugin.Options, f"workload '{name}'"), **common, **own}
 

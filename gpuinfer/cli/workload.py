@@ -32,7 +32,7 @@ EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
 def command(name: str) -> Any:
     """The command of an installed workload. Raises `PluginError` when it cannot be loaded."""
     plugin = registry.load("workloads", name)
-    parameters = {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common()}
+    parameters = {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common(plugin.max_failures)}
 
     def call(**values: Any) -> None:
         raise typer.Exit(execute(name, values))
