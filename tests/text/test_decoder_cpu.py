@@ -192,6 +192,24 @@ def test_what_memory_held_before_does_not_show(shape, dtype, monkeypatch):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (3, 1)], ids=str)
+def test_a_page_that_is_copied_brings_at_most_what_its_source_had(lengths):
+    """Of a row that turned into NaN behind what is taken from it."""
+    weights, poison = random_weights(LLAMA), 60
+    weights.embedding[poison] = torch.nan
+    healthy = [token for token in TOKENS if token != poison]
+    several = CpuDecoder(LLAMA, weights, torch.float32, slots=2, pages=16, length=96, threads=1)
+    expected = several.forward(step_of((0, 0, healthy[:24])))[20:].clone()
+    several.forward(step_of((0, 20, [poison] * 60)))
+    several.copy_pages([0, 1], [8, 9])
+    at, found = 20, []
+    for length in lengths:
+        found.append(several.forward(step_of((1, at, healthy[at : at + length]))).clone())
+        at += length
+    several.close()
+    assert torch.equal(torch.cat(found), expected[: sum(lengths)])
+
+
 @pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
 def test_as_many_threads_take_part_as_there_are_at_most(wanted, taken):
     several = decoder(threads=4)

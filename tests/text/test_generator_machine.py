@@ -15,11 +15,11 @@ from text.pages_held import all_free, check_pages
 from text.test_generator_properties import prompts
 from text.toy import LETTERS, alone, joined, toy_generator
 
-from gpuinfer.errors import BackendError
+from gpuinfer.errors import BackendError, BadResult
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 
 LENGTH = 64
-POISON = LETTERS.index("?")
+POISON, NAN = LETTERS.index("?"), LETTERS.index("!")
 FORMS = [Constraint(choice=("hello there", "hello you", "good bye")), Constraint(regex="[a-f]{2,9}( x)*")]
 
 
@@ -31,10 +31,11 @@ class Served(RuleBasedStateMachine):
         step_tokens=st.sampled_from([1, 3, 16, 300]),
         gather_steps=st.sampled_from([0, 2]),
         pages=st.sampled_from([None, 2, 3, 5]),
+        nan=st.sampled_from([None, NAN]),
     )
-    def start(self, slots, step_tokens, gather_steps, pages):
+    def start(self, slots, step_tokens, gather_steps, pages, nan):
         self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps, pages=pages)
-        self.generator.decoder.poison = POISON
+        self.generator.decoder.poison, self.generator.decoder.nan = POISON, nan
         self.open: dict[int, Prompt] = {}
         self.given: dict[int, list] = {}
         self.changed: set[int] = set()  # tickets under way when the weights changed
@@ -96,7 +97,7 @@ class Served(RuleBasedStateMachine):
             if isinstance(outcome, Generation):
                 self.check(ticket, prompt, outcome)
             else:
-                assert isinstance(outcome, BackendError)
+                assert isinstance(outcome, BackendError | BadResult)
                 assert self.poisonous(prompt, ticket)
 
     def check(self, ticket, prompt, outcome):
@@ -110,13 +111,14 @@ class Served(RuleBasedStateMachine):
             assert joined(self.given[ticket]) == list(outcome.completions)
 
     def poisonous(self, prompt, ticket):
-        """Whether the token that no step survives goes through the model for it."""
+        """Whether a token goes through the model for it that no step survives, or that no row does."""
         if ticket in self.changed or prompt.sampling.constraint is not None:
             return True
         [prepared] = self.generator.prepare([prompt])
         sampling = structs.replace(prompt.sampling, stop=())  # tokens that a stop string cuts off have gone through
         drawn = alone(structs.replace(prompt, begun=(), sampling=sampling), LENGTH, weights=self.weights)
-        return POISON in prepared.tokens or any(POISON in one.tokens for one in drawn)
+        harmful = {POISON, self.generator.decoder.nan}
+        return any(harmful & set(tokens) for tokens in [prepared.tokens.tolist(), *(one.tokens for one in drawn)])
 
     @invariant()
     def nothing_is_lost(self):

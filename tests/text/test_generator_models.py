@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from text.decoders import kernels, on_the_cpu
+from text.random_models import LLAMA, random_weights
 from text.tiny import tiny_checkpoint
 from text.toy import run
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.errors import BadPrompt, BadResult, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
-from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import Generator, Tuning, open_generator
+from gpuinfer.text.language.language import Language
+from gpuinfer.text.language.subwords import Characters
 
 TEXTS = [
     "The quick brown fox",
@@ -64,6 +70,28 @@ def test_rows_that_give_back_their_pages_have_the_bits_that_they_would_have_had(
         generator.close()
         assert bool(preempted) == (pages is not None)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [on_the_cpu, partial(kernels, threads=1)], ids=["torch", "kernels"])
+def test_a_prompt_whose_logits_are_nan_does_not_spoil_what_others_share_with_it(make):
+    """Masked weights of zero are multiplied with the values that they hide, so its system prompt is NaN as well."""
+    shape = replace(LLAMA, kv_heads=4)
+    weights, poison = random_weights(shape), 7
+    weights.embedding[poison] = torch.nan
+    system, sampling = [10 + number % 40 for number in range(100)], Sampling(max_tokens=4, temperature=0)
+    asked = [Prompt(tokens=(*system, *own), sampling=sampling) for own in ([poison, 1], [20, 21], [22, 21], [20, 21])]
+    found = []
+    for prompts in (asked, asked[1:]):
+        decoder = make(shape, weights, torch.float32, slots=4, length=256)
+        language = Language(Characters(tuple(map(chr, range(97, 157)))), 61, (60,))
+        generator = Generator(
+            decoder, language, seed=1, end_tokens=(60,), step_tokens=256, threads=1, deterministic=True
+        )
+        found.append([outcome for prompt in prompts for outcome in run(generator, [prompt])])
+        generator.close()
+    [failed, *outcomes], expected = found
+    assert isinstance(failed, BadResult)
+    assert [one.completions for one in outcomes] == [one.completions for one in expected]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

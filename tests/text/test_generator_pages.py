@@ -12,7 +12,7 @@ import pytest
 from text.pages_held import all_free, check_pages
 from text.toy import LETTERS, alone, joined, run, toy_generator
 
-from gpuinfer.errors import BadPrompt
+from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.generator import Driver
 from gpuinfer.text.generator.pages import PagePool
@@ -152,6 +152,91 @@ def test_what_other_weights_have_computed_is_free_when_its_rows_are_done():
     assert outcomes[0].versions == ("", "v1")
     again = run(generator, [prompt(text_of(100))])
     assert again[0].cached_tokens == 0
+
+
+# What is no number
+
+NAN = "?"
+
+
+def spoiling_generator(**options):
+    """With a decoder for which what comes with NAN in a chunk is NaN too, also before it."""
+    generator = toy_generator(length=128, **options)
+    generator.decoder.nan = LETTERS.index(NAN)
+    return generator
+
+
+def plain(length: int, first: int = 0) -> str:
+    return text_of(length, first).replace(NAN, "a")
+
+
+def findable(generator, text):
+    [prepared] = generator.prepare([prompt(text)])
+    return generator._admission.pages.tree.find(0, prepared.tokens).tokens
+
+
+HEALTHY = prompt(SYSTEM + plain(20), temperature=0.0, samples=2)
+
+
+def test_what_a_row_without_numbers_has_computed_is_not_found_by_others():
+    generator = spoiling_generator(step_tokens=128)
+    [failed] = run(generator, [prompt(SYSTEM + NAN)])
+    assert isinstance(failed, BadResult)
+    assert not findable(generator, SYSTEM)
+    [outcome] = run(generator, [HEALTHY])
+    assert outcome.completions == alone(HEALTHY, 128)
+    all_free(generator)
+
+
+@pytest.mark.parametrize("step_tokens", [8, 50, 70, 300])
+@pytest.mark.parametrize("begin", ["a page", "half a page"])
+def test_rows_that_share_what_is_no_number_are_computed_anew_by_themselves(step_tokens, begin):
+    """They wait for the first one's pages, which are found before anybody has looked at its logits."""
+    common = SYSTEM if begin == "a page" else SYSTEM[:20]
+    generator = spoiling_generator(slots=6, step_tokens=step_tokens)
+    spoilt = prompt(common + NAN + plain(70))
+    drawn = {"samples": 2, "temperature": 0.9, "logprobs": 1, "logit_bias": {LETTERS.index(NAN): -100.0}}
+    others = [prompt(common + plain(20, number), **drawn) for number in range(2)]
+    added(generator, spoilt, *others, parts=True)
+    outcomes, preempted, *_ = finished(generator)
+    assert isinstance(outcomes[0], BadResult)
+    assert [outcomes[number].completions for number in (1, 2)] == [alone(one, 128) for one in others]
+    assert not preempted
+
+
+def test_what_a_cancelled_row_has_left_fails_nobody():
+    generator = spoiling_generator(step_tokens=48)
+    added(generator, prompt(SYSTEM + NAN + plain(60)))
+    generator.step()
+    assert findable(generator, SYSTEM) == PAGE
+    assert generator.cancel(0)
+    for _ in range(2):
+        [outcome] = run(generator, [HEALTHY])
+        assert outcome.completions == alone(HEALTHY, 128)
+    assert findable(generator, SYSTEM + plain(20)) == 60  # the second time by a row that had computed it all
+    all_free(generator)
+
+
+def test_an_echo_of_what_others_have_left_is_computed_anew():
+    generator = spoiling_generator(step_tokens=48)
+    added(generator, prompt(SYSTEM + NAN + plain(60)))
+    generator.step()
+    generator.cancel(0)
+    asked = prompt(SYSTEM + plain(20), prompt_logprobs=1, prompt_logprob_start=45)
+    [outcome] = run(generator, [asked])
+    [expected] = run(toy_generator(length=128), [asked])
+    assert (outcome.completions, outcome.prompt_logprobs) == (expected.completions, expected.prompt_logprobs)
+    all_free(generator)
+
+
+def test_a_row_that_turns_into_nan_by_itself_fails_whatever_it_has_taken_over():
+    generator = spoiling_generator(slots=6)
+    run(generator, [HEALTHY])
+    asked = [prompt(SYSTEM + NAN, samples=3), HEALTHY]
+    failed, outcome = run(generator, asked)
+    assert isinstance(failed, BadResult)
+    assert outcome.completions == alone(HEALTHY, 128)
+    all_free(generator)
 
 
 # Eviction

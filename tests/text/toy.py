@@ -39,6 +39,7 @@ SHAPE = Shape(
     positions=64,
     end_tokens=(END,),
 )
+NO_NUMBER = np.uint64(0)  # what is computed of it is not either
 NOWHERE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -69,6 +70,7 @@ class ToyDecoder:
         self.copied = 0  # pages
         self.closed = False
         self.poison: int | None = None  # a token that no step survives
+        self.nan: int | None = None  # a token that turns into NaN, with all that its segment brings
         self.room: int | None = None  # tokens of a step for which there is memory
         self.weights = 0  # whatever they are, they change all that is computed
         self.loaded: dict[int, int] = {}  # adapters: numbers that change it too
@@ -86,8 +88,10 @@ class ToyDecoder:
             at = places(pages, start + length)
             history = self.cache[at[start - 1], 0] if start else NOWHERE
             weights = self.weights ^ (self.loaded[adapter] if adapter else 0)
+            spoilt = history == NO_NUMBER or self.nan in step.tokens[place : place + length]
             for position in range(start, start + length):
                 before, history = history, mixed(history, int(step.tokens[place]), position, weights)
+                history = NO_NUMBER if spoilt else history
                 self.cache[at[position]] = history, before
                 found.append(history)
                 place += 1
@@ -169,10 +173,12 @@ def places(pages: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
 
 
 def logits_of(histories: np.ndarray) -> torch.Tensor:
-    """Float32 [histories, vocabulary] from 0 to 6."""
+    """Float32 [histories, vocabulary] from 0 to 6, or NaN."""
     with np.errstate(over="ignore"):
         bits = histories[:, None] * (2 * np.arange(VOCABULARY, dtype=np.uint64) + 1)
-    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) / np.float32(2**24 / 6))
+    found = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**24 / 6)
+    found[histories == NO_NUMBER] = np.nan
+    return torch.from_numpy(found)
 
 
 def toy_language() -> Language:

@@ -79,6 +79,7 @@ class CpuDecoder:
         self._pool = Pool(pages, int(self._sizes[cpu_sizes.PAGE_BYTES]))
         self._adapters = LoadedAdapters(shape.layers)
         self._planners = [Planner(shape.heads // shape.kv_heads) for _ in range(2)]
+        self._copied: NDArray[np.int32] = np.zeros(0, np.int32)  # pages that still have more than is known of their row
         self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
         self._threads: Threads | None = None
@@ -100,6 +101,7 @@ class CpuDecoder:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""
         self._pool.copy(sources, targets)
+        self._copied = np.union1d(self._copied, np.array(targets, np.int32))
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`. Of a head that is the embedding it is a copy."""
@@ -184,7 +186,7 @@ class CpuDecoder:
         else:
             positions[:rows], owners[:rows] = positions_of(step), np.repeat(every[:segments], step.lengths)
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
-        clears[:rows] = _clears(step, positions[:rows], sees[:rows])
+        clears[:rows] = _clears(step, positions[:rows], sees[:rows], self._in_copies(step))
         columns = min(pages.shape[1], step.pages.shape[1])
         pages[:segments, :columns] = step.pages[:, :columns]
         if step.vectors is not None:
@@ -202,6 +204,15 @@ class CpuDecoder:
         self._threads.step(threads)
         self._fewest.took(rows, threads, time.perf_counter() - began)
         return by_adapter
+
+    def _in_copies(self, step: Step) -> NDArray[np.bool_]:
+        """Which segments begin in a page that has been copied, and that none has written into since."""
+        begin = np.zeros(len(step.starts), np.bool_)
+        if len(self._copied):
+            pages = step.pages[np.arange(len(begin)), step.starts // PAGE]
+            begin = np.isin(pages, self._copied)
+            self._copied = np.setdiff1d(self._copied, pages)
+        return begin
 
     def _attend_to(
         self, which: int, step: Step, going: NDArray[np.int32], owners: NDArray[np.int32], sees: NDArray[np.int32]
@@ -367,13 +378,15 @@ def _kind(dtype: torch.dtype, compute: str) -> Kind:
     return "widened" if compute == FLOAT32 or found == "none" else found
 
 
-def _clears(step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32]) -> NDArray[np.int64]:
+def _clears(
+    step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32], in_copies: NDArray[np.bool_]
+) -> NDArray[np.int64]:
     """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It is
     the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the segment
-    before.
+    before: it is not where the page is a copy, which has all that its source has (`in_copies` [segments]).
     """
     places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
-    due = (places < PAGE) & (positions % PAGE == 0)
+    due = (places < PAGE) & ((positions % PAGE == 0) | np.repeat(in_copies, step.lengths))
     if len(positions) > len(step.lengths):
         last = np.zeros(len(positions), np.bool_)
         last[firsts_of(step) + step.lengths - 1] = True

@@ -94,6 +94,18 @@ class Admission:
         self._table.leave(row.slot)
         self._free.append(row.slot)
 
+    def distrust(self, row: Row) -> bool:
+        """Its logits are no numbers. Whether that may be others' doing, whose pages it has taken over: then it goes
+        through its tokens again, all by itself.
+        """
+        table, slot = self._table, row.slot
+        self.pages.distrust(row)
+        if not row.found:
+            return False
+        row.alone = True
+        self._suspend(row, table.tokens[slot, : table.filled[slot]] if table.decodes[slot] else None)
+        return True
+
     def forget(self) -> None:
         """The weights have changed: nothing that a page holds now may serve another prompt. Between two steps."""
         self._table.outdated[:] = [row is not None for row in self._table.rows]
@@ -276,16 +288,25 @@ class Admission:
         return [row for row in self._table.rows if row is not None and row.node is not None]
 
     def _preempt(self, row: Row) -> None:
-        """Have it give back its pages, and go through its tokens again when there is room."""
+        """Have it give its pages to an older row."""
         table, slot = self._table, row.slot
-        filled, answers = int(table.filled[slot]), bool(table.decodes[slot])
+        self._suspend(row, table.tokens[slot, : table.filled[slot] + 1] if table.decodes[slot] else None)
+        self.preempted += 1
+
+    def _suspend(self, row: Row, tokens: Ints | None) -> None:
+        """Have it give back its pages, and go through its tokens again when there is room. Of an answer that has begun
+        these are the `tokens`, the last of which goes through the model next.
+        """
+        table, slot = self._table, row.slot
+        filled = int(table.filled[slot])
         self._leave_prefill(row)
         self.pages.give_back(row)
-        row.suspend(filled, table.tokens[slot, : filled + 1].copy() if answers else None)
+        row.suspend(filled, None if tokens is None else tokens.copy())
+        if tokens is not None:
+            table.last[slot] = tokens[-1]
         table.decodes[slot] = False
         table.filled[slot] = 0
         bisect.insort(self._queue, row, key=_age)
-        self.preempted += 1
 
     def _leave_prefill(self, row: Row) -> None:
         if row not in self.prefilling:

@@ -284,7 +284,7 @@ class Generator:
         rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
         guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
-            self._settling.fail(guilty.work, alone(error))
+            self._settling.fail_row(guilty, alone(error), error)
 
     def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
         settling = self._settling

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -150,11 +150,23 @@ class PrefixTree:
         gone = list(self._roots) if adapter is None else [adapter]
         for number in gone:
             root = self._roots.pop(number, None)
-            for node in [] if root is None else list(_below(root)):
-                self._nodes[node.page] = node.parent = None
-                if not self._pool.users[node.page]:
-                    self.unused -= 1
-                    self._pool.free((node.page,))
+            self._lose([] if root is None else list(_below(root)))
+
+    def distrust(self, adapter: int, tokens: Ints) -> None:
+        """No page can be found any more that a row with these tokens may have shared or copied from."""
+        root, key = self._roots.get(adapter), tokens[:LEAST].tobytes()
+        for node in [] if root is None else list(root.alike.get(key, ())):
+            below = list(_below(node))
+            self.drop(node)
+            self._lose([node, *below])
+
+    def _lose(self, nodes: Sequence[Node]) -> None:
+        """They cannot be found any more, whatever is behind them is among them."""
+        for node in nodes:
+            self._nodes[node.page] = node.parent = None
+            if not self._pool.users[node.page]:
+                self.unused -= 1
+                self._pool.free((node.page,))
 
     def _most_alike(self, node: Node, key: bytes) -> tuple[Node | None, int]:
         """Which child of `node` begins most like `key`, and how many tokens, if it is worth a copy."""

@@ -173,9 +173,9 @@ class Row:
     """
 
     __slots__ = (
-        "age", "begun", "computed", "draws", "echoed_from", "first", "followers", "given", "growing", "known",
-        "logprobs", "matcher", "node", "number", "owner", "resumed", "shared", "slot", "spares", "versions", "waited",
-        "walk", "work",
+        "age", "alone", "begun", "computed", "draws", "echoed_from", "first", "followers", "found", "given", "growing",
+        "known", "logprobs", "matcher", "node", "number", "owner", "resumed", "shared", "slot", "spares", "versions",
+        "waited", "walk", "work",
     )  # fmt: skip
 
     def __init__(self, work: PromptWork, number: int) -> None:
@@ -201,6 +201,8 @@ class Row:
         self.shared = 0  # how many positions of the owner are wanted
         self.node: Node | None = None  # of the prefix tree: its last page there; None while it has no pages
         self.spares: list[int] = []  # pages that its followers will have
+        self.found = 0  # so many of its positions others had computed when it got its pages
+        self.alone = False  # it takes nothing over that others have computed, and leaves them nothing
         self.waited = False  # for pages
         self.computed = 0  # so many of its positions have been computed, when it last had to give its pages back
         self.resumed = False  # the tokens that it goes through are those of an answer that goes on

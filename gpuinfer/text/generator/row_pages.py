@@ -40,6 +40,8 @@ class RowPages:
         """What there is of its first tokens. The last one is never part of it, nor are those whose logits are wanted:
         they are computed.
         """
+        if row.alone:
+            return Match(None, [])
         most = min(row.first - 1, row.echoed_from)
         return self.tree.find(row.work.adapter_number, row.known[:most])
 
@@ -64,8 +66,8 @@ class RowPages:
         table, held = self._table, len(found) + own
         table.pages[slot, :held] = [*match.pages, *pages[:own]]
         table.held[slot] = held
-        table.filled[slot] = len(found) * PAGE + more
-        table.outdated[slot] = False
+        table.filled[slot] = row.found = len(found) * PAGE + more
+        table.outdated[slot] = row.alone
         row.spares = pages[own:]
         row.node = match.node or self.tree.root(row.work.adapter_number)
         if partly is not None:
@@ -114,7 +116,18 @@ class RowPages:
                 table.held[one.slot] += 1
             table.filled[one.slot] = min(row.first, int(table.held[one.slot]) * PAGE)
             table.outdated[one.slot] = table.outdated[leader]
-            one.node = row.node
+            one.node, one.found = row.node, row.found
+
+    def distrust(self, row: Row) -> None:
+        """Something that it has computed, or taken over, is no number. What masks hide is multiplied with zero, and NaN
+        times zero is NaN: so this may stand in pages of tokens that are healthy. None of it can be found any more, and
+        rows that have such pages leave nothing for others.
+        """
+        self.tree.distrust(row.work.adapter_number, self._table.tokens[row.slot])
+        self._table.outdated[row.slot] = True
+        for one in self._table.rows:
+            if one is not None and one.node is not None and one.node.key and one.node.parent is None:
+                self._table.outdated[one.slot] = True
 
     def give_back(self, row: Row) -> None:
         """The row has no pages any more; what others may want of them stays in the tree."""

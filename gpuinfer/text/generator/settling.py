@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from msgspec import structs
 
-from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.errors import BackendError, BadResult, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.adapters import Loaded, weights_name
@@ -18,7 +18,7 @@ from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
 from gpuinfer.text.generator.ending import END_TOKEN, NOTHING, Ending, completion, ending
 from gpuinfer.text.generator.giving import MOST_PARTS_S
 from gpuinfer.text.generator.prepared import PromptWork, Row, row_of
-from gpuinfer.text.generator.seams import Drawn, Language
+from gpuinfer.text.generator.seams import Drawn, Ints, Language
 from gpuinfer.text.versions import then, until
 
 GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # what a list says to a token
@@ -85,17 +85,19 @@ class Settling:
             table.decodes[plan.draws] = True
         if drawn is None:
             return
-        slots, tokens = plan.draws, drawn.tokens
+        slots, tokens, processed, logprobs = plan.draws, drawn.tokens, drawn.processed, drawn.logprobs
+        if drawn.bad:
+            self._settle_bad(slots, drawn)
+            good = np.setdiff1d(np.arange(len(slots)), list(drawn.bad))
+            slots, tokens, logprobs = slots[good], tokens[good], [logprobs[i] for i in good.tolist()]
+            processed = None if processed is None else processed[good]
         at = table.filled[slots]
         table.flat[table.bases[slots] + at] = tokens
         table.last[slots] = tokens
-        if drawn.processed is not None and table.processed is not None:
-            table.processed[slots, at] = drawn.processed
+        if processed is not None and table.processed is not None:
+            table.processed[slots, at] = processed
         ended = table.is_end[tokens] & table.ends[slots]
         full = at >= table.final[slots]
-        for i, error in drawn.bad.items():
-            if (row := table.rows[slots[i]]) is not None:
-                self.fail(row.work, error)
         if table.listed:
             self._enter("constrain")
         said = table.walked(slots, tokens)
@@ -107,10 +109,19 @@ class Settling:
             for i, slot, place, is_end, is_full, outcome in zip(*(one.tolist() for one in columns), strict=True):
                 row = table.rows[slot]
                 if row is not None:  # else another sample of its prompt has failed just now
-                    self._look(row, place, is_end, is_full, outcome, drawn.logprobs[i], now)
+                    self._look(row, place, is_end, is_full, outcome, logprobs[i], now)
         if table.readers and now >= self._parts_due:
             self._parts_due = now + table.readers / self._most_parts_s
             self._give_out()
+
+    def fail_row(self, row: Row, error: Exception, found: Exception) -> None:
+        """Give up on its prompt, which is told `error`, unless what was `found` may be the fault of what others have
+        computed.
+        """
+        if isinstance(found, BadResult) and self._admission.distrust(row):
+            self._composer.changed()
+        else:
+            self.fail(row.work, error)
 
     def fail(self, work: PromptWork, error: Exception) -> None:
         """Give up on all of a prompt's rows."""
@@ -143,6 +154,12 @@ class Settling:
         self.finished.append((work.ticket, answer))
         if work.adapter is not None:
             self._give_back(work.adapter)
+
+    def _settle_bad(self, slots: Ints, drawn: Drawn) -> None:
+        """Those of these rows that no token could be drawn for."""
+        for i, error in drawn.bad.items():
+            if (row := self._table.rows[slots[i]]) is not None:  # else another sample of its prompt has failed just now
+                self.fail_row(row, error, error)
 
     def _settle_chunks(self, chunks: Sequence[Chunk], echoes: Sequence[Echo], now: float) -> None:
         echo = iter(echoes)
