@@ -75,6 +75,8 @@ class Service:
         if self.health.phase != "starting":
             told |= {name: self.model[name] for name in ("family", "diffusion") if name in self.model}
             told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
+            if "context" in self.model:
+                told["max_model_len"] = self.model["context"]  # as vLLM's clients read it
         return told
 
     def adapter_of(self, name: str | None) -> str | None:

@@ -55,8 +55,10 @@ class Endpoint:
             raise UsageError(f"{self.url} wants a key, and not this one. Give -B key_file=FILE.")
         try:
             found = json.loads(answer.body)["data"]
+            if any(one.get("owned_by") == "gpuinfer" for one in found):
+                raise UsageError(f"{self.url} is a server of gpuinfer's. Ask it with --backend fleet.")
             bases = {one["id"]: int(one["max_model_len"]) for one in found if not one.get("parent")}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f"{self.url} is no server of vLLM's: its /v1/models says nothing of max_model_len. Correct -B "
                 "endpoint, or ask a server of gpuinfer's with --backend fleet."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from replica_servers import serving
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config.described import Described
+from gpuinfer.errors import UsageError
+from gpuinfer.vllm.endpoint import Endpoint
 
 MODULE = """
 import torch
@@ -34,12 +37,16 @@ def test_a_network_of_ones_own_answers_by_its_own_names(tmp_path):
 
 def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
     setup = Setup(model=ModelSpec("tiny", kind="text"), devices=("cpu",), seed=3)
-    Described(setup=setup, backend_options={"slots": 2, "threads": 1}, served_model_name="mine").write(
+    Described(setup=setup, backend_options={"slots": 2, "threads": 1, "context": 96}, served_model_name="mine").write(
         tmp_path / "setup"
     )
     with serving("--setup-file", "setup", folder=tmp_path) as server:
         (model,) = server.ask("/v1/models").json["data"]
-        assert (model["id"], model["slots"]) == ("mine", 2)
+        assert (model["id"], model["slots"], model["max_model_len"]) == ("mine", 2, 96)
+        answers = [server.ask("/v1/completions", {"prompt": [1] * long, "max_tokens": 1}) for long in (95, 97)]
+        assert [answer.status for answer in answers] == [200, 400]
+        with pytest.raises(UsageError, match=r"is a server of gpuinfer's\. Ask it with --backend fleet"):
+            asyncio.run(Endpoint(server.url, None, 1, 1.0).open(None))
 
 
 def test_a_file_is_for_its_owner_alone(tmp_path):

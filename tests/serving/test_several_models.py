@@ -138,6 +138,7 @@ def test_a_fleet_of_several_models_passes_names_through(tmp_path):
     words = ("--model", "chat=tiny,net=blobnet-small", *FLAGS[:-2], "--replicas", 2, "-B", "threads=1")
     with serving(*words, folder=tmp_path) as fleet:
         assert [one["id"] for one in fleet.ask("/v1/models").json["data"]] == ["chat", "net"]
+        assert ["max_model_len" in one for one in fleet.ask("/v1/models").json["data"]] == [True, False]
         assert complete(fleet, model="chat").json["model"] == "chat"
         assert fleet.ask("/v1/evaluate?model=net", {"x": ROW}).status == 200
         assert complete(fleet, model="other").status == 404
