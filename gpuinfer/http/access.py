@@ -24,9 +24,11 @@ LINE = re.compile(  # of a key file
     r"[!-~]+(?:[ \t]+(?:name=[A-Za-z0-9._@-]{1,64}|(?:requests|tokens)=[1-9][0-9]{0,11})){0,3}"
 )
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-EXPOSED = (
-    "X-Request-Id, Retry-After, X-Gpuinfer-Route, X-RateLimit-Limit-Requests, X-RateLimit-Limit-Tokens, "
-    "X-RateLimit-Remaining-Requests, X-RateLimit-Remaining-Tokens"
+EXPOSED = ", ".join(
+    [
+        *("X-Request-Id", "Retry-After", "X-Gpuinfer-Route"),
+        *(f"X-RateLimit-{what}-{kind}" for what in ("Limit", "Remaining", "Reset") for kind in ("Requests", "Tokens")),
+    ]
 )
 HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?:, ?[A-Za-z0-9-]{1,64}){0,63}")
 NAME = re.compile(r"[a-z0-9._-]{1,100}|\[[0-9a-f:.]{2,45}\]")  # a host's, as it may be repeated in an error

@@ -84,7 +84,7 @@ def test_files_that_are_none_are_refused_before_anything_starts(tmp_path, words,
 @KINDS
 def test_a_page_of_an_allowed_origin_may_ask_and_read_and_another_may_not(tmp_path, more):
     (tmp_path / "keys").touch(mode=0o600)
-    (tmp_path / "keys").write_text("right name=alice requests=1\n")
+    (tmp_path / "keys").write_text("right name=alice requests=1 tokens=9000\n")
     words = (*TINY, *more, "--allowed-origins", APP, "--api-key-file", "keys")
     with serving(*words, folder=tmp_path) as server:
         told = {
@@ -102,6 +102,10 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read_and_another_may_not(tmp_pa
             assert answer.status == status
             assert answer.headers["access-control-allow-origin"] == APP, "refusals can be read, too"
             assert answer.headers["vary"] == "Origin"
+            exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
+            own = {name for name in answer.headers if name.startswith("x-") or name == "retry-after"}
+            assert own <= set(exposed), "a page reads every header of ours"
+            assert status != 200 or "x-ratelimit-reset-tokens" in own
         own = server.ask("/stats", headers={**key, "Origin": APP})
         assert (own.status, own.headers["access-control-allow-origin"]) == (200, APP)
         for method in ("GET", "OPTIONS"):
