@@ -30,6 +30,7 @@ class Nim(Game):
 
     rules: ClassVar[str] = __name__
     hidden: ClassVar[bool] = False
+    won_or_lost: ClassVar[bool] = True
     options: Options
 
     def __init__(self, setup: Setup | None = None, /, **options: object) -> None:

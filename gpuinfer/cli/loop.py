@@ -36,6 +36,7 @@ GAME = (
     "scoring",
     "game_options",
 )  # that self-play gives to the game, where they are given
+OF_GAMES = ("simulations", "resign", "resign_check")  # what self-play may refuse
 PLAY = (*GAME, "simulations", "exploration", "determinizations", "workers")
 NO_PART = ("iterations", "evaluate_every", "workers", "out", "resume", "fail_under")  # of what a loop's folder holds
 
@@ -71,6 +72,15 @@ class Options(api.Options):
     temperature_moves: int = Field(16, ge=0, description="moves of a game of self-play that are drawn; not of a match")
     determinizations: int | None = Field(None, ge=1, le=1000, description="guesses at the hidden cards, as in selfplay")
     workers: int | None = Field(None, ge=1, le=1024, description="processes that play [one a core]")
+    resign: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="resign games of self-play where all is worth minus this or less [never]",
+    )
+    resign_check: float | None = Field(
+        None, ge=0, le=1, description="share of games of self-play that nobody may resign [0.1]"
+    )
     window: int = Field(4, ge=1, description="iterations whose games are learnt from, the newest ones")
     training_steps: int = Field(400, ge=1, description="batches that are learnt from, in each iteration")
     batch_size: int = Field(256, ge=1, description="moves in one of them")
@@ -139,9 +149,8 @@ def _network(options: Options, seed: int) -> ModelSpec:
     """The network that learns. Raises `UsageError` where there is none, and for whatever self-play refuses."""
     given = {name: value for name in GAME if (value := getattr(options, name)) is not None}
     workload = registry.load("workloads", "selfplay")
-    made = blame.make(
-        workload, Setup(seed=seed), {**given, "game": options.game, "model": options.model, "weights": options.weights}
-    )
+    given |= {name: getattr(options, name) for name in ("game", "model", "weights", *OF_GAMES)}
+    made = blame.make(workload, Setup(seed=seed), given)
     spec: ModelSpec | None = made.model()
     if spec is None:
         raise UsageError(f"--model {options.model} is no network, and has nothing to learn. Name one, such as blobnet.")
@@ -194,6 +203,8 @@ def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
         folder=folder,
         **{name: getattr(options, name) for name in (*names, "evaluation_games", "evaluate_every")},
         seed=common.seed,
+        resign=options.resign,
+        resign_check=options.resign_check,
         gate=options.gate,
         gate_games=options.gate_games or GATE_GAMES,
         play=play,
@@ -277,10 +288,20 @@ def _told(step: Step, report: Report, seconds: float) -> str:
         loss = loss_of(report)
         return said if loss is None else f"{said}: loss {number(loss)}"
     if step.kind == "games":
-        return f"{said}: {whole(report['progress']['done'])}"
+        return f"{said}: {whole(report['progress']['done'])}{_resigned(report.get('resignation'))}"
     strength = report["strength"]
     against = "the first generation" if step.kind == "match" else "the network that plays"
     return f"{said}: {in_score(strength)}, {in_elo(strength)} over {against}"
+
+
+def _resigned(found: Mapping[str, Any] | None) -> str:
+    """Of games in which players may resign; what there is to do about it on a line of its own."""
+    from gpuinfer.report.resignation import in_share
+
+    if found is None:
+        return ""
+    advice = f"\n  {found['advice']}" if found["advice"] else ""
+    return f", {in_share(found)} resigned{advice}"
 
 
 def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:

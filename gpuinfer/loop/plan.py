@@ -66,6 +66,8 @@ class Plan:
     evaluation_games: int
     evaluate_every: int  # iterations; 0: after the last one alone
     seed: int
+    resign: float | None = None  # in self-play alone: a match is to say who wins
+    resign_check: float | None = None
     gate: float | None = None  # the score at which a new network becomes the one that plays; None: each one does
     gate_games: int = 0
     play: Sequence[str] = ()
@@ -129,12 +131,15 @@ class Plan:
 
     def _games(self, iteration: int) -> dict[str, Any]:
         """Other games in each iteration: their random numbers begin where no other's do."""
-        return {
+        words = {
             "weights": self.weights(self.playing(iteration - 1)),
             "games": self.games,
             "temperature-moves": self.temperature_moves,
             "seed": self.seed + iteration,
+            "resign": self.resign,
+            "resign-check": self.resign_check,
         }
+        return {name: said for name, said in words.items() if said is not None}
 
     def _training(self, iteration: int) -> dict[str, Any]:
         """From the network that was trained last, whether it has won or not, as AlphaGo Zero (Silver et al. 2017)."""

@@ -44,6 +44,7 @@ def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dic
         "iteration": number,
         "games": games and games["progress"]["done"],
         "games_s": games and seconds_of(games),
+        "resignation": games and games.get("resignation"),
         "games_per_min": games and games["throughput"].get("games_per_min"),
         "loss": training and loss_of(training),
         "training_s": training and seconds_of(training),

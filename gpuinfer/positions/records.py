@@ -8,8 +8,14 @@ A shard is an npz file without objects. One row a searched move:
     value        float32 [rows, seats]: the game's returns, column k of the k-th seat after the one that moved
 
 and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat; against an opponent
-also `sides` bool [games, seats], true where the run's own model sat. A game is in exactly one shard, with all its rows;
-moves without a choice have no row.
+also `sides` bool [games, seats], true where the run's own model sat. Where players may resign also
+
+    resigned  int8 [games]            the seat that resigned, and so lost, or would have if it were allowed to; -1: none
+    checked   bool [games]            nobody was allowed to: the game was played to its end
+    lowest    float32 [games, seats]  the least that a position was worth to the seat that moved, by its search, where
+                                      no position of the game before it was worth less; inf: nowhere
+
+A game is in exactly one shard, with all its rows; moves without a choice have no row.
 """
 
 from __future__ import annotations

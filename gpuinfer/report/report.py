@@ -16,7 +16,7 @@ from gpuinfer.config.change import Flag
 from gpuinfer.host import machine, spoken
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import learning, models, sharing, strength, text_roofline, training
+from gpuinfer.report import learning, models, resignation, sharing, strength, text_roofline, training
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.report.stages import of_stages
@@ -95,6 +95,7 @@ def build(run: Run) -> dict[str, Any]:
         "bottleneck": judge(evidence(run)),
         "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
         "strength": strength.of_strength(progress.facts),
+        "resignation": resignation.of_resignation(progress.facts),
         "training": learning.of_learning(progress.facts),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "failures": failures(progress, snapshot, run.max_failures),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.screen import rollouts, strength, training
+from gpuinfer.screen import resignation, rollouts, strength, training
 from gpuinfer.screen.rows import PanelRow
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores, row_word, with_failed
 from gpuinfer.units import number, short, whole
@@ -40,9 +40,11 @@ def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[P
     yield PanelRow("throughput", "\n".join(rates) or nothing, "strong")
     if _was_complete(report):
         yield from strength.rows(report.get("strength"))
+        yield from resignation.rows(report.get("resignation"))
         yield from _records(report)
         return
     yield from strength.rows(report.get("strength"))
+    yield from resignation.rows(report.get("resignation"))
     yield from rollouts.rows(report.get("rollouts"))
     yield from training.rows(report.get("training"))
     yield from _batches(report.get("batches") or {})

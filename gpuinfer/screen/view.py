@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer.host import compiling
 from gpuinfer.report import text_roofline
 from gpuinfer.report.report import doublings
-from gpuinfer.screen import rollouts, strength, training
+from gpuinfer.screen import resignation, rollouts, strength, training
 from gpuinfer.stats import Snapshot, mean_size, summarise, tokens_of
 from gpuinfer.units import MAGNITUDES, duration, left, left_until, number, short, whole
 from gpuinfer.unmasked import Unmasked
@@ -78,6 +78,7 @@ class ViewLines:
             *models_of(update.snapshot),
             *rollouts.live(update.progress.facts),
             *strength.live(update.progress.facts),
+            *resignation.live(update.progress.facts),
             *training.live(update.progress.facts),
             left_of(update),
         ]
@@ -197,6 +198,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
     parts += models_of(snapshot)
     parts += rollouts.live(update.progress.facts)
     parts += strength.live(update.progress.facts)
+    parts += resignation.live(update.progress.facts)
     parts += training.live(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
         share = rate / update.roofline.rows_per_s

@@ -211,7 +211,16 @@ class CompiledAsPython(PythonGame):
     def __init__(self, original: Game, setup: Any = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.original = original
-        for name in ("seats", "actions", "max_legal", "max_moves", "features", "feature_dtype", "hidden"):
+        for name in (
+            "seats",
+            "actions",
+            "max_legal",
+            "max_moves",
+            "features",
+            "feature_dtype",
+            "hidden",
+            "won_or_lost",
+        ):
             setattr(self, name, getattr(original, name))
         self._rules = kernels.rules_of(original.rules)
         self._actions = np.zeros(original.max_legal, np.int16)

@@ -15,6 +15,7 @@ from gpuinfer.testing.hidden import fault_of_hiding
 from gpuinfer.testing.reference import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
+from gpuinfer.workloads.selfplay.game import is_won_or_lost
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
 
@@ -146,6 +147,11 @@ class Playthrough:
         returns = list(self.game.returns(position))
         if len(returns) != self.game.seats or not all(map(math.isfinite, returns)):
             raise Broken(f"`returns` gives {returns[:8]} for seats = {self.game.seats}. Give each a finite number.")
+        if self.game.won_or_lost and not is_won_or_lost(returns):
+            raise Broken(
+                f"`returns` gives {returns}, and won_or_lost = True says that they are 1 and -1, or 0 for both. Give "
+                "those, or leave won_or_lost out."
+            )
 
 
 def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

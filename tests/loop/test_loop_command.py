@@ -30,6 +30,8 @@ WORK += ["--gate", "0.55", "--gate-games", "6"]
         pytest.param(["--out", "l", "--iterations", "0"], "--iterations: '0' is less than 1", id="no iterations"),
         pytest.param(["--out", "l", "--gate", "55"], "--gate: '55' is more than 1", id="a gate in per cent"),
         pytest.param(["--out", "l", "--gate-games", "50"], "Add --gate 0.55.", id="games for no gate"),
+        pytest.param(["--out", "l", "--resign", "0.9"], "Leave --resign out.", id="resignation among four"),
+        pytest.param(["--out", "l", "--resign-check", "0.2"], "Add --resign 0.9.", id="a check of no resignation"),
         pytest.param(["--out", "a,b"], "parted by commas", id="a folder that training would take for two"),
         pytest.param(
             ["--out", "l", "--batch-size", "99999"], "--batch-size: 99999 is more than 65536", id="training's options"

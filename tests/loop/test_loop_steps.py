@@ -21,7 +21,7 @@ from gpuinfer.cli.building import merge
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.loop import course, drawing, pages, story
 from gpuinfer.loop.course import follow
-from gpuinfer.loop.plan import Plan
+from gpuinfer.loop.plan import KINDS, Plan
 
 COMMAND = str(Path(__file__).with_name("loop_command.py"))
 PLAN = Plan(
@@ -174,6 +174,25 @@ def test_without_a_gate_there_are_no_games_for_one_and_no_column(plan, go):
     told = story.document(plan, {}, "", "done")
     assert [one["gate"] for one in told["iterations"]] == [None] * 3
     assert story.columns(told) == story.COLUMNS
+
+
+def test_players_resign_in_self_play_alone(plan, tmp_path):
+    plan = replace(plan, resign=0.9, resign_check=0.2)
+    _, asked = asked_with_gate(plan, tmp_path, 0.5)
+    told = {
+        kind: {(one.get("resign"), one.get("resign-check")) for one in asked if one["kind"] == kind} for kind in KINDS
+    }
+    assert told == {"games": {("0.9", "0.2")}, **{kind: {(None, None)} for kind in KINDS if kind != "games"}}
+
+
+def test_the_line_of_games_says_how_many_were_resigned_and_what_to_do_where_too_many_are_false(plan):
+    step = next(iter(plan.steps()))
+    report = {"progress": {"done": 30}, "resignation": None}
+    assert loop._told(step, report, 3.0) == "games in 3 s: 30"
+    found = {"games": 30, "checked": 10, "resigned": 8, "advice": None}
+    assert loop._told(step, {**report, "resignation": found}, 3.0) == "games in 3 s: 30, 40% of 20 games resigned"
+    found["advice"] = "Try --resign 0.95."
+    assert loop._told(step, {**report, "resignation": found}, 3.0).endswith("resigned\n  Try --resign 0.95.")
 
 
 def test_the_line_of_a_gate_says_who_plays_from_now_on(plan, tmp_path, monkeypatch, capsys):

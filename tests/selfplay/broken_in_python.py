@@ -101,3 +101,9 @@ class SaidToBeOpen(Kuhn):
     """Says that nothing is hidden, so that nobody guesses."""
 
     hidden = False
+
+
+class Graded(Kuhn):
+    """Says that it is won or lost, and plays for one chip or for two."""
+
+    won_or_lost = True

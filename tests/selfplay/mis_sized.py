@@ -71,6 +71,11 @@ def one_sided(config, state, values):
     values[state[nim.LAST]] = 1.0
 
 
+def halved(config, state, values):
+    nim.returns(config, state, values)
+    values /= 2
+
+
 def raising(config, state, action):
     raise ZeroDivisionError("by nothing")
 
@@ -95,6 +100,7 @@ CASES = {
     "open cards": resized(hidden=True),
     "half dealt": ruled(deal=half_dealt),
     "one-sided returns": ruled(returns=one_sided),
+    "graded returns": ruled(returns=halved),
     "raises": ruled(apply=raising),
 }
 

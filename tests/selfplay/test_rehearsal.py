@@ -61,6 +61,7 @@ def test_a_game_in_order_is_played_to_its_end(found):
         ),
         ("half dealt", ["`deal` leaves words of the game before", "Write every word of state"]),
         ("one-sided returns", ["`returns` leaves [", "nan"]),
+        ("graded returns", ["`returns` writes [", "won_or_lost = True says that they are 1 and -1", "Write those, or"]),
     ],
 )
 def test_what_a_game_does_wrong_is_said_with_its_cure(found, case, said):

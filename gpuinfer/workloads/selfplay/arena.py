@@ -73,6 +73,7 @@ class Arena(Slots):
             return None
         self.counters[arrays.LOG_GAMES] = self.counters[arrays.LOG_ROWS] = 0
         return {
-            name: array[: games if name in ("finished", "returns") else rows].copy()
+            name: array[: games if name in arrays.OF_GAMES else rows].copy()
             for name, array in self._log._asdict().items()
+            if self.search.resign or name not in arrays.OF_RESIGNATION
         }

@@ -16,6 +16,7 @@ NODE = np.dtype([("value", "f4"), ("visits", "i4"), ("mover", "i2"), ("count", "
 EDGE = np.dtype([("prior", "f4"), ("q", "f4"), ("visits", "i4"), ("child", "i2"), ("action", "i2")], align=True)
 UNEXPANDED = -1  # an edge's child, when there is none
 IDLE = -1  # a slot's game, when there is none
+NOBODY = -1  # has resigned
 NETWORK, UNIFORM, ROLLOUT = 0, 1, 2  # who evaluates leaves
 
 # counters
@@ -36,6 +37,8 @@ class Search(NamedTuple):
     temperature_moves: int  # moves of a game, counted from its first, that are drawn; later ones take the most visited
     record: bool
     games_per_deal: int = 1  # so many games, one after the other by number, begin with the same random numbers
+    resign: float = 0.0  # a player whose position is worth no more than minus that gives up; 0: nobody does
+    resign_check: float = 0.0  # share of games that are played to the end all the same
 
 
 class Games(NamedTuple):
@@ -52,6 +55,11 @@ class Games(NamedTuple):
     policy: np.ndarray  # float32 [slots, max_moves, actions]
     player: np.ndarray  # int8 [slots, max_moves]
     move: np.ndarray  # int16 [slots, max_moves]
+    resigned: np.ndarray  # int8 [slots]: the seat that has given up, or would have where the game is checked
+    checked: np.ndarray  # bool [slots]: it is played to the end all the same
+    lowest: (
+        np.ndarray
+    )  # float32 [slots, seats]: what a seat's position was worth when that was the game's least, or inf
 
 
 class Trees(NamedTuple):
@@ -83,6 +91,13 @@ class Log(NamedTuple):
     move: np.ndarray
     finished: np.ndarray  # int64 [games]
     returns: np.ndarray  # float32 [games, seats], absolute seats
+    resigned: np.ndarray  # int8 [games], and the next two as in `Games`
+    checked: np.ndarray  # bool [games]
+    lowest: np.ndarray  # float32 [games, seats]
+
+
+OF_RESIGNATION = ("resigned", "checked", "lowest")  # in records only where players may resign
+OF_GAMES = ("finished", "returns", *OF_RESIGNATION)  # one row a game; of all others one row a searched move
 
 
 def allocate_games(game: Game, slots: int, record: bool) -> Games:
@@ -99,6 +114,9 @@ def allocate_games(game: Game, slots: int, record: bool) -> Games:
         policy=np.zeros((kept, game.max_moves, game.actions), np.float32),
         player=np.zeros((kept, game.max_moves), np.int8),
         move=np.zeros((kept, game.max_moves), np.int16),
+        resigned=np.full(slots, NOBODY, np.int8),
+        checked=np.zeros(slots, np.bool_),
+        lowest=np.full((slots, game.seats), np.inf, np.float32),
     )
 
 
@@ -132,4 +150,7 @@ def allocate_log(game: Game, games: int, record: bool) -> Log:
         move=np.zeros(rows, np.int16),
         finished=np.zeros(games, np.int64),
         returns=np.zeros((games, game.seats), np.float32),
+        resigned=np.full(games, NOBODY, np.int8),
+        checked=np.zeros(games, np.bool_),
+        lowest=np.zeros((games, game.seats), np.float32),
     )

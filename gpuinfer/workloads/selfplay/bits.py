@@ -10,7 +10,7 @@ from gpuinfer.models.called_only import called_only
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
-U27, U30, U31, U32 = (np.uint64(n) for n in (27, 30, 31, 32))
+U11, U27, U30, U31, U32 = (np.uint64(n) for n in (11, 27, 30, 31, 32))
 LOW_32 = np.uint64(0xFFFFFFFF)
 ONE = np.uint64(1)
 
@@ -61,6 +61,13 @@ def seed_stream(stream, seed, index):
     stream[1] = np.uint64(0)
 
 
+@compiled
+def unit_of(seed, index):
+    """One number for one (seed, index), uniform on [0, 1): it has nothing to do with their stream."""
+    key = mix(mix(np.uint64(seed) + GAMMA) ^ (np.uint64(index) * MIX_2 + GAMMA))
+    return np.float64(key >> U11) * (1.0 / 9007199254740992.0)
+
+
 @inlined
 def random_bits(stream):
     """The next uint64 of the stream: SplitMix64, a hash of key and counter."""
@@ -83,7 +90,7 @@ def random_below(stream, n):
 @compiled
 def random_unit(stream):
     """Uniform on [0, 1): 53 bits."""
-    return np.float64(random_bits(stream) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    return np.float64(random_bits(stream) >> U11) * (1.0 / 9007199254740992.0)
 
 
 @compiled

@@ -38,7 +38,7 @@ class Table:
 
     def __init__(self, game: Game, search: arrays.Search, number: int) -> None:
         self.game, self._number = game, number
-        plain = search._replace(noise=0.0, temperature=0.0, record=False, games_per_deal=1)
+        plain = search._replace(noise=0.0, temperature=0.0, record=False, games_per_deal=1, resign=0.0)
         self._slot = _PythonSlot(game, plain, 1) if isinstance(game, PythonGame) else _CompiledSlot(game, plain)
         self._history: list[tuple[Position, int, int | None]] = []  # positions, the moves made there, and by which seat
         self._rows = self._slot.start(number)  # of the search, that want an evaluation

@@ -17,6 +17,11 @@ def seed_stream(stream, seed, index):
 
 
 @kept
+def unit_of(seed, index):
+    return bits.unit_of(seed, index)
+
+
+@kept
 def random_below(stream, n):
     return bits.random_below(stream, n)
 

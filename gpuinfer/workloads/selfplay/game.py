@@ -30,6 +30,11 @@ import numpy as np
 from gpuinfer.api import Plugin
 
 
+def is_won_or_lost(returns: Sequence[float]) -> bool:
+    """Whether one of two seats won what the other lost, or neither did."""
+    return sorted(returns) in ([-1.0, 1.0], [0.0, 0.0])
+
+
 class Game(Plugin):
     """How large a game is, given its options. A subclass sets these in `__init__`, or raises UsageError."""
 
@@ -38,6 +43,7 @@ class Game(Plugin):
     rules: ClassVar[str]  # the module of compiled rules
     feature_dtype: ClassVar[str] = "uint8"
     hidden: ClassVar[bool] = True  # whether players know less than the whole position
+    won_or_lost: ClassVar[bool] = False  # two seats, returns of 1 and -1, or 0 for both: who resigns has lost
 
     seats: int
     actions: int  # the width of the policy

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from gpuinfer.models import kernel_cache
+from gpuinfer.workloads.selfplay import puct
 from gpuinfer.workloads.selfplay.arrays import EVALUATIONS, NETWORK, SIMULATIONS, Search
 from gpuinfer.workloads.selfplay.bits import inner_inlined, random_unit
 from gpuinfer.workloads.selfplay.forest import UNEXPANDED, Forest, Found, Wanted
@@ -148,6 +149,11 @@ def absorb(search: Search, forest: Forest, noise, counters, logits, values, seat
         node.value = seats[node.mover]
         back_up(forest, seats, tree, leaf)
         counters[SIMULATIONS] += 1
+
+
+@step
+def would_resign(search: Search, forest: Forest, first, lowest):
+    return puct.would_resign(search, forest, first, lowest)
 
 
 @inner_inlined

@@ -2,8 +2,8 @@
 
 To a worker: {games: [numbers], more: whether there are others that nobody has yet}, and {over} when all games count.
 From it: {ready: slots of each block}, {note}, {need: how many games}, and {counts: {games, simulations, evaluations},
-begun, kept: [numbers of games that count from now on], points: [of each, where there is an opponent]}, the last time
-with {ended}.
+begun, kept: [numbers of games that count from now on], and of each of these what is counted: points, where there is an
+opponent, resignations, where players may resign}, the last time with {ended}.
 
 A worker that is killed has its games taken back. With records on disk a game counts when its shard is there: the last
 one may have reached the disk without a word, so the folder is looked at first. Workers that have run out stay until all
@@ -19,11 +19,10 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from gpuinfer.api import Progress, Workers
 from gpuinfer.errors import GpuinferError, WorkerDied
-from gpuinfer.report.strength import Tally
 
 COUNTS = ("games", "simulations", "evaluations")
 
@@ -50,9 +49,17 @@ class Hand:
         self.held -= games
 
 
+class GameTally(Protocol):
+    """Adds up something of games, by their numbers; a game counts once."""
+
+    def add(self, games: Mapping[int, Any], /) -> None: ...
+
+    def facts(self) -> Mapping[str, float]: ...
+
+
 class Match:
-    """All games of one run. `on_disk` reads the numbers of the games that have reached the disk; `tally` is where the
-    points go, where there is an opponent.
+    """All games of one run. `on_disk` reads the numbers of the games that have reached the disk; `tallies` add up what
+    is told of games, by its name.
     """
 
     def __init__(
@@ -61,13 +68,13 @@ class Match:
         finished: set[int],
         arguments: Iterable[Mapping[str, Any]],
         on_disk: Callable[[], set[int]] = set,
-        tally: Tally | None = None,
+        tallies: Mapping[str, GameTally] | None = None,
     ) -> None:
         self.left = total - len(finished)  # nobody has them
         self._total, self._before = total, len(finished)
         self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
         self._hands = [Hand(one) for one in arguments]
-        self._on_disk, self._tally = on_disk, tally
+        self._on_disk, self._tallies = on_disk, tallies or {}
         self._playing = False
         self._over = False
 
@@ -112,8 +119,8 @@ class Match:
         elif "counts" in message:
             hand.counts, hand.begun = message["counts"], message["begun"]
             hand.keep(hand.held.intersection(message["kept"]))
-            if self._tally is not None:
-                self._tally.add(dict(zip(message["kept"], message["points"], strict=True)))
+            for name, tally in self._tallies.items():
+                tally.add(dict(zip(message["kept"], message[name], strict=True)))
             hand.ended = "ended" in message
             hand.plays = not hand.ended
 
@@ -171,7 +178,7 @@ class Match:
             before=self._before,
             begun=sum(hand.begun for hand in self._hands),
             counts={name: sum(hand.counts.get(name, 0) for hand in self._hands) for name in COUNTS},
-            facts={**self.facts(), **(self._tally.facts() if self._tally is not None else {})},
+            facts=self.facts() | {name: fact for one in self._tallies.values() for name, fact in one.facts().items()},
             note=note,
             setup=setup,
         )

@@ -20,7 +20,7 @@ import numpy as np
 from gpuinfer.api import Channel, Infer
 from gpuinfer.errors import UsageError
 from gpuinfer.host import compiling
-from gpuinfer.workloads.selfplay import arrays, games, kernels
+from gpuinfer.workloads.selfplay import arrays, games, kernels, resigning
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.asking import (
     WITHOUT_NETWORK,
@@ -140,7 +140,9 @@ class Round:
         opponent: Opponent | None = None,
     ) -> None:
         self._arenas, self._infer, self._channel, self._opponent = arenas, infer, channel, opponent
-        self._points: dict[int, float] = {}  # of finished games that have not been told of
+        told = {"points": opponent is not None, "resignations": arenas[0].search.resign}
+        # what is told of finished games once they count, by its name and their numbers
+        self._told: dict[str, dict[int, Any]] = {name: {} for name, on in told.items() if on}
         self._queue: deque[int] = deque()
         self._more = True  # the parent has more games
         self._over = False  # and will never have any
@@ -295,7 +297,10 @@ class Round:
         if self._opponent is not None:
             numbers, returns = finished["finished"].tolist(), finished["returns"]
             finished["sides"] = np.stack([self._opponent.sides.of(number) for number in numbers])
-            self._points.update(zip(numbers, map(points, returns, finished["sides"]), strict=True))
+            self._told["points"].update(zip(numbers, map(points, returns, finished["sides"]), strict=True))
+        if arena.search.resign:
+            resigning.refuse_returns(arena.game, finished["returns"])
+            self._told["resignations"].update(resigning.ended(finished))
         await self._keeper.add(finished)
 
     async def _report(self) -> None:
@@ -311,9 +316,9 @@ class Round:
         total = np.sum([arena.counters for arena in self._arenas], axis=0)
         names = {"games": arrays.FINISHED, "simulations": arrays.SIMULATIONS, "evaluations": arrays.EVALUATIONS}
         kept = self._keeper.take()
-        told = {
+        return {
             "counts": {name: int(total[index]) for name, index in names.items()},
             "begun": sum(arena.begun for arena in self._arenas),
             "kept": kept,
+            **{name: [of_games.pop(number) for number in kept] for name, of_games in self._told.items()},
         }
-        return told if self._opponent is None else {**told, "points": [self._points.pop(number) for number in kept]}

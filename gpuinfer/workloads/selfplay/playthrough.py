@@ -28,7 +28,7 @@ from gpuinfer.errors import GpuinferError
 from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay import bits, games
 from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
-from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
 
 GUESSES = 2  # determinizations of a position
 ALWAYS = 20  # positions, of which at least one is guessed otherwise than it is where something is hidden
@@ -185,6 +185,11 @@ class Playthrough:
             raise OutOfBounds(
                 f"`returns` leaves {values} for seats = {self.game.seats} (game {number}): write a finite value for "
                 "each seat. The memory is not zeroed."
+            )
+        if self.game.won_or_lost and not is_won_or_lost(values):
+            raise OutOfBounds(
+                f"`returns` writes {values}, and won_or_lost = True says that they are 1 and -1, or 0 for both (game "
+                f"{number}). Write those, or leave won_or_lost out."
             )
         return values
 

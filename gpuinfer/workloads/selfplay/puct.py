@@ -1,6 +1,8 @@
-"""What any tree search here is made of: PUCT, priors from logits, noise at the root, the draw of a move.
+"""What any tree search here is made of: PUCT, priors from logits, noise at the root, the draw of a move, resignation.
 
-PUCT with a network's priors is that of AlphaZero (Silver et al. 2018), and so is the noise at the root.
+PUCT with a network's priors is that of AlphaZero (Silver et al. 2018), and so is the noise at the root. Whoever finds
+both root and best move worth too little resigns (Silver et al. 2017, "Mastering the game of Go without human
+knowledge", Methods).
 
 Compiled, and called by compiled code: `search.py` plays compiled rules, `growing.py` games in Python. `trees` has
 records `nodes` [trees, …] (value, visits, count) and `edges` [trees, …] (prior, q, visits, action), and `inverse` and
@@ -87,6 +89,41 @@ def draw_by_visits(visits, count, temperature, stream):
             if threshold < 0.0:
                 break
     return last
+
+
+@inner
+def would_resign(search, trees, first, lowest):
+    """Whether whoever moves at these roots, of the tree `first` and those of its other determinizations, gives up.
+
+    lowest: float32 [seats], of the game; what the position is worth is noted there when it is less than ever before
+    """
+    value = worth(search, trees, first)
+    least = np.float32(np.inf)
+    for seat in range(lowest.shape[0]):
+        least = min(least, lowest[seat])
+    if value < least:
+        lowest[trees.nodes[first, 0].mover] = value
+    return value <= np.float32(-search.resign)
+
+
+@inner
+def worth(search, trees, first):
+    """What a searched position is worth to whoever moves there, float32: the mean value of its roots, or that of the
+    most visited move where it is higher. Edges of a root begin at 0.
+    """
+    after = first + search.determinizations
+    best, most = 0, -1
+    for k in range(trees.nodes[first, 0].count):
+        visits = 0
+        for tree in range(first, after):
+            visits += trees.edges[tree, k].visits
+        if visits > most:
+            best, most = k, visits
+    roots, move = 0.0, 0.0
+    for tree in range(first, after):
+        roots += trees.nodes[tree, 0].value
+        move += trees.edges[tree, best].visits * trees.edges[tree, best].q
+    return np.float32(max(roots / search.determinizations, move / most))
 
 
 @inner_inlined

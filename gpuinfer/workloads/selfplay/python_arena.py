@@ -12,7 +12,7 @@ import numpy as np
 
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays, forest, growing
-from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream
+from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream, unit_of
 from gpuinfer.workloads.selfplay.forest import Found
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, calling
 from gpuinfer.workloads.selfplay.slots import Slots
@@ -36,6 +36,9 @@ class PythonArena(Slots):
         self._draws = [Draw(stream) for stream in self._streams]
         self._noise = np.zeros((slots, game.max_legal), np.float32)
         self._records: list[list[dict[str, Any]]] = [[] for _ in range(slots)]
+        self._resigned = np.full(slots, arrays.NOBODY, np.int8)  # and the next two as in `arrays.Games`
+        self._checked = np.zeros(slots, np.bool_)
+        self._lowest = np.full((slots, game.seats), np.inf, np.float32)
         self._log: list[dict[str, np.ndarray]] = []
         self._forest = forest.allocate(self.trees, search.simulations, game.seats, game.max_legal)
         self._positions: list[list[Position]] = [[] for _ in range(self.trees)]  # of each node
@@ -97,8 +100,8 @@ class PythonArena(Slots):
         """
         roots: list[Position] = []
         for slot in self._ended().tolist():
-            if self._under_way[slot] != arrays.IDLE:
-                self._choose(slot)
+            if self._under_way[slot] != arrays.IDLE and not self._choose(slot):
+                self._finish(slot)
             while self._under_way[slot] != arrays.IDLE or self._start(slot):
                 if self._has_choice(slot):
                     roots += self._search(slot, len(roots))
@@ -113,6 +116,8 @@ class PythonArena(Slots):
         number = int(self._queue[self.counters[arrays.NEXT]])
         self.counters[arrays.NEXT] += 1
         self._under_way[slot], self._moves[slot] = number, 0
+        self._resigned[slot], self._lowest[slot] = arrays.NOBODY, np.inf
+        self._checked[slot] = unit_of(self.search.seed, number) < self.search.resign_check
         seed_stream(self._streams[slot], self.search.seed, number // self.search.games_per_deal)
         self._states[slot] = self.game.deal(self._draws[slot])
         return True
@@ -163,8 +168,11 @@ class PythonArena(Slots):
             {"observation": row, "legal": legal, "player": self._movers[slot], "move": self._moves[slot]}
         )
 
-    def _choose(self, slot: int) -> None:
-        """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later."""
+    def _choose(self, slot: int) -> bool:
+        """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later.
+
+        False when the player resigns in place of that.
+        """
         search, legal = self.search, self._legal[slot]
         first, count = slot * search.determinizations, len(legal)
         edges = self._forest.edges[first : first + search.determinizations, :count]
@@ -174,32 +182,46 @@ class PythonArena(Slots):
             policy = np.zeros(self.game.actions, np.float32)
             policy[list(legal)] = visits / visits.sum(dtype=np.float64)
             self._records[slot][-1]["policy"] = policy
+        if search.resign:
+            gives_up = growing.would_resign(search, self._forest, np.int64(first), self._lowest[slot])
+            if gives_up and self._resigned[slot] == arrays.NOBODY:
+                self._resigned[slot] = self._movers[slot]
+            if self._resigned[slot] != arrays.NOBODY and not self._checked[slot]:
+                return False
         if search.temperature > 0.0 and self._moves[slot] < search.temperature_moves:
             chosen = draw_by_visits(visits, count, search.temperature, self._streams[slot])
         else:
             chosen = int(visits.argmax())
         self._states[slot] = self.game.apply(self._states[slot], legal[chosen])
         self._moves[slot] += 1
+        return True
 
     def _finish(self, slot: int) -> None:
         """Write the game's returns and records to the log."""
-        returns = np.asarray(self.game.returns(self._states[slot]), np.float32)
+        loser = self._resigned[slot]
+        if loser != arrays.NOBODY and not self._checked[slot]:
+            returns = np.ones(self.game.seats, np.float32)
+            returns[loser] = -1.0
+        else:
+            returns = np.asarray(self.game.returns(self._states[slot]), np.float32)
         number, rows = self._under_way[slot], self._records[slot]
         self._under_way[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
         self.counters[arrays.FINISHED] += 1
         player = np.array([row["player"] for row in rows], np.int8)
         seats = self.game.seats
-        self._log.append(
-            {
-                **{name: self._stacked(name, rows) for name in ("observation", "legal", "policy")},
-                "value": returns[(player[:, None] + np.arange(seats)) % seats],
-                "player": player,
-                "game": np.full(len(rows), number, np.int64),
-                "move": np.array([row["move"] for row in rows], np.int16),
-                "finished": np.array([number], np.int64),
-                "returns": returns[None],
-            }
-        )
+        part = {
+            **{name: self._stacked(name, rows) for name in ("observation", "legal", "policy")},
+            "value": returns[(player[:, None] + np.arange(seats)) % seats],
+            "player": player,
+            "game": np.full(len(rows), number, np.int64),
+            "move": np.array([row["move"] for row in rows], np.int16),
+            "finished": np.array([number], np.int64),
+            "returns": returns[None],
+        }
+        if self.search.resign:
+            of_slot = (self._resigned[[slot]], self._checked[[slot]], self._lowest[[slot]])
+            part |= dict(zip(arrays.OF_RESIGNATION, of_slot, strict=True))
+        self._log.append(part)
 
     def _stacked(self, name: str, rows: Sequence[dict[str, Any]]) -> np.ndarray:
         if rows:

@@ -23,7 +23,8 @@ SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
 GRACE_S = 20.0  # beyond the time of play, for one call that takes long
 START_S = 60.0  # to import Numba on a busy machine, and to compile the rules where need be
-SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "scratch", "feature_dtype", "hidden")
+SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "scratch", "feature_dtype")
+SAID = ("hidden", "won_or_lost")  # beside those
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _mark(game: Game) -> Path:
     """The file that says that this game was rehearsed, beside the compiled code of its rules."""
     from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
 
-    sizes = repr([(name, getattr(game, name)) for name in SIZES]).encode() + game.config.tobytes()
+    sizes = repr([(name, getattr(game, name)) for name in (*SIZES, *SAID)]).encode() + game.config.tobytes()
     looked_at = Path(__file__).with_name("playthrough.py").read_bytes()  # what looks at more is to look again
     name = f"rehearsed-{hashlib.sha256(sizes + looked_at).hexdigest()[:16]}"
     return kernels.cache_folder(kernels.rules_of(game.rules)) / name

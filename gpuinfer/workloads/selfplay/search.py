@@ -22,11 +22,12 @@ from gpuinfer.workloads.selfplay.arrays import (
     LOG_ROWS,
     NETWORK,
     NEXT,
+    NOBODY,
     ROLLOUT,
     SIMULATIONS,
     UNEXPANDED,
 )
-from gpuinfer.workloads.selfplay.bits import compiled, inner, inner_inlined, random_below, seed_stream
+from gpuinfer.workloads.selfplay.bits import compiled, inner, inner_inlined, random_below, seed_stream, unit_of
 from gpuinfer.workloads.selfplay.puct import (
     copy,
     draw_by_visits,
@@ -35,6 +36,7 @@ from gpuinfer.workloads.selfplay.puct import (
     select,
     set_equal_priors,
     set_priors,
+    would_resign,
 )
 
 rules = globals()["rules"]  # bound before this file is executed
@@ -82,12 +84,13 @@ def go_on(config, search, games, trees, log, queue, counters, scratch, work, fea
                 rows = descend(config, search, trees, counters, games.stream[slot], work, features, tree, rows)
             if rows > before or counters[LOG_GAMES] == log.finished.shape[0]:
                 break
-            choose_move(config, search, games, trees, work[3], slot)
+            goes_on = choose_move(config, search, games, trees, work[3], slot)
         elif counters[NEXT] < counters[END] and counters[LOG_GAMES] < log.finished.shape[0]:
             start_game(config, search, games, queue, counters, slot)
+            goes_on = True
         else:
             break
-        searching = begin_search(config, search, games, trees, scratch, work, slot)
+        searching = goes_on and begin_search(config, search, games, trees, scratch, work, slot)
         if not searching:
             finish_game(config, search, games, log, counters, work[2], slot)
     return rows
@@ -99,6 +102,9 @@ def start_game(config, search, games, queue, counters, slot):
     games.game[slot] = queue[counters[NEXT]]
     games.moves[slot] = 0
     games.records[slot] = 0
+    games.resigned[slot] = NOBODY
+    games.checked[slot] = unit_of(search.seed, games.game[slot]) < search.resign_check
+    fill(games.lowest[slot], np.inf)
     counters[NEXT] += 1
     seed_stream(games.stream[slot], search.seed, games.game[slot] // search.games_per_deal)
     rules.deal(config, games.state[slot], games.stream[slot])
@@ -306,7 +312,10 @@ def back_up(trees, seats, tree, width):
 
 @inner
 def choose_move(config, search, games, trees, visits, slot):
-    """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later."""
+    """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later.
+
+    False when the player resigns in place of that.
+    """
     first = slot * search.determinizations
     count = trees.nodes[first, 0].count
     fill(visits, 0.0)
@@ -324,6 +333,11 @@ def choose_move(config, search, games, trees, visits, slot):
         for k in range(count):
             policy[trees.edges[first, k].action] = visits[k] / total
         games.records[slot] = index + 1
+    if search.resign > 0.0:
+        if would_resign(search, trees, first, games.lowest[slot]) and games.resigned[slot] == NOBODY:
+            games.resigned[slot] = trees.nodes[first, 0].mover
+        if games.resigned[slot] != NOBODY and not games.checked[slot]:
+            return False
     chosen = 0
     if search.temperature > 0.0 and games.moves[slot] < search.temperature_moves:
         chosen = draw_by_visits(visits, count, search.temperature, games.stream[slot])
@@ -333,16 +347,25 @@ def choose_move(config, search, games, trees, visits, slot):
                 chosen = k
     rules.apply(config, games.state[slot], trees.edges[first, chosen].action)
     games.moves[slot] += 1
+    return True
 
 
 @inner
 def finish_game(config, search, games, log, counters, seats, slot):
     """Write the game's returns and records to the log."""
-    rules.returns(config, games.state[slot], seats)
+    loser = games.resigned[slot]
+    if loser != NOBODY and not games.checked[slot]:
+        fill(seats, 1.0)
+        seats[loser] = -1.0
+    else:
+        rules.returns(config, games.state[slot], seats)
     players = seats.shape[0]
     index = counters[LOG_GAMES]
     log.finished[index] = games.game[slot]
     copy(log.returns[index], seats)
+    log.resigned[index] = loser
+    log.checked[index] = games.checked[slot]
+    copy(log.lowest[index], games.lowest[slot])
     games.game[slot] = IDLE
     counters[LOG_GAMES] += 1
     counters[FINISHED] += 1

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +21,12 @@ from gpuinfer.host import machine
 from gpuinfer.openai.several import refuse_several
 from gpuinfer.positions.records import Folder
 from gpuinfer.positions.symmetries import checked
+from gpuinfer.report.resignation import Resignations
 from gpuinfer.report.strength import Tally
-from gpuinfer.workloads.selfplay import forest, games, rehearsal
+from gpuinfer.workloads.selfplay import forest, games, rehearsal, resigning
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.match import Match
+from gpuinfer.workloads.selfplay.match import GameTally, Match
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
@@ -96,6 +97,15 @@ class SelfPlay(Workload):
         concentration: float = Field(10.0, gt=0, le=1e6, description="of the noise: alpha is this over the legal moves")
         temperature: float = Field(1.0, ge=0, le=1e6, description="of the choice among visits, early in a game")
         temperature_moves: int = Field(8, ge=0, description="moves of a game that are drawn; later ones are the best")
+        resign: float | None = Field(
+            None,
+            gt=0,
+            le=1,
+            description="resign where root and best move are both worth minus this or less, as 0.9 [never]",
+        )
+        resign_check: float | None = Field(
+            None, ge=0, le=1, description="share of games that nobody may resign, to see whether they are lost [0.1]"
+        )
 
     options: Options
     goes_on_by, writes_to = ("resume",), ("out",)
@@ -119,6 +129,10 @@ class SelfPlay(Workload):
             if file is not None and not file.is_file():
                 raise UsageError(f"{flag}: no file '{file}'. Give the file that holds the weights.")
 
+        if self.options.resign is not None:
+            resigning.refuse(self.game, self.options.game, self.options.resign, self.options.simulations)
+        elif self.options.resign_check is not None:
+            raise UsageError(f"--resign-check {self.options.resign_check:g}: nobody resigns. Add --resign 0.9.")
         self._games = self.options.games
 
     def _check_opponent(self) -> None:
@@ -231,23 +245,41 @@ class SelfPlay(Workload):
                 f"{self.options.games}. Ask for {max(finished) + 1} or more."
             )
         on_disk = folder.finished if folder else set
-        tally = None if self.options.opponent_model is None else Tally(kept(folder) if folder else {})
+        counted = self._counted()
+        if folder:
+            for tally, of_records in counted.values():
+                tally.add(of_records(folder))
         if self.opponent is not None:
             infer.beside(self.opponent)  # refused here, before any worker is started
         if rehearsal.is_due(self.game):
             yield Progress(0, note="playing the game once with its bounds checked", setup=True)
             await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
-        match = Match(self._games, finished, self.arguments(infer, len(finished)), on_disk, tally)
+        match = Match(
+            self._games,
+            finished,
+            self.arguments(infer, len(finished)),
+            on_disk,
+            {name: tally for name, (tally, _) in counted.items()},
+        )
         if match.left:
             yield match.progress("starting the workers", setup=True)
             async with infer.workers(PLAYER, match.arguments) as workers:
                 async for progress in match.follow(workers):
                     yield progress
         if folder:
-            if tally is not None:  # a worker that was killed may have written games that it never told of
-                tally.add(await asyncio.to_thread(kept, folder))
+            for tally, of_records in counted.values():  # a worker that was killed may not have told of all its games
+                tally.add(await asyncio.to_thread(of_records, folder))
             folder.close(match.done)
         yield match.progress()
+
+    def _counted(self) -> dict[str, tuple[GameTally, Callable[[Folder], Mapping[int, Any]]]]:
+        """What is counted of games, by the name under which workers tell of it; and what reads it from records."""
+        counted: dict[str, tuple[GameTally, Callable[[Folder], Mapping[int, Any]]]] = {}
+        if self.options.opponent_model is not None:
+            counted["points"] = Tally(), kept
+        if self.options.resign is not None:
+            counted["resignations"] = Resignations(self.options.resign), resigning.kept
+        return counted
 
     def _say_how_many(self) -> None:
         """Before they start, each of which takes a second or more."""
@@ -297,7 +329,16 @@ class SelfPlay(Workload):
             "evaluator": EVALUATORS.index(self.evaluator),
             "record": self.options.out is not None,
             "games_per_deal": 1 if self.options.opponent_model is None else PAIR,
+            "resign": self.options.resign or 0.0,
+            "resign_check": self._checked,
         }
+
+    @property
+    def _checked(self) -> float:
+        """The share of games that nobody may resign."""
+        if self.options.resign is None:
+            return 0.0
+        return resigning.CHECKED if self.options.resign_check is None else self.options.resign_check
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
@@ -335,6 +376,8 @@ class SelfPlay(Workload):
         """All that decides how a game goes: records of other settings must not be mixed with them."""
         search = self.search()
         del search["record"], search["evaluator"], search["games_per_deal"]
+        if not search["resign"]:
+            del search["resign"], search["resign_check"]
         return {
             "game": self.options.game,
             "game_options": self.game.options.model_dump(),

@@ -44,6 +44,7 @@ class OpenSpiel(PythonGame):
         self.features = self.actions + len(self._tensor)
         self.position_bytes = size.position_bytes(game)
         self._scale = 1.0 / loading.highest(game)
+        self.won_or_lost = loading.is_won_or_lost(game)  # type: ignore[misc]
 
     def deal(self, draw: Draw) -> pyspiel.State:
         return self.game.new_initial_state()

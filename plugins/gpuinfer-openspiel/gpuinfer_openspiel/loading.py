@@ -118,6 +118,14 @@ def observation(game: pyspiel.Game, hidden: bool) -> Any:
     return make_observation(game, INFO_STATE_OBS_TYPE) if everything else make_observation(game)
 
 
+def is_won_or_lost(game: pyspiel.Game) -> bool:
+    """Whether one of two players wins what the other loses, and there is no more to win than 1, as far as that is
+    said: of a game with values in between self-play finds out.
+    """
+    zero_sum = game.get_type().utility == pyspiel.GameType.Utility.ZERO_SUM
+    return game.num_players() == 2 and zero_sum and highest(game) == 1.0 and game.max_utility() == 1.0
+
+
 def highest(game: pyspiel.Game) -> float:
     """The most that a player can win or lose; 1 where there is no end to it."""
     most = max(abs(game.min_utility()), abs(game.max_utility()))

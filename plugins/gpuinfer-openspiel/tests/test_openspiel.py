@@ -12,7 +12,7 @@ from gpuinfer_openspiel import OpenSpiel, loading, size
 from gpuinfer.errors import UsageError
 from gpuinfer.testing import assert_ok, check_package
 from gpuinfer.testing.reference import random_linear, search_of
-from gpuinfer.workloads.selfplay import arrays, games
+from gpuinfer.workloads.selfplay import arrays, games, resigning
 from gpuinfer.workloads.selfplay.drawing import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER
@@ -81,6 +81,22 @@ def test_returns_are_shares_of_the_most_that_one_can_win_or_lose():
     assert np.abs(won).max() <= 1.0
     assert np.isin(np.round(won * 13), np.arange(-13, 14)).all()
     assert np.allclose(won * 13, np.round(won * 13), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "won_or_lost"),
+    [
+        pytest.param("connect_four", True, id="one wins, one loses, or neither"),
+        pytest.param("go(board_size=5)", True, id="by points, and yet won or lost"),
+        pytest.param("kuhn_poker", False, id="for one chip or two"),
+        pytest.param("pig(winscore=15)", True, id="with dice"),
+        pytest.param("pig(players=3,winscore=15)", False, id="three players"),
+    ],
+)
+def test_players_may_resign_where_a_game_is_won_or_lost(name, won_or_lost):
+    assert OpenSpiel(name=name).won_or_lost is won_or_lost
+    if won_or_lost:
+        assert all(resigning.is_won_or_lost(one) for one in searched(name, range(4), simulations=4)["returns"].tolist())
 
 
 @pytest.mark.parametrize("name", ["tic_tac_toe", "pig(winscore=15)", "kuhn_poker"])

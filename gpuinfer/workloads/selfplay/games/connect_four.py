@@ -16,6 +16,7 @@ class ConnectFour(Game):
 
     rules: ClassVar[str] = "gpuinfer.workloads.selfplay.games.connect_four_rules"
     hidden: ClassVar[bool] = False
+    won_or_lost: ClassVar[bool] = True
 
     def __init__(self, setup: Setup | None = None, /, **options: object) -> None:
         super().__init__(setup, **options)
