@@ -112,6 +112,14 @@ CASES = [
         id="memory gives no more",
     ),
     pytest.param(
+        a_text_run(steps={**WORK, "bytes": 300e9}, text_roofline=a_roofline(0.7)),
+        "memory bandwidth",
+        "faster than the 20 GB/s that memory gave when it was measured",
+        "More rows in a step share what it reads",
+        None,
+        id="memory gave less when it was measured",
+    ),
+    pytest.param(
         a_text_run(
             steps={**WORK, "bytes": 141e9},
             text_roofline=a_roofline(0.7),
@@ -427,31 +435,56 @@ def test_answers_that_are_read_as_they_grow_are_no_cost_of_drawing():
 
 
 @pytest.mark.parametrize(
-    ("lanes", "facts", "threads", "advice"),
+    ("lanes", "facts", "threads", "others", "advice"),
     [
-        pytest.param(["worker 0: search", "worker 1: search"], {"workers": 2}, None, "fewer workers", id="no model"),
-        pytest.param(["worker 0: search"], {"workers": 1}, None, "Let it run alone.", id="one worker alone"),
-        pytest.param(["forward 0"], {}, 1, "Let it run alone.", id="one thread"),
-        pytest.param(["forward 0"], {}, 2, "fewer threads", id="two threads"),
+        pytest.param(
+            ["worker 0: search", "worker 1: search"],
+            {"workers": 2},
+            None,
+            2.9,
+            ", or with 1 worker: 1 core is left.",
+            id="no model",
+        ),
+        pytest.param(["worker 0: search"], {"workers": 1}, None, 2.9, ".", id="one worker alone"),
+        pytest.param(["forward 0"], {}, 1, 2.9, ".", id="one thread"),
+        pytest.param(["forward 0"], {}, 2, 2.9, ", or with 1 thread: 1 core is left.", id="two threads"),
+        pytest.param(["forward 0"], {}, 4, 1.9, ", or with 2 threads: 2 cores are left.", id="four threads"),
+        pytest.param(["forward 0"], {}, 2, 1.9, ".", id="as many threads as there are cores left"),
+        pytest.param(["forward 0"], {}, 2, 3.7, ".", id="no whole core left"),
         pytest.param(
             ["forward 0", "worker 0: search", "worker 1: search"],
             {"workers": 2},
             2,
-            "fewer threads and workers",
+            2.9,
+            ", or with 1 thread and 1 worker: 1 core is left.",
             id="both",
         ),
     ],
 )
-def test_beside_other_programs_only_what_there_is_may_be_fewer(lanes, facts, threads, advice):
+def test_beside_other_programs_only_what_there_is_and_can_be_fewer_is_advised(lanes, facts, threads, others, advice):
     options = {"-B": {} if threads is None else {"threads": threads}}
     busy = [test_verdict.lane(name, **{"forward" if "forward" in name else "search": 1.0}) for name in lanes]
     run = test_verdict.a_run(
-        *busy, cores=2, cpu_s=4.0, cpu_wait_s=8.0, others_cores=1.5, facts=facts, options=options, roofline=None
+        *busy,
+        cores=4,
+        cpu_s=10.0 * (4 - others) - 1.0,
+        cpu_wait_s=16.0,
+        others_cores=others,
+        facts=facts,
+        options=options,
+        roofline=None,
     )
     told = judge(run)
     assert told["class"] == "oversubscribed CPUs"
-    assert told["advice"].startswith("Let it run alone")
-    assert advice in told["advice"]
+    assert told["advice"] == f"Let it run alone{advice}"
+
+
+def test_a_run_of_a_few_steps_is_inconclusive_and_promises_nothing_beside_other_programs_too():
+    """Of 4 steps in a quarter of a second nothing follows, not even what others cost it."""
+    run = a_text_run(batch_s=steps((3, 4, 0.06)), wall_s=0.26, requests=3, others_cores=1.7, cpu_s=0.07, cpu_wait_s=0.4)
+    told = judge(run)
+    assert (told["class"], told["gain"]["high"]) == ("inconclusive", 1.0)
+    assert told["why"] == "The model took 4 steps: too few to go by."
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,15 @@ ALONE = "Let it run alone."
 
 
 def _let_alone(run: Evidence, why: str, high: float) -> Verdict:
-    workers = run.facts.get("workers", len(run.work)) > 1
-    ours = [*(["threads"] if run.forwards and run.threads != 1 else []), *(["workers"] if workers else [])]
-    advice = f"Let it run alone, or with fewer {' and '.join(ours)} than there are cores left." if ours else ALONE
+    left = int(run.cores_busy if run.others is None else run.cores - run.others)  # whole ones: a thread takes one
+    threads = run.threads is None or run.threads > left
+    ours = [
+        *(["thread"] if run.forwards and threads else []),
+        *(["worker"] if run.facts.get("workers", len(run.work)) > left else []),
+    ]
+    fewer = " and ".join(f"{left} {name}{'' if left == 1 else 's'}" for name in ours)
+    cores = "1 core is" if left == 1 else f"{left} cores are"
+    advice = f"Let it run alone, or with {fewer}: {cores} left." if ours and left else ALONE
     most = min(high, 1 / run.efficiency if run.efficiency else high)
     return Verdict("oversubscribed CPUs", run.largest(), why, advice, None, Gain.up_to(most))
 

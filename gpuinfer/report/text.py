@@ -183,7 +183,7 @@ def too_short(case: Case) -> Verdict | None:
     steps = sum(count for count, _ in run.batch_s.values())
     if steps < LEAST_STEPS:
         why = f"The model took {steps} step{'' if steps == 1 else 's'}: too few to go by."
-        return Verdict("inconclusive", "idle", why, "Give it more rows, or longer answers.")
+        return Verdict("inconclusive", "other", why, "Give it more rows, or longer answers.")
     taken = neighbours(run)
     rows = run.requests + run.lost + run.cancelled
     if taken is None or rows >= LEAST_ROWS or run.wall_s >= SHORT_S:
@@ -435,8 +435,8 @@ def memory_bandwidth(case: Case) -> Verdict | None:
         return None
     each = (run.steps["bytes"] - run.steps.get("prefill_bytes", 0.0)) / max(_steps_of_answers(run), 1)
     why = (
-        f"{_in_use(run)}, and its steps read some {each / 2**20:,.0f} MiB each, weights above all, at {share:.0%} of "
-        f"the {run.text_roofline['gbytes_per_s']:,.0f} GB/s that memory gives here."
+        f"{_in_use(run)}, and its steps read some {each / 2**20:,.0f} MiB each, weights above all, "
+        f"{_as_fast_as(share, run.text_roofline['gbytes_per_s'])}."
     )
     if run.dtype == "float32" and (change := run.change("--", "bfloat16", "dtype")):
         gain = Gain.up_to(FASTER_DTYPE)
@@ -455,7 +455,13 @@ def _bandwidth(run: Evidence) -> float:
 
 def _of_the_bandwidth(run: Evidence) -> str:
     share = _bandwidth(run)
-    return f", and a step read memory at {share:.0%} of what it gives" if share >= NOTABLE else ""
+    return f", and a step read memory {_as_fast_as(share)}" if share >= NOTABLE else ""
+
+
+def _as_fast_as(share: float, gives: float | None = None) -> str:
+    """Of what memory gives, in GB/s. No run reads faster than that: more is said to be beyond what was measured."""
+    what = "what it" if gives is None else f"the {gives:,.0f} GB/s that memory"
+    return f"at {share:.0%} of {what} gives here" if share <= 1 else f"faster than {what} gave when it was measured"
 
 
 def _steps_of_answers(run: Evidence) -> float:
