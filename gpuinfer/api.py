@@ -227,6 +227,7 @@ class Progress:
     before: int = 0  # of `done`, by an earlier run: no part of this run's pace
     begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
     failed: int | None = None  # of `done`, how many ended in an error; None: what counts are the requests that did
+    failure: str = ""  # what the first of them was told; "": what the first request was told whose batch failed
 
 
 class Options(BaseModel):

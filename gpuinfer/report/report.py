@@ -307,7 +307,7 @@ def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str
         "of": of,
         "share": count / max(of, 1),
         "allowed": allowed,
-        "first": snapshot.failure or None,
+        "first": progress.failure or snapshot.failure or None,
     }
 
 

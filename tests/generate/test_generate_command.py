@@ -121,6 +121,18 @@ def test_bad_usage_is_refused_before_anything_is_done(gpuinfer, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_the_report_and_the_last_line_name_the_same_first_error(tmp_path):
+    """Of a row that cannot be read, while another fails at the model."""
+    rows = [{"prompt": "broken"}, {"prompt": "ab"}, {"prompt": "a", "temperatur": 1}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = generate("--input", "in.jsonl", "--output", "o.jsonl", "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    failures = json.loads((tmp_path / "r.json").read_text())["failures"]
+    assert failures["count"] == 2
+    (last,) = [line for line in done.stderr.splitlines() if "The first says: " in line]
+    assert f"The first says: {failures['first']}" in last
+
+
 def test_a_job_without_one_answer_has_failed(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "broken"}\n')
     done = generate("--input", "in.jsonl", "--output", "o.jsonl", cwd=tmp_path)

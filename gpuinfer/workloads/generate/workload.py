@@ -286,6 +286,7 @@ def told(counts: RowCounts, total: int | None, outstanding: int | None = None) -
         note=f"{counts.failed} rows with errors" if counts.failed else "",
         before=counts.before,
         failed=counts.failed,
+        failure=str(counts.first_failure or ""),
     )
 
 
