@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,6 +70,104 @@ class Remembering(PythonConnectFour):
 class Unlikely(Wager):
     def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
         return [(action, chance / 2) for action, chance in super().chances(position)]
+
+
+class NanReturns(PythonConnectFour):
+    def returns(self, position: np.ndarray) -> list[float]:
+        return [math.nan, 1.0]
+
+
+class NanLate(PythonConnectFour):
+    """Plays some games as it should, and then does not know who has won."""
+
+    ended, known = itertools.count(), 20
+
+    def returns(self, position: np.ndarray) -> list[float]:
+        return [math.nan, 1.0] if next(self.ended) > self.known else super().returns(position)
+
+
+class NanAtLast(NanLate):
+    """Only after more games than a rehearsal plays."""
+
+    known = 400
+
+
+class NanFeatures(Kuhn):
+    def observe(self, position: tuple[int, ...], row: np.ndarray) -> None:
+        row[3] = math.nan
+
+
+class OneShare(Wager):
+    def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
+        return [(0, math.nan), *super().chances(position)[1:]]
+
+
+class Array(PythonConnectFour):
+    """Legal actions as numpy people write them."""
+
+    def legal(self, position: np.ndarray) -> np.ndarray:
+        return np.array(super().legal(position))
+
+    def to_move(self, position: np.ndarray) -> np.integer:
+        return np.int8(super().to_move(position))
+
+
+class Mask(PythonConnectFour):
+    def legal(self, position: np.ndarray) -> np.ndarray:
+        return np.isin(np.arange(self.actions), super().legal(position))
+
+
+class Halves(PythonConnectFour):
+    def legal(self, position: np.ndarray) -> list[float]:
+        return [action + 0.5 for action in super().legal(position)]
+
+
+class Generator(PythonConnectFour):
+    def legal(self, position: np.ndarray) -> object:
+        return (action for action in super().legal(position))
+
+
+class NoLegal(PythonConnectFour):
+    def legal(self, position: np.ndarray) -> None:
+        return None
+
+
+class NoMover(PythonConnectFour):
+    def to_move(self, position: np.ndarray) -> None:
+        return None
+
+
+class NoPosition(Kuhn):
+    def determinize(self, position: tuple[int, ...], draw: Draw) -> None:
+        return None
+
+
+class NoApply(Kuhn):
+    def apply(self, position: tuple[int, ...], action: int) -> None:
+        super().apply(position, action)
+
+
+class Returning(PythonConnectFour):
+    """Gives the features back in place of writing them."""
+
+    def observe(self, position: np.ndarray, row: np.ndarray) -> np.ndarray:
+        return np.ones_like(row)
+
+
+class Endless(PythonConnectFour):
+    """Never over: its last move is made again and again."""
+
+    def to_move(self, position: np.ndarray) -> int:
+        return max(0, super().to_move(position))
+
+    def legal(self, position: np.ndarray) -> list[int]:
+        return super().legal(position) or [0]
+
+    def apply(self, position: np.ndarray, action: int) -> np.ndarray:
+        return super().apply(position, action) if super().to_move(position) >= 0 else position.copy()
+
+    def determinize(self, position: np.ndarray, draw: Draw) -> np.ndarray:
+        return position
 
 
 class NoGuess(Kuhn):

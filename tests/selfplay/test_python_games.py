@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from broken_in_python import (
+    Array,
     Calling,
     Counting,
+    Endless,
+    Generator,
+    Halves,
     Marked,
+    Mask,
+    NanFeatures,
+    NanLate,
+    NanReturns,
+    NoApply,
     NoGuess,
+    NoLegal,
+    NoMover,
+    NoPosition,
     OneReturn,
+    OneShare,
     OpenCards,
     Overwriting,
     Peeking,
     Remembering,
+    Returning,
     SaidToBeOpen,
     Short,
     Unlikely,
     Unsorted,
 )
+from command import selfplay, shards
 from compiled_cards import HighCard
 from compiled_cards import Marked as MarkedCompiled
 from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
@@ -138,19 +155,83 @@ class Crowded(PythonConnectFour):
         return super().to_move(position) + 2
 
 
+GIVES = [
+    pytest.param(NanReturns, r"`returns` gave \[nan, 1.0\] for seats = 2", id="returns that are no numbers"),
+    pytest.param(NanLate, r"`returns` gave \[nan, 1.0\] for seats = 2", id="returns that are none after a while"),
+    pytest.param(OneReturn, r"`returns` gave \[-?\d.0\] for seats = 2", id="a return too few"),
+    pytest.param(NanFeatures, "`observe` wrote nan to feature 3", id="features that are no numbers"),
+    pytest.param(Returning, r"`observe` returned array.* and wrote nothing", id="features returned"),
+    pytest.param(Unlikely, "`chances` returned .*adds up to 0.5", id="chances that are not one"),
+    pytest.param(OneShare, "`chances` returned .*adds up to nan", id="a chance that is no number"),
+    pytest.param(Unsorted, r"`legal` returned \[6, 5.*in ascending order", id="actions out of order"),
+    pytest.param(Mask, r"`legal` returned array.*np.flatnonzero", id="a mask"),
+    pytest.param(Halves, r"`legal` returned \[0.5, 1.5.*whole numbers", id="half actions"),
+    pytest.param(Generator, "`legal` returned <generator.*a list or an array", id="a generator"),
+    pytest.param(NoLegal, "`legal` returned None.*a list or an array", id="no list of actions"),
+    pytest.param(NoMover, "`to_move` returned None where seats = 2", id="no seat"),
+    pytest.param(NoPosition, "`determinize` returned None", id="no guess"),
+    pytest.param(NoApply, "`apply` returned None", id="no position"),
+    pytest.param(Endless, "goes on after 42 moves.*max_moves", id="longer than it says"),
+    pytest.param(Short, "goes on after 6 moves.*max_moves", id="longer than its max_moves"),
+]
+
+
 @pytest.mark.parametrize(
     ("game", "said"),
     [
         pytest.param(Wide, "max_legal = 3", id="more actions than it says"),
         pytest.param(Beyond, "actions = 7", id="actions beyond its actions"),
         pytest.param(Crowded, "seats = 2", id="a seat that nobody has"),
+        *GIVES,
     ],
 )
-def test_what_a_game_does_wrong_is_said_before_it_harms_memory(game, said):
-    arena = PythonArena(game(), search_of(), 2)
-    arena.add_games([0, 1])
-    with pytest.raises(UsageError, match=said):
+@pytest.mark.parametrize("evaluator", [arrays.UNIFORM, arrays.ROLLOUT], ids=["searched", "played out"])
+def test_what_a_game_does_wrong_is_said_before_anything_of_it_is_kept(game, said, evaluator):
+    arena = PythonArena(game(), search_of(evaluator=evaluator, determinizations=1), 2)
+    arena.add_games(range(40))
+    with pytest.raises(UsageError, match=said) as caught:
+        play_finite(arena)
+    assert str(caught.value).startswith(f"game '{game.__name__}': ")
+    assert "raised" not in str(caught.value)
+
+
+def play_finite(arena):
+    while arena.busy or arena.queued:
         arena.play(rounds=5)
+        if (part := arena.collect()) is not None:
+            assert np.isfinite(part["returns"]).all()
+            assert np.isfinite(part["value"]).all()
+
+
+@pytest.mark.parametrize(("game", "said"), GIVES)
+def test_the_kit_names_what_a_method_returned_too(game, said):
+    findings = check_game(game)
+    assert any(re.search(said, str(finding)) for finding in findings if not finding.ok) or game is NanLate
+
+
+def test_arrays_of_actions_and_numbers_of_numpy_are_what_lists_are():
+    told = {"evaluator": arrays.ROLLOUT, "determinizations": 1}
+    lists, of_numpy = (
+        played(PythonArena(game(), search_of(**told), 3), range(6)) for game in (PythonConnectFour, Array)
+    )
+    assert same(lists, of_numpy)
+    assert_ok(check_game(Array))
+
+
+def test_a_run_of_a_faulty_game_in_python_ends_before_it_records_anything(tmp_path):
+    words = ["--model", "uniform", "--games", 500, "--simulations", 4, "--workers", 1, "--out", "out", "--quiet"]
+    said = {
+        "NanReturns": "is not played, since it does what it must not: `returns` gave [nan, 1.0] for seats = 2",
+        "Endless": "is not played, since it does what it must not: a game goes on after 42 moves",
+        "NanAtLast": "game 'NanAtLast': `returns` gave [nan, 1.0] for seats = 2",  # which it does after the rehearsal
+    }
+    for name in ("broken_in_python.py", "in_python.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    for name, text in said.items():
+        done = selfplay("--game", f"broken_in_python:{name}", *words, cwd=tmp_path)
+        assert done.returncode in (1, 2)
+        assert text in " ".join(done.stderr.split())
+        assert not [path for path in shards(tmp_path / "out") if not np.isfinite(np.load(path)["returns"]).all()]
 
 
 def test_what_a_method_raises_names_the_game_the_method_and_the_line():

@@ -19,7 +19,7 @@ from gpuinfer.workloads.selfplay.asking import as_answers
 from gpuinfer.workloads.selfplay.drawing import seed_stream
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
-from gpuinfer.workloads.selfplay.python_game import Position, PythonGame
+from gpuinfer.workloads.selfplay.python_game import Position, PythonGame, calling
 
 SLOT = 0  # the only one
 
@@ -166,19 +166,23 @@ class _PythonSlot(PythonArena):
     def start(self, number: int) -> int:
         self._number = number
         seed_stream(self._streams[SLOT], self.search.seed, number)
-        self._states[SLOT] = self.game.deal(self._draws[SLOT])
-        return self._until_a_choice()
+        self._moves[SLOT] = 0
+        with calling(self.game):
+            self._states[SLOT] = self.game.deal(self._draws[SLOT])
+            return self._until_a_choice()
 
     def go_on(self, position: Position, action: int) -> int:
-        self._states[SLOT] = self.game.apply(position, action)
-        return self._until_a_choice()
+        self._moves[SLOT] = 1  # or more: moves may have been taken back
+        with calling(self.game):
+            self._states[SLOT] = self.game.apply(position, action)
+            return self._until_a_choice()
 
     def _until_a_choice(self) -> int:
         self._unsearched = self._has_choice(SLOT)
         self._under_way[SLOT] = self._number if self._unsearched else arrays.IDLE
         self._forest.row[:] = -1
         if not self._unsearched:
-            self.outcome = np.asarray(self.game.returns(self._states[SLOT]), np.float32)
+            self.outcome = self._rules.returns(self._states[SLOT])
             return 0
         return self.play()
 

@@ -41,6 +41,7 @@ class Game(Plugin):
     compiled: ClassVar[bool] = True  # False: its rules are Python, see `python_game.py`
     variant: ClassVar[str | None] = None  # the option that follows the name and a colon: `--game NAME:VALUE`
     rules: ClassVar[str]  # the module of compiled rules
+    rules_version: ClassVar[int] = 1  # of gpuinfer's own games, raised when they are played otherwise
     feature_dtype: ClassVar[str] = "uint8"
     hidden: ClassVar[bool] = True  # whether players know less than the whole position
     won_or_lost: ClassVar[bool] = False  # two seats, returns of 1 and -1, or 0 for both: who resigns has lost

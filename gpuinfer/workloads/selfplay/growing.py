@@ -16,9 +16,9 @@ from gpuinfer.workloads.selfplay.arrays import EVALUATIONS, NETWORK, SIMULATIONS
 from gpuinfer.workloads.selfplay.bits import inner_inlined, random_unit
 from gpuinfer.workloads.selfplay.forest import UNEXPANDED, Forest, Found, Wanted
 from gpuinfer.workloads.selfplay.puct import copy, select, set_equal_priors, set_priors
-from gpuinfer.workloads.selfplay.python_game import CHANCE
+from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER
 
-BAD_ACTION = -1  # an answer of `grow`
+UNSOUND = -1  # an answer of `grow`
 
 FILES = [
     Path(__file__).with_name(name)
@@ -74,22 +74,27 @@ def draw_outcome(forest, stream, tree, first, count):
 
 
 @step
-def grow(forest: Forest, wanted: Wanted, found: Found, counters, features, rows, actions, rows_of):
+def grow(forest: Forest, wanted: Wanted, found: Found, counters, features, rows, actions, max_legal, rows_of):
     """Make nodes of what was found. Those where somebody moves have a row of the block from now on, of which the mask
-    of legal actions is written and the rest is zero. Returns how many rows there are then, or `BAD_ACTION`.
+    of legal actions is written and the rest is zero. Returns how many rows there are then, or `UNSOUND`: something that
+    was found is not what a game may say, and the trees are of no use any more.
 
     features: [trees, features]; rows: how many are taken; actions: how many there are; rows_of: int32 [trees], the tree
     of each row. Pools must have room.
     """
     start = 0
     for i in range(found.mover.shape[0]):
-        tree, count = np.int64(wanted.tree[i]), np.int64(found.width[i])
+        tree, count, mover = np.int64(wanted.tree[i]), np.int64(found.width[i]), found.mover[i]
+        if mover < CHANCE or mover >= found.outcome.shape[1] or (count < 1 and mover != OVER):
+            return UNSOUND
+        if mover >= 0 and count > max_legal:
+            return UNSOUND
         index, first = np.int64(forest.nodes_used[tree]), np.int64(forest.edges_used[tree])
         forest.nodes_used[tree], forest.edges_used[tree] = index + 1, first + count
         node = forest.nodes[tree, index]
         node.value, node.visits = 0.0, 0
         node.parent, node.edge = wanted.node[i], wanted.edge[i]
-        node.first, node.count, node.mover = first, count, found.mover[i]
+        node.first, node.count, node.mover = first, count, mover
         if node.edge >= 0:
             forest.edges[tree, node.edge].child = index
         for k in range(count):
@@ -97,23 +102,38 @@ def grow(forest: Forest, wanted: Wanted, found: Found, counters, features, rows,
             edge.prior, edge.q, edge.visits, edge.child = found.chances[start + k], 0.0, 0, UNEXPANDED
             edge.action = found.actions[start + k]
         if node.mover < 0:
+            for seat in range(found.outcome.shape[1]):
+                if not np.isfinite(found.outcome[i, seat]):
+                    return UNSOUND
             copy(forest.outcome[tree, index], found.outcome[i])
             forest.at[tree] = index
         else:
             row = features[rows]
             for k in range(row.shape[0]):
                 row[k] = 0
+            before = -1
             for k in range(count):
                 action = found.actions[start + k]
-                if action < 0 or action >= actions:
-                    return BAD_ACTION
+                if action <= before or action >= actions:
+                    return UNSOUND
                 row[action] = 1
+                before = action
             forest.at[tree], forest.leaf[tree], forest.row[tree] = -1, index, rows
             rows_of[rows] = tree
             rows += 1
             counters[EVALUATIONS] += 1
         start += count
     return rows
+
+
+@step
+def are_finite(rows):
+    """Whether all numbers of float [rows, features] are."""
+    for i in range(rows.shape[0]):
+        for k in range(rows.shape[1]):
+            if not np.isfinite(rows[i, k]):
+                return False
+    return True
 
 
 @step

@@ -72,26 +72,33 @@ def cache_folder(rules: ModuleType) -> Path:
 
 def sources(rules: ModuleType) -> list[bytes]:
     """The files of all compiled functions that the rules reach, and the constants that Numba freezes into them."""
-    files = {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py", "puct.py")}
+    files, constants = reached(rules)
+    files |= {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py", "puct.py")}
+    return [Path(file).read_bytes() for file in sorted(files)] + sorted(constants)
+
+
+def reached(rules: ModuleType, *, ours: bool = True) -> tuple[set[str], set[bytes]]:
+    """Those files, by their paths, and those constants; without `ours` none of this package's own functions."""
+    files: set[str] = set()
     constants: set[bytes] = set()
     pending: list[FunctionType] = [getattr(rules, name).py_func for name in FUNCTIONS]
     seen: set[FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen:
+        if function in seen or not (ours or function.__module__.partition(".")[0] != "gpuinfer"):
             continue
         seen.add(function)
         files.add(function.__code__.co_filename)
         used = inspect.getclosurevars(function)
         for name, value in {**used.globals, **used.nonlocals}.items():
             if isinstance(value, ModuleType):
-                files |= file_of(value)
+                files |= file_of(value) if ours or value.__name__.partition(".")[0] != "gpuinfer" else set()
                 pending += [found.py_func for found in attributes(value, function) if hasattr(found, "py_func")]
             elif hasattr(value, "py_func"):
                 pending.append(value.py_func)
             elif isinstance(value, (*FROZEN, np.ndarray)):
                 constants.add(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
-    return [Path(file).read_bytes() for file in sorted(files)] + sorted(constants)
+    return files, constants
 
 
 def attributes(module: ModuleType, function: FunctionType) -> list[Any]:

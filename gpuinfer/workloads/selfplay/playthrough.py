@@ -26,9 +26,10 @@ import numpy as np
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import spoken
-from gpuinfer.workloads.selfplay import bits, games
+from gpuinfer.workloads.selfplay import bits, games, python_playthrough
 from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
 from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 GUESSES = 2  # determinizations of a position
 ALWAYS = 20  # positions, of which at least one is guessed otherwise than it is where something is hidden
@@ -269,8 +270,11 @@ def main() -> None:
     try:
         with np.errstate(all="ignore"):
             game = games.build(order["game"], order["options"])
-            rules = importlib.import_module(game.rules)
-            found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])
+            if isinstance(game, PythonGame):
+                found = {"fault": python_playthrough.fault_of(game, range(order["games"]), order["seconds"])}
+            else:
+                rules = importlib.import_module(game.rules)
+                found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])
     except GpuinferError as error:
         found = {"fault": str(error)}
     json.dump(found, answer)

@@ -6,15 +6,17 @@ A round takes all trees one leaf further. In between, Python plays the edges tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays, forest, growing
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds
 from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream, unit_of
 from gpuinfer.workloads.selfplay.forest import Found
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, calling
+from gpuinfer.workloads.selfplay.python_rules import CLOSE, CheckedRules, Length, refuse, refuse_long
 from gpuinfer.workloads.selfplay.slots import Slots
 
 ROOT = -1  # the parent of a root, and the edge that leads to it
@@ -27,10 +29,11 @@ class PythonArena(Slots):
 
     def __init__(self, game: PythonGame, search: arrays.Search, slots: int, features: np.ndarray | None = None) -> None:
         super().__init__(game, search, slots, features)
+        self._rules = CheckedRules(game)
         self._under_way = np.full(slots, arrays.IDLE, np.int64)
         self._moves = np.zeros(slots, np.int64)
         self._states: list[Position] = [None] * slots
-        self._legal: list[Sequence[int]] = [()] * slots  # at the position that is searched
+        self._legal: list[list[int]] = [[]] * slots  # at the position that is searched
         self._movers = np.zeros(slots, np.int64)  # likewise
         self._streams = np.zeros((slots, 2), np.uint64)
         self._draws = [Draw(stream) for stream in self._streams]
@@ -85,7 +88,7 @@ class PythonArena(Slots):
                 apply(known[tree][node], action) for tree, node, action in zip(trees, nodes, actions, strict=True)
             ]
             if positions:
-                self._grow(positions)
+                self._grow(positions, roots)
 
     def _ended(self) -> np.ndarray:
         """The slots whose search has ended, or that have no game while there is one to begin."""
@@ -124,18 +127,21 @@ class PythonArena(Slots):
 
     def _has_choice(self, slot: int) -> bool:
         """Make forced moves and those of chance up to the next choice. False when the game is over first."""
-        game, state = self.game, self._states[slot]
-        legal: Sequence[int] = ()
-        while (mover := game.to_move(state)) != OVER:
+        rules, state = self._rules, self._states[slot]
+        legal: list[int] = []
+        length, made_by = Length(self.game), "apply" if self._moves[slot] else "deal"
+        while (mover := rules.to_move(state, made_by)) != OVER:
             if mover == CHANCE:
-                state = game.apply(state, _drawn(game.chances(state), self._draws[slot].unit()))
-                continue
-            legal = game.legal(state)
-            self._refuse_legal(len(legal), max(legal, default=-1))
-            if len(legal) > 1:
-                break
-            state = game.apply(state, legal[0])
-            self._moves[slot] += 1
+                action = _drawn(rules.chances(state), self._draws[slot].unit())
+            else:
+                legal = rules.legal(state, made_by)
+                if len(legal) > 1:
+                    break
+                action = legal[0]
+                self._moves[slot] += 1
+                refuse_long(self.game, self._moves[slot])
+            length.count(mover)
+            state, made_by = rules.apply(state, action), "apply"
         self._states[slot], self._legal[slot], self._movers[slot] = state, legal, mover
         return mover != OVER
 
@@ -160,10 +166,8 @@ class PythonArena(Slots):
 
     def _remember(self, slot: int) -> None:
         legal = np.zeros(self.game.actions, np.bool_)
-        legal[list(self._legal[slot])] = True
-        row = np.zeros(self.game.features, self.game.feature_dtype)
-        row[: self.game.actions] = legal
-        self.game.observe(self._states[slot], row[self.game.actions :])
+        legal[self._legal[slot]] = True
+        row = np.concatenate([legal, self._rules.observe(self._states[slot])], dtype=self.game.feature_dtype)
         self._records[slot].append(
             {"observation": row, "legal": legal, "player": self._movers[slot], "move": self._moves[slot]}
         )
@@ -180,7 +184,7 @@ class PythonArena(Slots):
         visits = edges["visits" if search.simulations > 1 else "prior"].sum(axis=0, dtype=np.float32)
         if search.record:
             policy = np.zeros(self.game.actions, np.float32)
-            policy[list(legal)] = visits / visits.sum(dtype=np.float64)
+            policy[legal] = visits / visits.sum(dtype=np.float64)
             self._records[slot][-1]["policy"] = policy
         if search.resign:
             gives_up = growing.would_resign(search, self._forest, np.int64(first), self._lowest[slot])
@@ -194,6 +198,7 @@ class PythonArena(Slots):
             chosen = int(visits.argmax())
         self._states[slot] = self.game.apply(self._states[slot], legal[chosen])
         self._moves[slot] += 1
+        refuse_long(self.game, self._moves[slot])
         return True
 
     def _finish(self, slot: int) -> None:
@@ -203,7 +208,7 @@ class PythonArena(Slots):
             returns = np.ones(self.game.seats, np.float32)
             returns[loser] = -1.0
         else:
-            returns = np.asarray(self.game.returns(self._states[slot]), np.float32)
+            returns = self._rules.returns(self._states[slot])
         number, rows = self._under_way[slot], self._records[slot]
         self._under_way[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
         self.counters[arrays.FINISHED] += 1
@@ -237,7 +242,7 @@ class PythonArena(Slots):
             leaf = int(self._forest.leaf[tree])
             draw = self._draws[tree // self.search.determinizations]
             with calling(self.game):
-                returns = np.asarray(self._played_out(self._positions[tree][leaf], draw), np.float32)
+                returns = self._played_out(self._positions[tree][leaf], draw)
             logits[row] = 0.0
             values[row] = returns[(self._forest.nodes["mover"][tree, leaf] + seats) % self.game.seats]
 
@@ -255,11 +260,19 @@ class PythonArena(Slots):
             number: [row["policy"] for row in self._records[slot] if "policy" in row] for number, slot in busy
         }
 
-    def _grow(self, positions: list[Position]) -> None:
-        """Nodes for these positions, in the order of `_wanted`, and rows of the block where somebody moves."""
-        found = self._look_at(positions)
+    def _grow(self, positions: list[Position], roots: int) -> None:
+        """Nodes for these positions, in the order of `_wanted`, and rows of the block where somebody moves. The first
+        `roots` of them are roots.
+        """
+        try:
+            found = self._look_at(positions)
+        except Exception:
+            self._refuse(positions, roots)
+            raise
         count = len(positions)
         trees = self._wanted.tree[:count]
+        if roots:
+            self._refuse_guesses(found, trees[:roots])
         nodes = int(self._forest.nodes_used[trees].max()) + 1
         edges = int((self._forest.edges_used[trees] + found.width).max())
         self._forest = forest.with_room(self._forest, nodes, edges)
@@ -272,98 +285,122 @@ class PythonArena(Slots):
             self.features,
             np.int64(before),
             np.int64(self.game.actions),
+            np.int64(self.game.max_legal),
             self._rows_of,
         )
-        if rows == growing.BAD_ACTION:
-            self._refuse_legal(1, self.game.actions)
+        if rows == growing.UNSOUND:
+            self._refuse(positions, roots)
+            raise OutOfBounds("its methods answer otherwise at a second look. Answer from the position alone.")
         self._rows = int(rows)
         observe, actions, seats = self.game.observe, self.game.actions, found.mover >= 0
         for tree, position in zip(trees.tolist(), positions, strict=True):
             self._positions[tree].append(position)
         leaves = np.flatnonzero(seats).tolist()
-        for row, index in enumerate(leaves, before):
-            observe(positions[index], self.features[row, actions:])
+        for row, place in enumerate(leaves, before):
+            observe(positions[place], self.features[row, actions:])
+        if self.features.dtype.kind == "f" and not growing.are_finite(self.features[before : self._rows]):
+            self._refuse(positions, roots)
         if self.search.evaluator == arrays.ROLLOUT:
-            for row, index in enumerate(leaves, before):
+            for row, place in enumerate(leaves, before):
                 tree = self._rows_of[row]
                 draw = self._draws[tree // self.search.determinizations]
-                self._forest.values[tree] = self._played_out(positions[index], draw)
+                self._forest.values[tree] = self._played_out(positions[place], draw)
 
     def _look_at(self, positions: list[Position]) -> Found:
         """What there is to know of each, once. Forced moves are made at once: a position in the list is replaced by the
         one after them.
         """
         game = self.game
-        to_move, legal = game.to_move, game.legal
+        to_move, legal, most, seats = game.to_move, game.legal, game.max_moves, game.seats
         movers: list[int] = []
         counts: list[int] = []
         actions: list[int] = []
-        chances: list[tuple[int, Sequence[tuple[int, float]]]] = []  # from which place on in `actions`
-        outcome = np.zeros((len(positions), game.seats), np.float32)
-        for index, position in enumerate(positions):
-            mover, choices = to_move(position), _NONE
+        chances: list[tuple[int, list[float]]] = []  # from which place on in `actions`
+        outcome = np.zeros((len(positions), seats), np.float32)
+        for place, position in enumerate(positions):
+            mover, choices, forced = to_move(position), _NONE, 0
             while mover >= 0:
                 choices = legal(position)
                 if len(choices) != 1:
                     break
-                positions[index] = position = game.apply(position, choices[0])
+                forced += 1
+                if forced > most:
+                    refuse_long(game, forced)
+                if not 0 <= (action := index(choices[0])) < game.actions:
+                    raise OutOfBounds(f"`legal` names action {action}; actions = {game.actions}.")
+                positions[place] = position = game.apply(position, action)
                 mover, choices = to_move(position), _NONE
             if mover == CHANCE:
                 outcomes = game.chances(position)
-                chances.append((len(actions), outcomes))
                 choices = [action for action, _ in outcomes]
+                chances.append((len(actions), [chance for _, chance in outcomes]))
             elif mover == OVER:
-                outcome[index] = game.returns(position)
+                returns = game.returns(position)
+                if len(returns) != seats:  # one number would be taken for all of them
+                    raise OutOfBounds(f"`returns` gives {len(returns)} numbers for seats = {seats}.")
+                outcome[place] = returns
             movers.append(mover)
             counts.append(len(choices))
-            actions += choices
+            actions.extend(choices)
         found = Found(
-            np.array(movers, np.int32),
+            _whole(movers),
             np.array(counts, np.int32),
-            np.array(actions, np.int32),
+            _whole(actions),
             np.zeros(len(actions), np.float32),
             outcome,
         )
-        for start, outcomes in chances:
-            found.chances[start : start + len(outcomes)] = [chance for _, chance in outcomes]
-        self._refuse(found)
+        for start, probabilities in chances:
+            if not abs(sum(probabilities) - 1.0) <= CLOSE or min(probabilities) < 0.0:
+                raise OutOfBounds(f"`chances` adds up to {sum(probabilities)}.")
+            found.chances[start : start + len(probabilities)] = probabilities
         return found
 
-    def _refuse(self, found: Found) -> None:
-        """Raises UsageError for what no memory was made for."""
-        moves = found.width[found.mover >= 0]
-        if (found.mover >= self.game.seats).any() or (found.mover < CHANCE).any():
-            raise UsageError(f"{self._who}: `to_move` says {found.mover.max()}; seats = {self.game.seats}. {CURE}")
-        for count in (moves.min(), moves.max()) if len(moves) else ():
-            self._refuse_legal(count, 0)
-        if (found.width[found.mover == CHANCE] == 0).any():
-            raise UsageError(f"{self._who}: `chances` names no outcome. {CURE}")
+    def _refuse(self, positions: Sequence[Position], roots: int) -> None:
+        """Raises `OutOfBounds` for the first of these positions of which a method returns what it may not."""
+        refuse(self.game, ((one, "determinize" if at < roots else "apply") for at, one in enumerate(positions)))
 
-    def _refuse_legal(self, count: int, last: int) -> None:
-        """The same, for so many legal actions, of which this is one."""
-        if not 1 <= count <= self.game.max_legal:
-            raise UsageError(f"{self._who}: `legal` names {count} actions; max_legal = {self.game.max_legal}. {CURE}")
-        if not 0 <= last < self.game.actions:
-            raise UsageError(f"{self._who}: `legal` names an action beyond actions = {self.game.actions}. {CURE}")
+    def _refuse_guesses(self, found: Found, trees: np.ndarray) -> None:
+        """Raises `OutOfBounds` unless at these roots, the first of what was found, the game's own seat moves."""
+        count = len(trees)
+        slots = trees // self.search.determinizations
+        legal = [len(self._legal[slot]) for slot in slots.tolist()]
+        if (found.mover[:count] != self._movers[slots]).any() or (found.width[:count] != legal).any():
+            raise OutOfBounds(
+                "`determinize` gives a position that the player to move can tell from the true one: another seat moves "
+                "there, or other actions are legal. Change only what that player cannot see."
+            )
 
-    def _played_out(self, position: Position, draw: Draw) -> Sequence[float]:
-        game = self.game
-        while (mover := game.to_move(position)) != OVER:
-            if mover == CHANCE:
-                action = _drawn(game.chances(position), draw.unit())
-            else:
-                legal = game.legal(position)
-                action = legal[draw.below(len(legal))]
-            position = game.apply(position, action)
-        return game.returns(position)
+    def _played_out(self, position: Position, draw: Draw) -> np.ndarray:
+        """float32 [seats]: what comes of moves at random."""
+        game, length = self.game, Length(self.game)
+        try:
+            while (mover := game.to_move(position)) != OVER:
+                if mover == CHANCE:
+                    action = _drawn(self._rules.chances(position), draw.unit())
+                else:
+                    legal = game.legal(position)
+                    action = index(legal[draw.below(len(legal))])
+                length.count(mover)
+                position = game.apply(position, action)
+        except OutOfBounds:
+            raise
+        except Exception:
+            self._rules.look(position, "apply")
+            raise
+        return self._rules.returns(position)
 
-    @property
-    def _who(self) -> str:
-        return f"game '{type(self.game).__name__}'"
 
-
-CURE = "Mend the game: `gpuinfer plugins check` says where."
 _NONE: Sequence[int] = ()
+
+
+def _whole(numbers: list[Any]) -> np.ndarray:
+    """int32. Raises `TypeError` for what is no whole number, which a conversion would round."""
+    if not numbers:
+        return np.zeros(0, np.int32)
+    array = np.array(numbers)
+    if array.dtype.kind not in "iub":
+        raise TypeError(f"not whole numbers: {array.dtype}")
+    return array.astype(np.int32)
 
 
 def _drawn(outcomes: Iterable[tuple[int, float]], unit: float) -> int:

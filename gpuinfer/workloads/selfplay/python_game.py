@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gpuinfer.errors import GpuinferError, WorkError
+from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import spoken
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds
 from gpuinfer.workloads.selfplay.game import Game
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class PythonGame(Game):
 
     @abstractmethod
     def legal(self, position: Position) -> Sequence[int]:
-        """The legal actions of the seat that moves, at least one, in ascending order."""
+        """The legal actions of the seat that moves, at least one, in ascending order: a list or an array."""
 
     def chances(self, position: Position) -> Sequence[tuple[int, float]]:
         """Where chance moves: each outcome with its probability."""
@@ -85,11 +86,13 @@ class PythonGame(Game):
 
 @contextlib.contextmanager
 def calling(game: PythonGame) -> Iterator[None]:
-    """What its methods raise in here is told as `raised` has it."""
+    """What its methods raise in here is told as `raised` has it, and with its name what they return and must not."""
     try:
         yield
     except GpuinferError:
         raise
+    except OutOfBounds as fault:
+        raise UsageError(f"game '{type(game).__name__}': {fault}") from None
     except Exception as error:
         raise raised(game, error) from error
 
@@ -98,7 +101,7 @@ def raised(game: PythonGame, error: Exception) -> WorkError:
     """What one of its methods raised: which one, and at which line of its file."""
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]
-    place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a method"
+    place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a call"
     said = spoken.in_short(error)
     cure = (
         "Draw with `draw.below(n)`, a whole number from 0 to n - 1, or `draw.unit()`, a number from 0 to 1"

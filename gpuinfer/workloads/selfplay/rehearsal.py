@@ -1,12 +1,11 @@
-"""A game is played in a child process before compiled code gets to play it: a size that is too small would have that
-write beyond its arrays, where it corrupts memory or is killed.
+"""A game is played in a child process before a run plays it. Compiled code would write beyond its arrays where a size
+is too small, which corrupts memory or kills; rules in Python would put what is no number into records.
 
 A game of ours is not rehearsed: its tests do that. One of yours is, once for each version of its rules and its sizes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -17,14 +16,17 @@ from typing import Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import commands
+from gpuinfer.workloads.selfplay import rules_digest
 from gpuinfer.workloads.selfplay.game import Game
 
 SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
 GRACE_S = 20.0  # beyond the time of play, for one call that takes long
 START_S = 60.0  # to import Numba on a busy machine, and to compile the rules where need be
-SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "scratch", "feature_dtype")
-SAID = ("hidden", "won_or_lost")  # beside those
+LOOKING = ("playthrough.py", "python_playthrough.py", "python_rules.py")
+
+HOW = {True: {"NUMBA_DISABLE_JIT": "1"}, False: {"NUMBA_BOUNDSCHECK": "1"}, None: {}}
+"""What the child is told of Numba, where compiled rules are played plain, compiled, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +41,24 @@ class Rehearsal:
 
 
 def is_due(game: Game) -> bool:
-    """Whether compiled rules that are not ours have not been rehearsed as they are now."""
-    return game.compiled and not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
+    """Whether rules that are not ours have not been rehearsed as they are now."""
+    return not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
 
 
 def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:
     """Rehearse it, and remember that. Blocks for a few seconds. Raises `UsageError` for what would harm the run."""
-    rehearsal = rehearse(name, options)
+    rehearsal = rehearse(name, options, in_python=not game.compiled)
     if rehearsal.fault is not None:
         raise UsageError(f"game '{name}' is not played, since it does what it must not: {rehearsal.fault}")
     _mark(game).touch()
 
 
-def rehearse(name: str, options: Mapping[str, Any], seconds: float = SECONDS, games: int = GAMES) -> Rehearsal:
-    """Play it for so long: in plain Python, or compiled with bounds checked where plain Python cannot."""
+def rehearse(
+    name: str, options: Mapping[str, Any], seconds: float = SECONDS, games: int = GAMES, *, in_python: bool = False
+) -> Rehearsal:
+    """Play it for so long: in plain Python, or compiled with bounds checked where plain Python cannot. `in_python`: the
+    rules are Python by themselves.
+    """
     order: dict[str, Any] = {
         "game": name,
         "options": dict(options),
@@ -60,6 +66,9 @@ def rehearse(name: str, options: Mapping[str, Any], seconds: float = SECONDS, ga
         "games": games,
         "limit_s": seconds + GRACE_S,
     }
+    if in_python:
+        found = _child({**order, "plain": None})
+        return Rehearsal(found["odd"] if "odd" in found else found["fault"])
     found = _child({**order, "plain": True})
     if found.get("odd") is None:
         return _rehearsal(found, plain=True)
@@ -76,7 +85,7 @@ def _rehearsal(found: Mapping[str, Any], plain: bool) -> Rehearsal:
 
 def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gpuinfer-rehearsal-") as cache:
-        how = {"NUMBA_DISABLE_JIT": "1"} if order["plain"] else {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
+        how = HOW[order["plain"]] | ({"NUMBA_CACHE_DIR": cache} if order["plain"] is False else {})
         limit_s = order["limit_s"] + START_S
         program = [sys.executable, "-m", "gpuinfer.workloads.selfplay.playthrough"]
         done = commands.run(program, limit_s, json.dumps(order).encode(), commands.with_our_path(**how))
@@ -90,10 +99,9 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark(game: Game) -> Path:
-    """The file that says that this game was rehearsed, beside the compiled code of its rules."""
-    from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
+    """The file that says that this game was rehearsed, where compiled code is kept."""
+    from gpuinfer.models import kernel_cache  # which needs Numba: half a second, and ours are never asked
 
-    sizes = repr([(name, getattr(game, name)) for name in (*SIZES, *SAID)]).encode() + game.config.tobytes()
-    looked_at = Path(__file__).with_name("playthrough.py").read_bytes()  # what looks at more is to look again
-    name = f"rehearsed-{hashlib.sha256(sizes + looked_at).hexdigest()[:16]}"
-    return kernels.cache_folder(kernels.rules_of(game.rules)) / name
+    looked_at = [Path(__file__).with_name(name).read_bytes() for name in LOOKING]  # what looks at more is to look again
+    said = [rules_digest.of_game(game), repr(game.scratch), repr(game.options.model_dump())]
+    return kernel_cache.cache_folder([text.encode() for text in said] + looked_at) / "rehearsed"

@@ -252,7 +252,7 @@ class SelfPlay(Workload):
         if self.opponent is not None:
             infer.beside(self.opponent)  # refused here, before any worker is started
         if rehearsal.is_due(self.game):
-            yield Progress(0, note="playing the game once with its bounds checked", setup=True)
+            yield Progress(0, note="playing the game at random, to look at its rules", setup=True)
             await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
         match = Match(
             self._games,

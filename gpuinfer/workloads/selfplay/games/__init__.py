@@ -13,6 +13,7 @@ from gpuinfer.config import blame, modules, registry
 from gpuinfer.config.options import Given, check
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import spoken
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds, check_sizes
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -84,6 +85,10 @@ def _refuse_halves(game: Game, name: str) -> None:
     missing = [field for field in SIZES if not hasattr(game, field)]
     if missing:
         raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
+    try:
+        check_sizes(game)
+    except OutOfBounds as fault:
+        raise UsageError(f"game '{name}': {fault}") from None
     if isinstance(game, PythonGame) and game.hidden and type(game).determinize is PythonGame.determinize:
         raise UsageError(
             f"game '{name}' hides something from its players (hidden = True) and has no `determinize`: its search "
