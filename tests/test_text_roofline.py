@@ -62,6 +62,13 @@ def test_the_panel_says_what_share_of_the_machine_it_was_and_what_limits_it():
     assert line == "62% of what this machine can do with this model at 64 rows (80.6 tokens/s); limited by products"
 
 
+def test_the_panel_of_a_run_that_did_more_than_was_measured_says_so():
+    found = against({"flops": 2000e9, "bytes": 1e9}, BEST, 10.0, 50.0, 64.0)
+    report = {"roofline": found, "wall_s": 10.0, "throughput": {"output_tokens_per_s": 5.0}}
+    (line,) = [row.text for row in rows(report) if row.name == "roofline"]
+    assert line == "this run: 5 tokens/s, more than what was measured of the machine allows"
+
+
 def test_the_panel_of_a_run_that_was_stopped_says_which_tokens_the_roofline_counts():
     found = against({"flops": 620e9, "bytes": 1e9}, BEST, 10.0, 500.0, 64.0)
     report = {"roofline": found, "wall_s": 10.0, "throughput": {"output_tokens_per_s": 6.05}}

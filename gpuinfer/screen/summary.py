@@ -220,6 +220,9 @@ def _text_roofline(roofline: Mapping[str, Any], finished: float) -> Iterator[Pan
     what = "memory bandwidth" if roofline["limited_by"] == "memory" else "products"
     earlier = "; measured by an earlier run" if roofline["remembered"] else ""
     rate, computed = f"{number(roofline['tokens_per_s'])} tokens/s", roofline["efficiency"] * roofline["tokens_per_s"]
+    if roofline["raised"]:
+        yield PanelRow("roofline", f"this run: {rate}, more than what was measured of the machine allows", "strong")
+        return
     if computed > UNFINISHED * finished:
         rate = f"{number(computed)} of {rate}, with those of answers that are not finished"
     yield PanelRow(

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Step
+from gpuinfer.text.step import PAGE, Step
 
 
 class Extent(NamedTuple):
@@ -22,7 +23,7 @@ class Extent(NamedTuple):
     tokens: int
     outputs: int  # tokens whose logits are wanted
     attended: int  # positions that a token sees, summed over tokens
-    read: int  # positions whose keys and values are read, summed over rows: those of this step included
+    read: int  # positions whose keys and values are read, those of this step included: each once, whoever shares it
 
 
 class Cost(NamedTuple):
@@ -33,8 +34,18 @@ class Cost(NamedTuple):
     attention: float
 
 
-def extent_of(step: Step) -> Extent:
-    """The extent of this step."""
+def counted_again(pages: NDArray[np.int32], starts: NDArray[np.int32]) -> int:
+    """How many positions before `starts` a sum over the rows counts too often, since rows share full `pages`."""
+    full = starts // PAGE
+    columns = int(full.max(initial=0))
+    if len(full) < 2 or not columns:
+        return 0
+    held = pages[:, :columns][np.arange(columns) < full[:, None]]
+    return PAGE * (len(held) - int(np.count_nonzero(np.bincount(held))))
+
+
+def extent_of(step: Step, again: int | None = None) -> Extent:
+    """The extent of this step. `again` is what `counted_again` says, where that is known already."""
     lengths, starts = step.lengths.astype(np.int64), step.starts.astype(np.int64)
     if step.sees is None:
         attended = int((lengths * starts + lengths * (lengths + 1) // 2).sum())
@@ -43,6 +54,7 @@ def extent_of(step: Step) -> Extent:
         attended = int(step.sees.sum(dtype=np.int64))
         first = np.cumsum(lengths) - lengths
         read = int(np.maximum.reduceat(step.sees, first).sum(dtype=np.int64)) if len(lengths) else 0
+    read -= counted_again(step.pages, step.starts) if again is None else again
     return Extent(len(lengths), len(step.tokens), len(step.wanted), attended, read)
 
 

@@ -41,6 +41,14 @@ def test_the_extent_of_a_step(step, extent):
     assert extent_of(step) == extent
 
 
+def test_pages_that_rows_share_are_read_once():
+    step = replace(
+        a_step([70, 66, 64, 9], [1, 1, 30, 1]), pages=np.array([[4, 5, 1], [4, 5, 2], [4, 6, 3], [7] * 3], np.int32)
+    )
+    assert extent_of(step).read == (71 + 67 + 94 + 10) - (2 + 1) * 32
+    assert extent_of(step).attended == 71 + 67 + sum(range(65, 95)) + 10
+
+
 def test_one_token_meets_every_weight_once():
     cost = StepCost(SMALL, 4).of(Extent(1, 1, 1, 8, 8))
     weights = 2 * (QKV + OUT + MLP) + HEAD

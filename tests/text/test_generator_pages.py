@@ -79,6 +79,13 @@ def test_samples_of_a_prompt_share_its_full_pages_and_have_copies_of_the_last_on
     assert outcomes[0].completions == alone(prompt(text_of(70), samples=8), 128)
 
 
+def test_what_a_step_reads_counts_shared_pages_once_as_its_rows_go_on():
+    generator = toy_generator(slots=8, length=128, step_tokens=128)
+    added(generator, prompt(text_of(70), 40, samples=8))
+    read = [generator.step().extent.read for _ in range(40)]
+    assert read == [70] + [64 + 8 * (6 + number) for number in range(1, 40)]
+
+
 def test_samples_of_a_prompt_of_full_pages_copy_nothing():
     generator = toy_generator(slots=8, length=128)
     added(generator, prompt(text_of(64), samples=8))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpuinfer.text.cost import counted_again
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.prepared import Row
 from gpuinfer.text.generator.seams import Ints
@@ -43,6 +44,7 @@ class StepPlan:
     chunks: Sequence[Chunk]
     draws: Ints  # slots that a token is drawn for
     picks: Ints | None = None  # which logits each of them draws from; None: as they come
+    again: int | None = None  # `counted_again`, of a step whose rows are the same for as long as it serves
     recomputed: int = 0  # tokens that had been computed before their rows gave back their pages
 
     @property
@@ -156,7 +158,8 @@ class Composer:
         adapters = self._table.adapter[decoding] if self._table.adapted else None
         pages = self._pages(decoding)
         step = Step(self._tokens[:rows], pages, self._starts[:rows], self._ones[:rows], counting, adapters)
-        return StepPlan(step, decoding, decoding, (), draws=decoding)
+        again = counted_again(pages, self._table.filled[decoding])
+        return StepPlan(step, decoding, decoding, (), draws=decoding, again=again)
 
     def _pages(self, slots: Ints) -> Ints:
         """Of these rows, in as many columns as the longest has."""
@@ -184,7 +187,7 @@ class Composer:
         again = sum(max(0, min(chunk.end, chunk.row.computed) - chunk.start) for chunk in chunks)
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
             return StepPlan(step, seats, decoding, chunks, draws, recomputed=again)
-        return StepPlan(step, seats, decoding, chunks, draws, followed(self._counting[:rows], picks), again)
+        return StepPlan(step, seats, decoding, chunks, draws, followed(self._counting[:rows], picks), recomputed=again)
 
     def _adapters(self, decoding: Ints, chunks: Sequence[Chunk]) -> Ints | None:
         if not self._table.adapted:

@@ -156,7 +156,7 @@ class Generator:
             output_tokens=len(plan.draws),
             held=self._composer.left and len(plan.step.tokens) >= self._composer.step_tokens,
             echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
-            extent=extent_of(plan.step),
+            extent=extent_of(plan.step, plan.again),
         )
 
     def read_weights(self, place: str) -> object:
