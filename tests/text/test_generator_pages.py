@@ -148,6 +148,17 @@ def replace_text(one: Prompt, text: str) -> Prompt:
     return Prompt(text=text, key=text, sampling=one.sampling)
 
 
+def test_what_there_is_no_page_to_copy_into_is_computed_and_not_said_to_be_cached():
+    """The page that is half alike must itself give way to the row's second page."""
+    generator = toy_generator(slots=1, length=64, pages=2, step_tokens=64)
+    run(generator, [prompt(text_of(20), 1)])
+    [prepared] = generator.prepare([prompt(text_of(20) + text_of(20, 5), 1)])
+    generator.add(0, prepared)
+    stepped = generator.step()
+    [(_, outcome)] = stepped.finished
+    assert (stepped.tokens, stepped.cached, outcome.cached_tokens) == (40, 0, 0)
+
+
 def test_what_other_weights_have_computed_is_free_when_its_rows_are_done():
     generator = toy_generator(length=128, pages=12)
     run(generator, [prompt(text_of(100))])

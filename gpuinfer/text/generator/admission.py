@@ -203,9 +203,9 @@ class Admission:
         if row.first >= LEAST:
             self._beginnings.setdefault(_beginning(row), {})[row] = None
         if not row.computed and row.number == row.work.rows[0].number:
-            row.work.cached = min(match.tokens, len(row.work.prepared.tokens))
+            row.work.cached = min(row.found, len(row.work.prepared.tokens))
         if not row.computed:
-            self.cached += match.tokens
+            self.cached += row.found
         return True
 
     def _spare(self, row: Row, alone: bool) -> int:
