@@ -19,7 +19,7 @@ from gpuinfer.text.generator.seams import Ints, Language, Sampler
 from gpuinfer.text.step import PAGE, Decoder
 
 AHEAD = 16  # positions before its page is full a row gets the next one: so rows are looked at in few steps
-CANDIDATES = 64  # rows that begin alike and are looked at, the latest ones
+OWNERS_LOOKED_AT = 64  # rows that compute something that begins alike, the latest ones
 
 
 class Admission:
@@ -231,7 +231,7 @@ class Admission:
         most = min(row.first - 1, row.echoed_from)
         if most < LEAST or (alike := self._beginnings.get(_beginning(row))) is None:
             return False
-        owners = [one for one in list(alike)[-CANDIDATES:] if not self._table.outdated[one.slot]]
+        owners = [one for one in list(alike)[-OWNERS_LOOKED_AT:] if not self._table.outdated[one.slot]]
         if not owners:
             return False
         width = min(most, max(one.first for one in owners))

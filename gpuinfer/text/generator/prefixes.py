@@ -23,7 +23,7 @@ from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE
 
 LEAST = 16  # positions that are worth the copy of a page
-CANDIDATES = 16  # pages that begin alike and are looked at, the latest ones
+PAGES_LOOKED_AT = 16  # that begin alike behind the same page, the latest ones
 BYTES = 4  # of a token
 FULL, HEAD = PAGE * BYTES, LEAST * BYTES
 
@@ -172,7 +172,7 @@ class PrefixTree:
         """Which child of `node` begins most like `key`, and how many tokens, if it is worth a copy."""
         best, most = None, LEAST - 1
         alike = node.alike.get(key[:HEAD], {}) if len(key) >= HEAD else {}
-        for child in itertools.islice(reversed(alike), CANDIDATES):
+        for child in itertools.islice(reversed(alike), PAGES_LOOKED_AT):
             common = _common(child.key, key)
             if common > most:
                 best, most = child, common
