@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -144,3 +146,26 @@ def test_a_report_in_the_folder_of_a_run_is_replaced_by_that_of_the_next_one(tmp
 
 def test_the_null_device_may_be_named_for_everything():
     refuse_shared({"--json": "/dev/null", "--trace": None}, [("--output", "/dev/null"), ("--input", "-")])
+
+
+QUOTED = {
+    "an output": [*INPUT, "--output", "aus gäbe/o"],
+    "a report": [*INPUT, "--json", "aus gäbe/r.json"],
+    "a trace": [*INPUT, "--trace", "aus gäbe/t"],
+    "a plot": ["simulate", "--rate", "1", "--alpha", "1us", "--beta", "1ms", "--plot", "aus gäbe/p.png"],
+    "keys that others read": ["serve", "--model", "tiny", "--api-key-file", "aus gäbe keys"],
+    "records that are not there": ["train", "--records", "aus gäbe", "--out", "new", "--model", "blobnet-small"],
+}
+
+
+@pytest.mark.parametrize("words", QUOTED.values(), ids=QUOTED)
+def test_a_command_that_an_error_advises_can_be_pasted_whatever_the_name(gpuinfer, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n')
+    (tmp_path / "aus gäbe keys").write_text("key\n")
+    (tmp_path / "aus gäbe keys").chmod(0o644)
+    code, _, errors = gpuinfer(*words)
+    assert code == 2
+    advised = re.search(r"(mkdir -p|chmod 600|gpuinfer selfplay --out) (.*?)(\)|`)?\.?$", errors.strip())
+    (named,) = shlex.split(advised[2])
+    assert os.path.basename(named).startswith("aus gäbe"), errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -251,7 +252,7 @@ def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
         if verbose:
             say(step, f"{step.kind} …")
         elif line.replaced:
-            say(step, f"{step.kind} … (tail -f {step.log})", end="")
+            say(step, f"{step.kind} … (tail -f {shlex.quote(str(step.log))})", end="")
 
     try:
         with interruptible(), line:

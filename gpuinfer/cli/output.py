@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import spoken, standard_files
+from gpuinfer.host.files import no_folder
 
 BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside the file that it writes
 MANIFEST = "manifest.json"  # of a folder of records
@@ -152,6 +153,6 @@ def _check(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"--json {path}: this is a folder. Give a file, such as {path / 'report.json'}.")
     if not path.parent.is_dir():
-        raise UsageError(f"--json {path}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
+        raise no_folder("--json", path)
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"--json {path}: {path.parent} cannot be written to. Give a file in a folder of yours.")

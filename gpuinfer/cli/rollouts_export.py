@@ -11,6 +11,7 @@ import typer
 
 from gpuinfer.cli.beside import WORDS
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host.files import no_folder
 
 if TYPE_CHECKING:
     from gpuinfer.rollouts.record import Group
@@ -40,7 +41,7 @@ def export(folder: Path = FOLDER, to: str = TO, out: Path = OUT) -> None:
     if out.exists():
         raise UsageError(f"{out} exists already. Give another --out.")
     if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}. Create it (mkdir -p {out.parent}).")
+        raise no_folder("--out", out)
     written = FORMATS[to].write(read(folder), out)
     of = f"{written.groups:,} groups, {written.samples:,} samples, {written.tokens:,} tokens to train on"
     print(f"gpuinfer: {out} is for {to}: {of}", file=sys.stderr)

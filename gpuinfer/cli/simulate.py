@@ -15,6 +15,7 @@ from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.cli.progress import interruptible
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.files import no_folder
 
 if TYPE_CHECKING:
     from gpuinfer.cli.simulation import Scenario
@@ -95,7 +96,7 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
         raise UsageError(f"--plot {plot}: this is drawn as PNG or SVG. Give a file such as {plot.stem or 'p'}.png.")
     folder = plot.parent
     if not folder.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {folder}. Create it (mkdir -p {folder}).")
+        raise no_folder("--plot", plot)
     if plot.is_dir() or not os.access(plot if plot.exists() else folder, os.W_OK):
         raise UsageError(f"--plot {plot} cannot be written. Give a file in a folder of yours.")
 

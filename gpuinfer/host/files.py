@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from gpuinfer.errors import UsageError
 
 TORN = ".tmp"  # the end of a name under which nothing is whole yet
 
@@ -22,6 +25,12 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def no_folder(flag: str, path: Path) -> UsageError:
+    """Of a file that is to be written, and there is no folder for it."""
+    folder = path.parent
+    return UsageError(f"{flag} {path}: there is no folder {folder}. Create it (mkdir -p {shlex.quote(str(folder))}).")
 
 
 def make_ours(folder: Path) -> bool:

@@ -6,6 +6,7 @@ What lies in it comes last on the path that Python searches, so that it never hi
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def danger_of(folder: Path) -> str | None:
             return f"{place} belongs to another user. Name a folder of yours: {PLACE}=FOLDER."
         if _others_write(status, above=place != whole):
             mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
-            return f"others may write to {place} ({mode}). Take that from them: chmod go-w {place}."
+            return f"others may write to {place} ({mode}). Take that from them: chmod go-w {shlex.quote(str(place))}."
     return None
 
 

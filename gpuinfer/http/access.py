@@ -8,6 +8,7 @@ import hmac
 import logging
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def read_lines(path: str | Path) -> list[str]:
     if found.st_uid == 0 != os.geteuid():  # handed to a service by systemd or Kubernetes, whose group it is
         others &= ~stat.S_IRGRP
     if found.st_mode & others:
-        raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {path}")
+        raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {shlex.quote(str(path))}")
     if len(text) > FILE_BYTES:
         raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")
     return _lines(path, text)
@@ -150,7 +151,9 @@ def _lines(path: Path, text: bytes) -> list[str]:
             raise UsageError(f"line {number} of the key file {path} gives '{key.name}' other limits. Give the same.")
         found.append(line)
     if not found:
-        raise UsageError(f"the key file {path} has no key. Write one a line: openssl rand -hex 32 > {path}")
+        raise UsageError(
+            f"the key file {path} has no key. Write one a line: openssl rand -hex 32 > {shlex.quote(str(path))}"
+        )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import ssl
 import stat
 from pathlib import Path
@@ -46,7 +47,9 @@ class Certificate:
     def _load(self, context: ssl.SSLContext) -> None:
         try:
             if self._key.stat().st_mode & stat.S_IRWXO:
-                raise UsageError(f"the key {self._key} can be read by others. Run: chmod 600 {self._key}")
+                raise UsageError(
+                    f"the key {self._key} can be read by others. Run: chmod 600 {shlex.quote(str(self._key))}"
+                )
             context.load_cert_chain(self.path, self._key, password=lambda: b"")
         except ssl.SSLError as error:
             why = (error.reason or "no PEM").lower().replace("_", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
@@ -29,7 +30,9 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, path: str | Path) -> None:
         self._shards = sorted(Folder(Path(path)).shards())
         if not self._shards:
-            raise UsageError(f"{path} holds no records. Write some with `gpuinfer selfplay --out {path}`.")
+            raise UsageError(
+                f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
+            )
         self._ends = list(accumulate(_rows(shard) for shard in self._shards))
         self._open = lru_cache(OPEN_SHARDS)(_load)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -115,7 +116,9 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
 def _shards(path: Path) -> list[Path]:
     shards = sorted(Folder(path).shards())
     if not shards:
-        raise UsageError(f"{path} holds no records. Write some with `gpuinfer selfplay --out {path}`.")
+        raise UsageError(
+            f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
+        )
     return shards
 
 

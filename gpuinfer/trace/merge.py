@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.files import no_folder
 from gpuinfer.trace.form import (
     KINDS,
     PART_END,
@@ -150,7 +151,7 @@ def _check(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise UsageError(f"--trace {path}: this is no plain file. Give a file of its own, such as trace.jsonl.")
     if not path.parent.is_dir():
-        raise UsageError(f"--trace {path}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
+        raise no_folder("--trace", path)
 
 
 def merge(trace: str | Path) -> Merged:

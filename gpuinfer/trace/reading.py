@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import shlex
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,9 @@ def read(path: str | Path, *, arrivals_only: bool = False) -> Trace:
             with gzip.GzipFile(fileobj=file) if packed else contextlib.nullcontext(file) as lines:
                 return _Reader(path, lines, arrivals_only).read()
     except FileNotFoundError:
-        raise UsageError(f"there is no trace {path}. Record one: run a workload with --trace {path}.") from None
+        raise UsageError(
+            f"there is no trace {path}. Record one: run a workload with --trace {shlex.quote(str(path))}."
+        ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"the trace {path} is cut off or damaged: {error}. {AGAIN}") from error
     except OSError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host.files import sync_folder
+from gpuinfer.host.files import no_folder, sync_folder
 from gpuinfer.host.records import differences
 from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite
 from gpuinfer.workloads.generate.seen import Seen
@@ -105,7 +105,7 @@ def check(name: str, input_name: str, resume: bool) -> None:
     if path.is_dir():
         raise UsageError(f"--output {name}: this is a folder. Give a file, such as {path / 'answers.jsonl'}.")
     if not path.parent.is_dir():
-        raise UsageError(f"--output {name}: there is no folder {path.parent}. Create it (mkdir -p {path.parent}).")
+        raise no_folder("--output", path)
     if input_name != "-" and path.exists() and Path(input_name).exists() and path.samefile(input_name):
         raise UsageError(f"--input and --output are the same file, {name}. Give the answers a file of their own.")
     if not resume:
