@@ -21,9 +21,13 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 20
 REREAD_S = 1.0  # how often it is looked whether a file has changed
-LINE = re.compile(  # of a key file
-    r"[!-~]+(?:[ \t]+(?:name=[A-Za-z0-9._@-]{1,64}|(?:requests|tokens)=[1-9][0-9]{0,11})){0,3}"
-)
+KEY, COUNT = re.compile(r"[!-~]+"), re.compile(r"[1-9][0-9]{0,11}")
+COUNTS = "a whole number from 1 to 999,999,999,999"
+FIELDS = {  # of a line of a key file, behind the key
+    "name": (re.compile(r"[A-Za-z0-9._@-]{1,64}"), "1 to 64 letters, digits and . _ @ -"),
+    "requests": (COUNT, COUNTS),
+    "tokens": (COUNT, COUNTS),
+}
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 EXPOSED = ", ".join(
     [
@@ -138,9 +142,9 @@ def _lines(path: Path, text: bytes) -> list[str]:
         line = raw.decode("latin-1").strip()
         if not line or line.startswith("#"):
             continue
-        if not LINE.fullmatch(line):
+        if wrong := _wrong(line):
             raise UsageError(
-                f"line {number} of the key file {path} is no key. Write KEY, in ASCII without spaces, or "
+                f"line {number} of the key file {path}: {wrong}. Write KEY, in ASCII without spaces, or "
                 "KEY name=alice requests=60 tokens=100000, with what it may ask in a minute."
             )
         if not _key(line).name:
@@ -155,6 +159,24 @@ def _lines(path: Path, text: bytes) -> list[str]:
             f"the key file {path} has no key. Write one a line: openssl rand -hex 32 > {shlex.quote(str(path))}"
         )
     return found
+
+
+def _wrong(line: str) -> str | None:
+    """What is wrong with it, without a word that may be part of a key."""
+    key, *words = line.split()
+    if not KEY.fullmatch(key):
+        return "a key has letters, digits and signs of ASCII alone"
+    fields = [word.partition("=") for word in words]
+    for field, equals, value in fields:
+        if field not in FIELDS or not equals:
+            shown = equals and re.fullmatch(r"[a-z_]{1,16}", field)
+            said = f"'{field}' is no field of a key" if shown else "what stands behind the key is no field"
+            return f"{said}; there are {', '.join(FIELDS)}"
+        pattern, takes = FIELDS[field]
+        if not pattern.fullmatch(value):
+            return f"'{field}' takes {takes}"
+    given = [field for field, _, _ in fields]
+    return next((f"'{field}' is there twice" for field in FIELDS if given.count(field) > 1), None)
 
 
 def _key(line: str) -> Key:

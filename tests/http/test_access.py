@@ -257,12 +257,28 @@ def test_a_file_that_root_hands_to_a_service_may_be_read_by_the_services_group(t
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["one name=", "one name=a\u0020b", "one requests=0", "one requests=-1", "one tokens=1e9", "one colour=red"],
+    ("line", "said"),
+    [
+        ("one name=", "'name' takes 1 to 64 letters, digits and . _ @ -"),
+        ("one name=a\u0020b", "what stands behind the key is no field; there are name, requests, tokens"),
+        ("one requests=0", "'requests' takes a whole number from 1 to"),
+        ("one name=x requests=abc", "'requests' takes a whole number from 1 to"),
+        ("one tokens=-1", "'tokens' takes a whole number from 1 to"),
+        ("one tokens=1e9", "'tokens' takes a whole number from 1 to"),
+        ("one tokens=5 tokens=6", "'tokens' is there twice"),
+        ("one nam=x", "'nam' is no field of a key; there are name, requests, tokens"),
+        ("one S3cret==", "what stands behind the key is no field"),
+        ("s\u00e4cret", "a key has letters, digits and signs of ASCII alone"),
+    ],
 )
-def test_a_line_with_what_is_no_name_and_no_quota_says_how_it_is_written(tmp_path, line):
-    with pytest.raises(UsageError, match="KEY name=alice requests=60 tokens=100000"):
-        Keys.read(key_file(tmp_path, line))
+def test_a_line_that_is_none_says_which_field_is_wrong_and_what_it_takes_and_tells_no_key(tmp_path, line, said):
+    with pytest.raises(UsageError) as refused:
+        Keys.read(key_file(tmp_path, f"# keys\n{line}"))
+    assert f"line 2 of the key file {tmp_path}" in str(refused.value)
+    assert said in str(refused.value)
+    assert "KEY name=alice requests=60 tokens=100000" in str(refused.value)
+    assert "one" not in str(refused.value).split(":", 1)[1].split()
+    assert "cret" not in str(refused.value).replace("alice", "")
 
 
 def test_a_file_is_read_again_when_it_changes_and_one_that_went_wrong_when_it_is_mended(tmp_path):
