@@ -81,6 +81,20 @@ def test_each_stage_of_text_has_its_share_of_the_cache(devices):
     assert whole["stages"] == []
 
 
+@pytest.mark.parametrize("parallel", ["data", "layers"])
+def test_pages_that_are_asked_for_are_what_every_batch_has(parallel):
+    """Ten pages hold one full row of eight, and no more than ten rows have one each."""
+    found, device = looked_at(TEXT, [4, 64], context=256, pages=10, parallel=parallel, split_points=[2])
+    assert (device["pages"]["pages"], device["pages"]["slots"]) == (10, 10)
+    assert [one["batch"] for one in (*device["also"], device["batch"])] == [4, 10]
+    assert {one["cache_bytes"] for one in (*device["also"], device["batch"])} == {device["pages"]["cache_bytes"]}
+    assert device["largest"]["batch"] == 10
+    said = dict(document.notes(found, device))
+    assert said["largest batch"] == "10 rows at once, of which 1 may be full: -B pages allows no more"
+    assert "as -B pages says" in said[""]
+    jsonschema.validate(found, probing.schema())
+
+
 def test_without_points_layers_of_text_are_split_by_their_weights_where_nothing_is_to_be_read():
     found, device = looked_at(TEXT, [8], context=64, parallel="pipeline", stages=3)
     assert found["facts"]["split"] == "weights"

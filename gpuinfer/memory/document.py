@@ -68,7 +68,7 @@ def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tu
     largest, noun = device["largest"], rows_of(document)
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
-    yield "largest batch", _largest(device, noun)
+    yield "largest batch", _largest(device, noun, document["facts"])
     yield from _pages(document["facts"], device["pages"])
     if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
@@ -93,15 +93,16 @@ def _pages(facts: Mapping[str, Any], own: Mapping[str, int] | None) -> Iterator[
     yield "pages", f"of {tokens} tokens, {each} each; {a_row}"
     if own is not None:
         room = f"{own['pages']:,} pages ({memory(own['cache_bytes'])}) for {own['slots']:,} rows at once"
-        yield (
-            "",
-            f"a run has {room}, unless -B pages or --batch-size says otherwise: shorter rows leave room for others",
-        )
+        said = "as -B pages says" if facts["asked_pages"] else "unless -B pages or --batch-size says otherwise"
+        yield "", f"a run has {room}, {said}: shorter rows leave room for others"
 
 
-def _largest(device: Mapping[str, Any], noun: str) -> str:
-    largest = device["largest"]
+def _largest(device: Mapping[str, Any], noun: str, facts: Mapping[str, Any]) -> str:
+    largest, pages = device["largest"], facts.get("asked_pages")
     each = f" in each of the {device['copies']} copies" if device["copies"] > 1 else ""
+    if pages and largest["batch"] == pages:
+        full = pages // facts["row_pages"]
+        return f"{largest['batch']:,} {noun} at once{each}, of which {full:,} may be full: -B pages allows no more"
     if largest["bound"] == "limit":
         return f"{largest['batch']:,} {noun}{each}, the most that there may be; memory would have room for more"
     return f"{largest['batch']:,} {noun}{each}"
@@ -174,6 +175,6 @@ def stage_notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "free", ", ".join(f"{memory(device['free_bytes'])} on {device['device']}" for device in devices)
     least = min(devices, key=lambda one: one["largest"]["batch"])
     where = f": the least of all, on {least['device']}" if len(devices) > 1 else ": all stages share this memory"
-    yield "largest batch", _largest(least, rows_of(document)) + where
+    yield "largest batch", _largest(least, rows_of(document), facts) + where
     if any(device["tried"] for device in devices):
         yield "measured", "all stages of a memory together, in the table above; those here are reckoned one by one"

@@ -37,7 +37,8 @@ def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     setup = Setup(model=spec, devices=tuple(asked["devices"]), dtype=asked["dtype"], seed=asked["seed"])
     devices = resolve_devices(setup.devices)
     together = devices[0].type == "cpu"  # all copies, or stages, in one memory
-    batches = asked["batch_size"] or []  # ascending
+    pages = asked["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least
+    batches = sorted({min(batch, pages) for batch in asked["batch_size"] or []})
     examinations, facts = [], {}
     for device, copies, subject in _subjects(spec, setup, asked, devices):
         meter = meter_of(device)

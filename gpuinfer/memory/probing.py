@@ -118,4 +118,4 @@ def _smaller(document: Mapping[str, Any]) -> str:
 
 def rows_of(document: Mapping[str, Any]) -> str:
     """What a batch counts."""
-    return "full rows" if document["kind"] == "text" else "rows"
+    return "full rows" if document["kind"] == "text" and not document["facts"].get("asked_pages") else "rows"

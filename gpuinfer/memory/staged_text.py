@@ -73,7 +73,8 @@ class StagedText:
         self.places: Sequence[str] = [str(place) for place in self._places]
         self.length = checked_context(self._shape, context or tuning.context)
         refuse_short(tuning.pages, self.length)
-        self.most, self.first, self.usual = MOST, 1, tuning.slots or usual_slots(devices[0])
+        self.most, self.first = min(MOST, tuning.pages or MOST), 1
+        self.usual = min(self.most, tuning.slots or usual_slots(devices[0]))
         self._cutter = cutter_of(self._given, self._places)
         self._cut: Cut | None = None
         self._weights: Sequence[int] = ()  # of each stage
@@ -119,12 +120,15 @@ class StagedText:
         between this stage and the next.
         """
         shape, own = self._known.portions[number].shape, self._own(number)
-        cache = cache_bytes(shape, batch, self.length, self._dtype, own)
+        cache = cache_bytes(shape, self._pages_of(batch), self._dtype, own)
         copied = most_copied(self._places[number])
         step = working(shape, tokens, batch, self.length, self._dtype, own, copied)
         last = number == len(self.places) - 1
         waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT
         return Parts(0, self._weights[number], cache, step.activations, step.copies + waiting)
+
+    def _pages_of(self, batch: int) -> int:
+        return self._given.pages or batch * row_pages(self.length)
 
     def _own(self, number: int) -> bool:
         return own_kernels(self._known.portions[number].shape, self._dtype, self._places[number], compile=False)
@@ -148,7 +152,7 @@ class StagedText:
         )
 
     def run(self, batch: int) -> float:
-        pages = batch * row_pages(self.length)
+        pages = self._pages_of(batch)
         tuning = replace(self._given, slots=batch, pages=pages, context=self.length, step_tokens=self._step_tokens)
         lengths = lengths_of(self._shape, batch, self.length, self._step_tokens)
         return answered(self._spec, self._setup, tuning, lengths)
@@ -162,7 +166,7 @@ class StagedText:
             "family": self._shape.family,
             "context": self.length,
             "step_tokens": self._step_tokens,
-            **facts_of_pages(sum(each), self.length),
+            **facts_of_pages(sum(each), self.length, self._given.pages),
             "parallel": self._given.parallel,
             "stages": len(self.places),
             "split": self._split_by,

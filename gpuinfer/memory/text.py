@@ -65,8 +65,8 @@ class TextSubject:
         self.length = checked_context(self._shape, context or self._tuning.context)
         refuse_short(self._tuning.pages, self.length)
         self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
-        self.most, self.first = MOST, 1
-        self.usual = self._tuning.slots or usual_slots(device)
+        self.most, self.first = min(MOST, self._tuning.pages or MOST), 1
+        self.usual = min(self.most, self._tuning.slots or usual_slots(device))
         self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
 
     def warm_up(self) -> None:
@@ -76,7 +76,8 @@ class TextSubject:
         """There is nothing that the checkpoint does not say."""
 
     def parts(self, batch: int) -> Parts:
-        cache = cache_bytes(self._shape, batch, self.length, self._dtype, self._own)
+        pages = self._tuning.pages or batch * row_pages(self.length)
+        cache = cache_bytes(self._shape, pages, self._dtype, self._own)
         rows = max(batch, self._tuning.step_tokens or 1)
         step = working(self._shape, rows, batch, self.length, self._dtype, self._own, most_copied(self._device))
         return Parts(self.process, self._weights, cache, step.activations, step.copies)
@@ -101,7 +102,8 @@ class TextSubject:
         )
 
     def run(self, batch: int) -> float:
-        tuning = replace(self._tuning, slots=batch, pages=batch * row_pages(self.length), context=self.length)
+        pages = self._tuning.pages or batch * row_pages(self.length)
+        tuning = replace(self._tuning, slots=batch, pages=pages, context=self.length)
         lengths = lengths_of(self._shape, batch, self.length, self._tuning.step_tokens or 1)
         return answered(self._spec, self._setup, tuning, lengths, self._copies)
 
@@ -110,7 +112,7 @@ class TextSubject:
             "family": self._shape.family,
             "context": self.length,
             "step_tokens": self._tuning.step_tokens,
-            **facts_of_pages(page_bytes(self._shape, self._dtype, self._own), self.length),
+            **facts_of_pages(page_bytes(self._shape, self._dtype, self._own), self.length, self._tuning.pages),
         }
 
 
@@ -119,15 +121,21 @@ def tuning_of(options: Mapping[str, Any]) -> Tuning:
     return Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
 
 
-def cache_bytes(shape: Shape, rows: int, length: int, dtype: torch.dtype, own: bool) -> int:
-    """Of the keys and values of so many full rows, as these layers keep them."""
-    return (rows * row_pages(length) + (0 if own else SPARE_PAGES)) * page_bytes(shape, dtype, own)
+def cache_bytes(shape: Shape, pages: int, dtype: torch.dtype, own: bool) -> int:
+    """Of the keys and values in so many pages, as these layers keep them."""
+    return (pages + (0 if own else SPARE_PAGES)) * page_bytes(shape, dtype, own)
 
 
-def facts_of_pages(size: int, length: int) -> Mapping[str, int]:
-    """Of pages of so many bytes: their tokens, and what a row of `length` tokens takes."""
+def facts_of_pages(size: int, length: int, asked: int | None) -> Mapping[str, int | None]:
+    """Of pages of so many bytes: their tokens, what a row of `length` tokens takes, and how many are `asked` for."""
     pages = row_pages(length)
-    return {"page_tokens": PAGE, "page_bytes": size, "row_pages": pages, "row_bytes": pages * size}
+    return {
+        "page_tokens": PAGE,
+        "page_bytes": size,
+        "row_pages": pages,
+        "row_bytes": pages * size,
+        "asked_pages": asked,
+    }
 
 
 def pages_of(find: Callable[[], Sizing]) -> Mapping[str, int] | None:
