@@ -36,6 +36,28 @@ class Route:
             raise ValueError(f"{self.method} {self.path} cannot be immediate: only GET can")
 
 
+CHATS = "ask POST /v1/chat/completions instead, with the conversation so far as its messages"
+OPENAIS = {
+    "responses": CHATS,
+    "assistants": CHATS,
+    "threads": CHATS,
+    "conversations": CHATS,
+    "batches": "`gpuinfer generate` answers files of prompts",
+    "files": "`gpuinfer generate` answers files of prompts",
+    "embeddings": "models of embeddings are not served",
+    "moderations": "models of moderation are not served",
+    "images": "models of images are not served",
+    "audio": "models of sound are not served",
+}
+"""What OpenAI's API has under /v1/ and this server has not → what there is instead."""
+
+
+def _instead(path: str) -> str:
+    parts = path.split("/")
+    said = OPENAIS.get(parts[2]) if len(parts) > 2 and parts[1] == "v1" else None
+    return f": {said}" if said else ""
+
+
 class Paths:
     """A handler of exchanges: finds the route, checks access, calls the route's handler."""
 
@@ -102,7 +124,9 @@ class Paths:
                 return None
         by_method = self._found(exchange)
         if by_method is None:
-            exchange.refuse(404, f"there is nothing at {exchange.path[:LONGEST_PATH]}. {self._listed}")
+            exchange.refuse(
+                404, f"there is nothing at {exchange.path[:LONGEST_PATH]}{_instead(exchange.path)}. {self._listed}"
+            )
             return None
         route = by_method.get("GET" if exchange.method == "HEAD" else exchange.method)
         if route is None:

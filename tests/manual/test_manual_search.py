@@ -27,6 +27,8 @@ def known():
         ("opponent", "selfplay#two-networks"),
         ("kl target", "rollouts"),
         ("lora adapter", "serve#adapters"),
+        ("responses api", "serve#not-here-the-responses-api"),
+        ("openai responses", "serve#not-here-the-responses-api"),
         ("offline", "install#offline-one-file"),
         ("stop", "generate#stop-a-run"),
         ("write a game", "selfplay#write-a-game"),

@@ -76,6 +76,21 @@ def test_a_page_under_a_name_of_its_own_is_refused(tiny):
     assert tiny.ask("/v1/models", headers={"Origin": "http://evil.example"}).status == 403
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/responses", "ask POST /v1/chat/completions instead, with the conversation so far as its messages"),
+        ("/v1/responses/resp_1/cancel", "ask POST /v1/chat/completions instead"),
+        ("/v1/batches", "`gpuinfer generate` answers files of prompts"),
+        ("/v1/embeddings", "models of embeddings are not served"),
+    ],
+)
+def test_what_openai_has_and_this_server_has_not_is_said_with_what_there_is_instead(tiny, path, instead):
+    answer = tiny.ask(path, {"model": "tiny", "input": "Hi"})
+    assert answer.status == 404
+    assert answer.error["message"].startswith(f"there is nothing at {path}: {instead}")
+
+
 @pytest.mark.parametrize("path", ["/v1/models/../../etc/passwd", "/etc/passwd", "/%2e%2e/x", "/v1/chat"])
 def test_what_is_not_listed_is_not_there(tiny, path):
     assert tiny.ask(path).status in (400, 404)
