@@ -118,13 +118,13 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
     config = [("--config", merged.file)] if merged.file is not None else []
     output.refuse_shared({"--json": common.report}, [*output.places(options, written=("out",)), *config])
-    spec = _network(options, common.seed)
+    spec, sources = _network(options, common.seed)
     if "," in str(options.out):
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
     plan = _plan(options, options.out, merged)
     _refuse_what_training_refuses(plan, spec, merged)
     folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
-    folder.claim(_deciding(options, common.seed, common.dtype), options.resume)
+    folder.claim({**_deciding(options, common.seed, common.dtype), **sources}, options.resume)
     _write_first(plan, spec, common.seed)
     settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     ended, error = "failed", None
@@ -146,8 +146,10 @@ def execute(values: Mapping[str, Any]) -> int:
     return _judged(told, options.fail_under)
 
 
-def _network(options: Options, seed: int) -> ModelSpec:
-    """The network that learns. Raises `UsageError` where there is none, and for whatever self-play refuses."""
+def _network(options: Options, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
+    """The network that learns; and digests of its source and the game's rules. Raises `UsageError` where there is none,
+    and for whatever self-play refuses.
+    """
     given = {name: value for name in GAME if (value := getattr(options, name)) is not None}
     workload = registry.load("workloads", "selfplay")
     given |= {name: getattr(options, name) for name in ("game", "model", "weights", *OF_GAMES)}
@@ -155,7 +157,7 @@ def _network(options: Options, seed: int) -> ModelSpec:
     spec: ModelSpec | None = made.model()
     if spec is None:
         raise UsageError(f"--model {options.model} is no network, and has nothing to learn. Name one, such as blobnet.")
-    return spec
+    return spec, made.sources()
 
 
 def _refuse_what_training_refuses(plan: Plan, spec: ModelSpec, merged: Settings) -> None:

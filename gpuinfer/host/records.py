@@ -23,6 +23,12 @@ from gpuinfer.host.files import TORN, put_whole
 MANIFEST = "manifest.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHOWN_VALUE = 80  # characters
+DIGESTS = {
+    "rules": "the game's rules or its sizes",
+    "network": "the source of the network",
+    "opponent_network": "the source of the opponent's network",
+}
+"""Settings that are digests of what somebody wrote, in words: their values say nothing to people."""
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +169,13 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], before: st
         there, here = found.get(name), wanted.get(name)
         if isinstance(there, Mapping) and isinstance(here, Mapping) and there.keys() == here.keys():
             yield from _differences(there, here, f"{before}{name}.")
-        elif there != here:
+        elif there == here:
+            continue
+        elif name in DIGESTS and name not in found:
+            yield f"{DIGESTS[name]}: not noted there, as an earlier gpuinfer wrote it"
+        elif name in DIGESTS and there and here:
+            yield f"{DIGESTS[name]}: changed since"
+        else:
             yield f"{before}{name}: {_short(there)} there, {_short(here)} here"
 
 

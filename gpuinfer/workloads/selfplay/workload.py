@@ -23,7 +23,7 @@ from gpuinfer.positions.records import Folder
 from gpuinfer.positions.symmetries import checked
 from gpuinfer.report.resignation import Resignations
 from gpuinfer.report.strength import Tally
-from gpuinfer.workloads.selfplay import forest, games, rehearsal, resigning
+from gpuinfer.workloads.selfplay import forest, games, rehearsal, resigning, rules_digest
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.match import GameTally, Match
@@ -236,7 +236,8 @@ class SelfPlay(Workload):
         symmetries = checked(
             self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
         )
-        finished = folder.open(self.deciding_settings(), self.options.resume) if folder else set()
+        settings = await asyncio.to_thread(self.deciding_settings) if folder else {}
+        finished = folder.open(settings, self.options.resume) if folder else set()
         if folder and symmetries is not None:
             folder.declare(symmetries)
         if finished and max(finished) >= self.options.games:
@@ -381,6 +382,7 @@ class SelfPlay(Workload):
         return {
             "game": self.options.game,
             "game_options": self.game.options.model_dump(),
+            **self.sources(),
             **search,
             "model": self.options.model,
             "weights": _digest(self.options.weights),
@@ -388,6 +390,14 @@ class SelfPlay(Workload):
             "opponent_weights": _digest(self.options.opponent_weights),
             "dtype": self.setup.dtype if self.evaluator == "network" else None,
             "deterministic": self.options.deterministic,
+        }
+
+    def sources(self) -> dict[str, str | None]:
+        """What the names of game and networks meant, as digests: the same names may mean something else another day."""
+        return {
+            "rules": rules_digest.of_game(self.game),
+            "network": rules_digest.of_network(self.options.model),
+            "opponent_network": rules_digest.of_network(self.options.opponent_model),
         }
 
 

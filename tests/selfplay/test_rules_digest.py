@@ -1,0 +1,175 @@
+"""Records of one game's rules and one network's source are not mixed with those of others under the same names; what
+does not decide how a game goes is no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from command import selfplay
+from forking import run
+
+from gpuinfer.workloads.selfplay import games, rules_digest
+from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+
+RULES = """
+    OVER_AFTER = 4
+
+    def pay(position):
+        return 1.0 if sum(position) % 2 else -1.0
+"""
+GAME = """
+    from gpuinfer.workloads.selfplay.python_game import OVER, PythonGame
+    from rules import OVER_AFTER, pay
+
+    class Pick(PythonGame):
+        hidden = False
+
+        def __init__(self, setup=None, /, **options):
+            super().__init__(setup, **options)
+            self.seats, self.actions, self.max_legal, self.max_moves, self.features = 2, 3, 3, 4, 5
+
+        def deal(self, draw): return ()
+        def to_move(self, position): return OVER if len(position) == OVER_AFTER else len(position) % 2
+        def legal(self, position): return [0, 1, 2]
+        def apply(self, position, action): return (*position, action)
+        def returns(self, position): return [pay(position), -pay(position)]
+        def observe(self, position, row): row[0], row[1] = len(position), sum(position)
+"""
+NETWORK = """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self, features, actions, seats):
+            super().__init__()
+            self.body = torch.nn.Linear(features, 8)
+            self.policy, self.value = torch.nn.Linear(8, actions), torch.nn.Linear(8, seats)
+
+        def forward(self, x):
+            hidden = torch.relu(self.body(x))
+            return self.policy(hidden), torch.tanh(self.value(hidden))
+"""
+FILES = {"rules.py": RULES, "pick.py": GAME, "net.py": NETWORK}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def change(folder, file, old, new):
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new))
+
+
+CHANGES = [
+    ("pick.py", "return [pay(position)", "return [-pay(position)", "the game's rules"),
+    ("rules.py", "if sum", "if not sum", "the game's rules"),  # which the game imports
+    ("pick.py", "2, 3, 3, 4, 5", "2, 4, 3, 4, 6", "the game's rules or its sizes"),
+    ("net.py", "torch.relu", "torch.sigmoid", "the source of the network"),
+]
+
+
+def test_a_run_goes_on_only_with_the_same_rules_and_the_same_network(folder):
+    words = ["--game", "pick:Pick", "--model", "net:Net", "--simulations", 4, "--workers", 1, "--no-roofline"]
+    words += ["--quiet", "--out", "games", "--device", "cpu"]
+    assert (done := selfplay(*words, "--games", 4, cwd=folder)).returncode == 0, done.stderr
+    for file, old, new, said in CHANGES:
+        change(folder, file, old, new)
+        refused = selfplay(*words, "--games", 8, "--resume", cwd=folder)
+        change(folder, file, new, old)
+        assert refused.returncode == 2
+        assert said in " ".join(refused.stderr.split())
+        assert "changed since" in refused.stderr
+        assert (said == "the source of the network") == ("the source of the network" in refused.stderr)
+    change(folder, "pick.py", "hidden = False", "# said by everybody\n    hidden = False")
+    done = selfplay(*words, "--games", 8, "--resume", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+    manifest = json.loads((folder / "games" / "manifest.json").read_text())
+    for name in ("rules", "network", "opponent_network"):
+        del manifest["settings"][name]
+    (folder / "games" / "manifest.json").write_text(json.dumps(manifest))
+    older = selfplay(*words, "--games", 12, "--resume", cwd=folder)
+    assert older.returncode == 2
+    assert "the game's rules or its sizes: not noted there, as an earlier gpuinfer wrote it" in older.stderr
+
+
+def test_a_loop_goes_on_only_with_the_same_network_too(folder):
+    words = ["gpuinfer", "loop", "--game", "pick:Pick", "--model", "net:Net", "--iterations", "1", "--games", "4"]
+    words += ["--simulations", "2", "--training-steps", "2", "--batch-size", "4", "--evaluation-games", "2"]
+    words += ["--workers", "1", "--device", "cpu", "--out", "looped"]
+    assert (done := run(words, folder)).returncode == 0, done.stderr
+    change(folder, "net.py", "torch.relu", "torch.sigmoid")
+    refused = run([*words, "--resume"], folder)
+    assert refused.returncode == 2
+    assert "the source of the network: changed since" in refused.stderr
+    assert "the game's rules" not in refused.stderr
+
+
+def digests(folder, monkeypatch, first=()):
+    """Of game and network, in a process that knows neither yet and imports these modules before."""
+    with monkeypatch.context() as here:
+        for name in FILES:
+            here.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+        here.chdir(folder)
+        here.syspath_prepend(str(folder))
+        for name in first:
+            importlib.import_module(name)
+        importlib.invalidate_caches()
+        found = rules_digest.of_game(games.build("pick:Pick", {})), rules_digest.of_network("net:Net")
+        for name in FILES:
+            sys.modules.pop(name.removesuffix(".py"), None)
+        return found
+
+
+def test_neither_place_nor_order_nor_comments_nor_other_files_make_another_game(folder, monkeypatch):
+    here = folder / "here"
+    here.mkdir()
+    for name in FILES:
+        shutil.move(folder / name, here / name)
+    before = digests(here, monkeypatch)
+    moved = folder / "a" / "longer" / "way"
+    shutil.copytree(here, moved)
+    (moved / "other.py").write_text("nothing = 1\n")
+    text = (moved / "pick.py").read_text()
+    (moved / "pick.py").write_text(
+        "# mine\n"
+        + text.replace("import OVER, ", "import (  # both\n    OVER,\n    ").replace(
+            "PythonGame\nfrom", "PythonGame,\n)\nfrom"
+        )
+    )
+    assert digests(moved, monkeypatch, first=("net", "rules", "other")) == before
+
+
+def test_our_own_games_have_a_version_and_sizes_and_our_networks_their_names():
+    one = ConnectFour()
+    assert rules_digest.of_game(one) == rules_digest.of_game(ConnectFour())
+    assert rules_digest.of_network("blobnet") is rules_digest.of_network(None) is None
+    assert not rules_digest.source_of(["gpuinfer.models.blobnet"])
+    other = ConnectFour()
+    other.features += 1
+    assert rules_digest.of_game(other) != rules_digest.of_game(one)
+
+
+def test_compiled_rules_are_told_apart_by_what_they_reach(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "examples" / "nim.py").read_text()
+    found = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for heaps, comment in ((3, ""), (3, "# three\n"), (4, "")):
+        (tmp_path / "own_nim.py").write_text(comment + text.replace("HEAPS = 3", f"HEAPS = {heaps}"))
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        sys.modules.pop("own_nim", None)
+        found.append(rules_digest.of_game(games.build("own_nim:Nim", {})))
+    sys.modules.pop("own_nim", None)
+    assert found[0] == found[1] != found[2]
