@@ -26,7 +26,7 @@ class Run:
     tokens: int  # of all answers
     seconds: float  # from the first prompt in to the last answer out
     setup_s: float  # before that: the process's start, imports, loading
-    idle: float  # share of the cores that nothing ran on, of what the machine below us left to them
+    idle: float  # share of the cores that did not compute though nobody else had them, as the verdict counts it
     between_s: float  # between two tokens of an answer, the median
     resident: int  # bytes, the most seen after its start
     report: dict[str, Any]
@@ -89,10 +89,16 @@ def reported(report: dict[str, Any], expected: int, resident: int) -> Run:
     tokens = round(report["throughput"]["output_tokens_per_s"] * seconds)
     if tokens != expected:
         raise SystemExit(f"gpuinfer generate made {tokens} tokens where {expected} were asked for.")
-    unused = seconds * cores["count"] - cores["busy_s"] if cores["idle_s"] is None else cores["idle_s"]
-    idle = unused / (cores["count"] * seconds)
     between = (report["between_tokens_s"] or {}).get("p50", 0.0)
-    return Run(tokens, seconds, report["setup_s"], idle, between, resident, report)
+    return Run(tokens, seconds, report["setup_s"], share_idle(cores, seconds), between, resident, report)
+
+
+def share_idle(cores: dict[str, Any], seconds: float) -> float:
+    """Of all cores: what nobody wanted, and what threads had that waited actively for one another."""
+    all_s: float = cores["count"] * seconds
+    unused: float = all_s - cores["busy_s"] if cores["idle_s"] is None else cores["idle_s"]
+    waited: float = cores["threads_waited_s"]
+    return min(1.0, (unused + waited) / all_s)
 
 
 def first_token_s(model: Path | str, dtype: str) -> float:

@@ -1,9 +1,11 @@
 """The report: its arithmetic, its schema, and that a ledger always adds up."""
 
+import importlib
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.host import machine
 from gpuinfer.host.neighbours import CoreTime
 from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
 from gpuinfer.screen.summary import rows
@@ -124,6 +127,18 @@ def test_the_cores_sum_to_the_wall_clock_times_their_number(told, shares):
     assert (found["busy_s"], found["others_s"], found["stolen_s"]) == (all_s if busy is None else busy, others, stolen)
     assert sum(found[name] for name in ("busy_s", "others_s", "stolen_s", "idle_s")) == pytest.approx(all_s)
     assert found["waiting_s"] == 3.0
+
+
+def test_threads_that_waited_for_one_another_are_told_and_idle_as_the_benchmark_counts_them(monkeypatch):
+    """To the system they were busy: 12 of the 17 seconds were computed in."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    share_idle = importlib.import_module("real_ours").share_idle
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    spun = {"threads": 2, "steps": {"threads_busy_s": 12.0, "threads_waited_s": 5.0}}
+    run = a_run(cores=CoreTime(17.0, 18.0, 0.0), snapshot=Snapshot(cpu_s=17.0, device=spun))
+    found = build(run)["cores"]
+    assert (found["threads_waited_s"], found["idle_s"]) == (5.0, 2.0)
+    assert share_idle(found, 10.0) == pytest.approx(evidence(run).idle_cores / 2) == pytest.approx(0.35)
 
 
 def test_the_verdict_hears_how_many_cores_others_had():

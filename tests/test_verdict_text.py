@@ -317,6 +317,7 @@ def test_a_thread_that_waits_for_one_without_a_core_is_no_idle_core():
     beside = a_text_run(cpu_s=17.0, others_cores=0.3, cpu_wait_s=4.0, **waiting)
     assert alone.idle_cores == pytest.approx(0.5)
     assert beside.idle_cores == pytest.approx(0.1)
+    assert (alone.threads_waited_s, beside.threads_waited_s) == (pytest.approx(5.0), pytest.approx(1.0))
 
 
 def test_a_model_that_computes_elsewhere_leaves_the_cores_here_idle_as_it_should():

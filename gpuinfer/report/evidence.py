@@ -125,18 +125,29 @@ class Evidence:
     @property
     def idle_cores(self) -> float:
         """Cores, on average, that computed nothing while nobody else had them: no thread wanted them, or one of ours
-        waited there, actively, for the other threads of a step. While one of these is ready and has no core, somebody
-        else's program is why. 0 where it is not known, or the model is elsewhere.
+        waited there (`threads_waited_s`). 0 where it is not known, or the model is elsewhere.
         """
-        if not self.on_cpu or not (self.cpu_s or self.unused_cores is not None) or not self.computes_here:
+        if not self._cores_known:
             return 0.0
         unused = self.unused_cores
         if unused is None:
             unused = max(0.0, self.cores - self.cores_busy - (self.others or 0.0))
-        waited, computed = (self.steps.get(f"threads_{what}_s", 0.0) / self.wall_s for what in ("waited", "busy"))
-        held_up = ((self.threads or 1) - 1) * self.cpu_wait_s / self.wall_s
-        waited = min(max(0.0, waited - held_up), max(0.0, self.cores_busy - computed))
-        return min(unused + waited, float(self.cores))
+        return min(unused + self.threads_waited_s / self.wall_s, float(self.cores))
+
+    @property
+    def threads_waited_s(self) -> float:
+        """Seconds on a core in which a thread of ours waited, actively, for the other threads of a step. While one of
+        these is ready and has no core, somebody else's program is why. 0 where it is not known.
+        """
+        if not self._cores_known:
+            return 0.0
+        waited, computed = (self.steps.get(f"threads_{what}_s", 0.0) for what in ("waited", "busy"))
+        held_up = ((self.threads or 1) - 1) * self.cpu_wait_s
+        return min(max(0.0, waited - held_up), max(0.0, self.cores_busy * self.wall_s - computed))
+
+    @property
+    def _cores_known(self) -> bool:
+        return self.on_cpu and bool(self.cpu_s or self.unused_cores is not None) and self.computes_here
 
     @property
     def computes_here(self) -> bool:

@@ -59,7 +59,7 @@ def schema() -> dict[str, Any]:
 
 def build(run: Run) -> dict[str, Any]:
     """The report, in plain values."""
-    snapshot, progress = run.snapshot, run.progress
+    snapshot, progress, told = run.snapshot, run.progress, evidence(run)
     return {
         "schema": SCHEMA,
         "workload": run.workload,
@@ -89,10 +89,10 @@ def build(run: Run) -> dict[str, Any]:
         "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
-        "cores": sharing.cores(snapshot, run.wall_s, run.cores),
+        "cores": sharing.cores(snapshot, run.wall_s, run.cores) | {"threads_waited_s": told.threads_waited_s},
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
-        "bottleneck": judge(evidence(run)),
+        "bottleneck": judge(told),
         "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
         "strength": strength.of_strength(progress.facts),
         "resignation": resignation.of_resignation(progress.facts),
