@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,33 @@ def test_here_what_this_process_runs_is_counted_as_ours() -> None:
     after = core_time()
     assert after is not None
     assert after.ours >= before.ours + 4 * TICK
+
+
+THREADS = """
+import os, threading, zlib
+from gpuinfer.host.machine import cpu_times
+
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+data = os.urandom(1 << 20)
+told = [cpu_times()[1]]
+threads = [threading.Thread(target=lambda: [zlib.compress(data) for _ in range(8)]) for _ in range(3)]
+for thread in threads:
+    thread.start()
+while any(thread.is_alive() for thread in threads):
+    told.append(cpu_times()[1])
+    threads[0].join(0.02)
+for thread in threads:
+    thread.join()
+told.append(cpu_times()[1])
+assert told == sorted(told), told
+assert told[-1] - told[0] > 0.1, told  # three took turns on one core
+if (child := os.fork()) == 0:
+    os._exit(cpu_times()[1] >= told[-1])  # which are not its own
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="a system that does not tell")
+def test_what_threads_waited_for_a_core_is_kept_once_they_have_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

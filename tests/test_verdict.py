@@ -341,6 +341,16 @@ def test_a_command_says_each_option_once():
     ]  # fmt: skip
 
 
+def test_no_device_is_saturated_where_hardly_a_core_was_at_work():
+    told = judge(a_run(lane("forward 0", forward=9.9), cores=2, cpu_s=2.0, rows_mean=64.0))
+    assert told["class"] == "oversubscribed CPUs"
+    assert "only 0.2 of 2 cores were at work" in told["why"]
+    assert told["command"] == "gpuinfer selfplay -B threads=1"
+    assert (
+        judge(a_run(lane("forward 0", forward=9.9), cores=2, cpu_s=12.0, rows_mean=64.0))["class"] == "device-saturated"
+    )
+
+
 @pytest.mark.parametrize(("run", "kind", "why", "command"), CASES)
 def test_the_verdict_names(run, kind, why, command):
     told = judge(run)

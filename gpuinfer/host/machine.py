@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,15 +45,36 @@ def rss_peak_mb() -> float:
 
 
 def cpu_times() -> tuple[float, float]:
-    """Seconds that this process's threads have run, and that those alive now have waited for a core while ready to run.
+    """Seconds that this process's threads have run, and that they have waited for a core while ready to run.
 
-    The second is 0 where the system does not tell (`/proc/self/task/*/schedstat` of Linux).
+    The second never falls: of threads that have ended it has what the last call saw of them. It is 0 where the system
+    does not tell (`/proc/self/task/*/schedstat` of Linux).
     """
-    waited = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that ends meanwhile
-            waited += int(task.read_text().split()[1])
-    return time.process_time(), waited / 1e9
+    return time.process_time(), _waits.look() / 1e9
+
+
+class _Waits:
+    """Nanoseconds that threads waited for a core, of which the system tells for those alone that are alive."""
+
+    def __init__(self) -> None:
+        self._alive: dict[str, int] = {}  # by thread, as last seen
+        self._ended = 0
+        self._turn = threading.Lock()
+
+    def look(self) -> int:
+        with self._turn:
+            seen: dict[str, int] = {}
+            for task in Path("/proc/self/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that ends meanwhile
+                    seen[task.parent.name] = int(task.read_text().split()[1])
+            # less than before: another thread has its number now
+            self._ended += sum(waited for task, waited in self._alive.items() if seen.get(task, -1) < waited)
+            self._alive = seen
+            return self._ended + sum(seen.values())
+
+
+_waits = _Waits()
+os.register_at_fork(after_in_child=lambda: _waits.__init__())  # type: ignore[misc]  # threads and waits of its own
 
 
 def thread_waited_s() -> float:

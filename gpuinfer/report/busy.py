@@ -15,6 +15,7 @@ from gpuinfer.report.waits import more_rows
 UNEXPLAINED = 0.05  # of the lanes' time: above it the ledger is not to be trusted
 SATURATED = 0.90  # of the roofline
 FULL = 0.90  # of the cores
+LEAST_AT_WORK = 0.5  # cores, of a forward on the CPU that lacks nothing
 UNUSED = 0.2  # of the cores: so much is idle in no run that is saturated
 FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 WORTH = 1.15  # what a larger batch must promise before its size is to blame
@@ -178,6 +179,11 @@ def all_cores(case: Case) -> Verdict | None:
 
 def _saturated(run: Evidence, why: str) -> Verdict:
     kind, station = "device-saturated", "forward"
+    if run.on_cpu and run.computes_here and run.cpu_s and run.cores_busy < LEAST_AT_WORK:
+        why += f" Yet only {run.cores_busy:.1f} of {run.cores} cores were at work: its threads waited for one another."
+        advice = "Use one thread in each forward, or let it run alone."
+        change = run.change("-B", 1, "threads")
+        return Verdict("oversubscribed CPUs", station, why, advice, None if change and run.in_force(change) else change)
     if run.dtype == "float32" and run.computes and run.bfloat16_pays:
         change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
         return Verdict(kind, station, why, "Compute in bfloat16.", change, gain, healthy=True)

@@ -19,6 +19,7 @@ from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
+from gpuinfer.host import machine
 from gpuinfer.positions.reading import Positions, positions_of, sizes_of, symmetries_of
 from gpuinfer.positions.symmetries import Symmetries
 from gpuinfer.workloads.train.batching import Batches
@@ -106,6 +107,7 @@ class Train(Workload):
                 finally:
                     training.folder.release()
         finally:
+            machine.cpu_times()  # while the thread that trained, and those that torch gave it, can say how they waited
             compute.shutdown(wait=False)  # a loss may hang
 
     def deciding_settings(self, positions: Positions) -> dict[str, Any]:
