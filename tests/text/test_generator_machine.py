@@ -20,6 +20,7 @@ from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 
 LENGTH = 64
 POISON, NAN = LETTERS.index("?"), LETTERS.index("!")
+BEGINNING, ALIKE = "a page begins so", 24  # as many tokens as are worth a copy; so many texts that begin with them
 FORMS = [Constraint(choice=("hello there", "hello you", "good bye")), Constraint(regex="[a-f]{2,9}( x)*")]
 
 
@@ -30,7 +31,7 @@ class Served(RuleBasedStateMachine):
         slots=st.integers(2, 5),
         step_tokens=st.sampled_from([1, 3, 16, 300]),
         gather_steps=st.sampled_from([0, 2]),
-        pages=st.sampled_from([None, 2, 3, 5]),
+        pages=st.sampled_from([None, 2, 3, 5, 21, 40]),
         nan=st.sampled_from([None, NAN]),
     )
     def start(self, slots, step_tokens, gather_steps, pages, nan):
@@ -53,6 +54,22 @@ class Served(RuleBasedStateMachine):
             prompt = structs.replace(prompt, begun=begun)
         if prompt.samples > self.generator.free_slots:
             return
+        self.add(prompt, parts)
+
+    @rule(first=st.integers(0, ALIKE - 1), count=st.integers(17, ALIKE + 6), max_tokens=st.sampled_from([1, 1, 20]))
+    def ask_many_that_begin_alike(self, first, count, max_tokens):
+        """More of them than the prefix tree looks through for the one that is most alike, and the first ones again when
+        they are no more among those.
+        """
+        for number in range(first, first + count):
+            for _ in range(500):
+                if self.generator.free_slots:
+                    break
+                self.take(self.generator.step())
+            sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            self.add(Prompt(text=BEGINNING + LETTERS[number % ALIKE], sampling=sampling), parts=False)
+
+    def add(self, prompt, parts):
         [prepared] = self.generator.prepare([prompt])
         assert not isinstance(prepared, Exception), prepared
         self.count += 1
