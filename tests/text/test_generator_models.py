@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +47,53 @@ def opened(folder, *, slots=4, step_tokens=24, seed=0, deterministic=True, dtype
 def answers(generator, prompts):
     outcomes = run(generator, prompts)
     return [[(one.text, one.tokens, one.finish_reason) for one in outcome.completions] for outcome in outcomes]
+
+
+ASKED_FIRST = """
+import sys
+from numba.core.dispatcher import Dispatcher
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.text.generator import Tuning, open_generator
+from text.toy import run
+
+
+def ready():
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("gpuinfer.text.")]
+    kernels = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {f"{one.__module__}.{one.__name__}": len(one.overloads) for one in kernels.values()}
+
+
+generator = open_generator(
+    ModelSpec(name="tiny", kind="text"), Setup(devices=("cpu",), dtype="float32"), Tuning(slots=2, threads=1)
+)
+before = ready()
+assert any(before.values())
+for more in (
+    {"logprobs": 3},
+    {"prompt_logprobs": 2},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"stop": ("a",), "min_tokens": 2},
+    {"constraint": Constraint(regex="[a-z]{3}")},
+):
+    (answer,) = run(generator, [Prompt(text="Hello", key="k", sampling=Sampling(max_tokens=4, **more))])
+    assert answer.completions, more
+    assert ready() == before, more
+"""
+
+
+def test_a_generator_that_is_open_has_all_kernels_that_a_request_may_need():
+    """In a process of its own: in this one other tests have asked for everything."""
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_FIRST],
+        env={**os.environ, "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

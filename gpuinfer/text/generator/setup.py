@@ -172,11 +172,13 @@ def open_generator(
 
 
 def _warm_up(generator: Generator | DiffusionGenerator) -> None:
-    """Answer two prompts of one token, one by the likeliest tokens and one by drawn ones, at once where there are slots
-    for both. So kernels are compiled and pages are there before work comes.
+    """Answer two prompts of one token, one by the likeliest tokens and one by drawn ones with their log-probabilities,
+    at once where there are slots for both. So kernels are compiled and pages are there before work comes: all others
+    would wait for the first request that needs one. Those of lists of texts are left out, which no step waits for.
     """
-    for temperature in (0.0, 1.0):
-        sampling = Sampling(max_tokens=min(2, generator.decoder.length - 1), temperature=temperature)
+    most = min(2, generator.decoder.length - 1)
+    for temperature, logprobs in ((0.0, None), (1.0, 1)):
+        sampling = Sampling(max_tokens=most, temperature=temperature, logprobs=logprobs)
         (prepared,) = generator.prepare([Prompt(tokens=(0,), sampling=sampling)])
         if not isinstance(prepared, Prepared):
             return
