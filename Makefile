@@ -95,6 +95,7 @@ $(VENV)/.docs: $(READY)
 VLLM := .venv-vllm
 vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm
+	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -n 2 -m vllm tests/triton_kernels
 
 # LEVEL is of the compression, 1 to 22: 16 takes six times as long as 12, for 4 % less. TORCH names another build of
 # torch than the environment has, such as TORCH=torch==2.9.1+cu128.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.decoder import torch_batch, torch_layers, torch_static
+from gpuinfer.text.decoder import torch_batch, torch_static
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Masking
 
@@ -78,7 +77,7 @@ def decoder(shape, device, kernel="memory-efficient", dtype=torch.bfloat16, **op
     with unset_fake_temporarily():
         weights = random_weights(shape, torch.float32)
     one = TorchDecoder(shape, weights, device, dtype, slots=5, pages=40, length=160, **options)
-    one._attend = partial(torch_layers.attend, attention=KERNELS[kernel])
+    one._layers.attention = KERNELS[kernel]
     return one
 
 

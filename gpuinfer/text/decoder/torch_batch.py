@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Window, mask
+from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Tiles, Window, mask
 from gpuinfer.text.step import PAGE, Step
 
 LEAST_REACH = 128  # positions: the smallest portion of the cache that a batch of fixed size reads
@@ -123,6 +123,35 @@ def batch_of(step: Step, cache: PageCache, windows: Collection[Window], uploads:
         reading = side_by_side(tables[i]) or pages.view(tables[i].shape)
         groups.append(Group(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
     return StepBatch(tokens, where, into, tuple(groups), back=backward)
+
+
+def tiled_batch_of(step: Step, cache: PageCache, uploads: Uploads, most: int) -> StepBatch:
+    """The step as it is, for a kernel that takes `most` rows of a segment at once, and no padding. Tokens that come
+    alone are apart from runs.
+    """
+    positions, sees = positions_of(step), sees_of(step)
+    columns = -(-int(sees.max()) // PAGE)
+    table = table_of(step, np.arange(len(step.lengths)), columns, cache.blank)
+    arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions), sees, table.ravel()]
+    sizes = []
+    for members, size in ((np.flatnonzero(step.lengths == 1), 1), (np.flatnonzero(step.lengths > 1), most)):
+        if len(members):
+            arrays += attention_tiles(step, members, size)
+            sizes.append(size)
+    tokens, where, into, seen, pages, *rest = uploads.sent(arrays)
+    pages, reach = pages.view(table.shape), int(sees.max())
+    given = [(rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i in range(len(sizes))]
+    each = sizes == [1]  # then tile i is row i, and segment i
+    tiles = tuple(Tiles(pages, None if each else rows, size, reach) for size, rows in zip(sizes, given, strict=True))
+    return StepBatch(tokens, where, into, tiles=tiles, sees=seen)
+
+
+def attention_tiles(step: Step, members: Integers, most: int) -> list[Integers]:
+    """Of these segments, in tiles of at most `most` rows: each one's first row, how many, and the segment."""
+    counts = -(-step.lengths[members] // most)
+    segments = np.repeat(members, counts)
+    before = (np.arange(len(segments)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    return [firsts_of(step)[segments] + before, np.minimum(step.lengths[segments] - before, most), segments]
 
 
 def rows_of(step: Step, part: BatchPart) -> Integers:

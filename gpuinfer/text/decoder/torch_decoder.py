@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,17 +12,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from gpuinfer.text.decoder import torch_layers
+from gpuinfer.models.lost import says_lost
+from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
-from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiles
+from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiled_batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, attend, attend_plainly, in_tiles
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, PlainLayers, StepBatch, Tiles, plain_attention
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
+from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Adapter, Weights
+
+logger = logging.getLogger("gpuinfer")
 
 CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at once, padded
 
@@ -35,6 +42,9 @@ class TorchDecoder:
     prompt is cut: a matrix product may add up in another order for another number of rows, but not for another row of
     the same; nor does it show in which pages a row lies. `compile` merges what lies between the matrix products; raises
     `UsageError` when torch cannot.
+
+    What lies between the products is done by kernels of our own (`triton_layers`) on a CUDA device with Triton, unless
+    it is to be compiled: `kernels` says so for tests. Kernels that do not answer as torch does are not used.
 
     A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
     for its rows together; with `deterministic`, for all rows of each tile.
@@ -55,28 +65,46 @@ class TorchDecoder:
         deterministic: bool = False,
         compile: bool = False,
         graphs: bool = True,
+        kernels: bool | None = None,
     ) -> None:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
         self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs = deterministic, graphs
-        self._attend = attend_plainly if deterministic and device.type == "cpu" else attend
-        self._windows = shape.windows or (None,) * shape.layers
         if device.type == "cuda":  # cuDNN plans for each exact shape, 0.4 s each, and ragged prompts bring new ones
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._adapters: dict[int, Adapter] = {}
         self._uploads = Uploads(device)
-        mix: Mix = whole_mix if deterministic else sorted_mix
-        self._mix = uncompiled(mix) if compile else mix
-        self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = partial(torch_layers.asked, shape)
-        self._further: Callable[..., Tensor] = partial(torch_layers.further, shape, self._mix)
-        if compile:
-            self._asked, self._further = compiled(self._asked), compiled(self._further)
         with torch.no_grad():
             self._weights = torch_layers.on_device(weights, device, dtype)
-            self._angles = torch_layers.angles(shape, length, device)
+            self._layers = self._chosen_layers(compile, kernels)
         self.resize(slots, pages)
+
+    def _chosen_layers(self, compile: bool, kernels: bool | None) -> PlainLayers | TritonLayers:
+        shape, device = self.shape, self.device
+        mix: Mix = whole_mix if self.deterministic else sorted_mix
+        mix = uncompiled(mix) if compile else mix
+        cosines, sines = torch_layers.angles(shape, self.length, device) or (None, None)
+        attention = plain_attention if self.deterministic and device.type == "cpu" else scaled_dot_product_attention
+        plain = PlainLayers(shape, mix, cosines, sines, attention, compiled if compile else lambda function: function)
         if compile:
-            tried(partial(self._once, batch_rows=2))
+            tried(partial(plain.try_once, self._weights, rows=2))
+        if kernels is None:
+            kernels = device.type == "cuda" and not compile and triton_layers.is_there()
+        if not kernels:
+            return plain
+        try:
+            own = TritonLayers(shape, mix, cosines, sines, self.length)
+            triton_layers.compare(own, plain, self._weights, device, self.dtype)
+        except Exception as error:
+            if is_out_of_memory(error) or says_lost(error):
+                raise
+            logger.warning(
+                "the kernels for this device do not work here (%s: %s), so that torch's compute, which takes longer.",
+                type(error).__name__,
+                first_line(error),
+            )
+            return plain
+        return own
 
     def resize(self, slots: int, pages: int) -> None:
         """Another number of rows in a step, and of pages, all of them empty. Raises `torch.OutOfMemoryError` when they
@@ -90,20 +118,20 @@ class TorchDecoder:
             self._static = StaticBatches(
                 self._cache,
                 self._uploads,
-                set(self._windows),
+                set(self.shape.windows or (None,)),
                 self.shape,
                 tile if self.deterministic else slots,
                 self._hidden,
                 self._logits,
                 self._graphs,
                 self.deterministic,
+                self._tile_rows,
             )
 
     @torch.no_grad()
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
-        in_parts = self.deterministic and step.sees is None and step.vectors is None  # see `_in_tiles`
-        self._cache.begin(step, in_parts)
+        self._begin(step, in_parts=self.deterministic and step.sees is None and step.vectors is None)  # see `_in_tiles`
         if self.deterministic:
             return self._in_tiles(step)
         if self._graphs and step.vectors is None and (step.adapters is None or not step.adapters.any()):
@@ -113,15 +141,14 @@ class TorchDecoder:
                 found, where = self._static.runs(step, form)
                 return self._logits(self._picked(found, where[step.wanted]))
         found = self._hidden(self._batch(step))
-        wanted = torch.from_numpy(step.wanted.astype(np.int64)).to(self.device)
-        return self._logits(found.index_select(0, wanted))
+        return self._logits(self._picked(found, step.wanted))
 
     @torch.no_grad()
     def hidden(self, step: Step) -> Tensor:
         """What the last layer gives of each token, [tokens, hidden] in the number format and on the device of this
         decoder, for another one that has the layers after it. Launched kernel by kernel.
         """
-        self._cache.begin(step, in_parts=False)
+        self._begin(step, in_parts=False)
         if not self.deterministic:
             return self._hidden(self._batch(step))
         found, at = self._tiles_together(step, self._cut(step))
@@ -192,8 +219,20 @@ class TorchDecoder:
 
     def _batch(self, step: Step) -> StepBatch:
         """The step, padded to no fixed shape."""
-        batch = batch_of(step, self._cache, set(self._windows), self._uploads)
+        if self._tile_rows is None:
+            batch = batch_of(step, self._cache, set(self.shape.windows or (None,)), self._uploads)
+        else:
+            batch = tiled_batch_of(step, self._cache, self._uploads, self._tile_rows)
         return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))
+
+    @property
+    def _tile_rows(self) -> int | None:
+        return triton_layers.tile_rows(self.shape) if isinstance(self._layers, TritonLayers) else None
+
+    def _begin(self, step: Step, in_parts: bool) -> None:
+        """Kernels of our own read no page further than a row sees: nothing has to be forgotten for them."""
+        if self._tile_rows is None:
+            self._cache.begin(step, in_parts)
 
     def _adapted(self, step: Step) -> tuple[Adapted, ...]:
         """Which rows of the step have which adapters. Such a step is launched kernel by kernel: a captured graph would
@@ -217,7 +256,8 @@ class TorchDecoder:
     def _picked(self, found: Tensor, rows: NDArray[Any]) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
             return found[: len(rows)]
-        return found.index_select(0, torch.from_numpy(rows.astype(np.int64)).to(self.device))
+        (numbers,) = self._uploads.sent([rows])
+        return found.index_select(0, numbers)
 
     def _in_tiles(self, step: Step) -> Tensor:
         """Any step, tile after tile; layer after layer where tokens see what comes after them, or have
@@ -254,27 +294,36 @@ class TorchDecoder:
         """
         rows, segments = self._static.row_buckets[-1], segments_of(step)
         at = np.empty(len(step.tokens), np.int64)
-        tables = [np.full((rows, reach // PAGE), self._cache.blank) for _, reach in cut]
-        for number, (members, reach) in enumerate(cut):
+        for number, (members, _) in enumerate(cut):
             at[members] = number * rows + np.arange(len(members))
-            tables[number][: len(members)] = table_of(step, segments[members], reach // PAGE, self._cache.blank)
-        padded = np.zeros((5, len(cut) * rows), np.int64)
-        padded[2], padded[3] = self._cache.spare * PAGE, 1
-        padded[:4, at], padded[4, at] = of_tokens(step), adapters_of(step)
-        given = [*padded, *(table.ravel() for table in tables)]
-        tokens, positions, places, sees, adapters, *pages = self._uploads.sent(given)
-        groups = []
-        for number, (_, reach) in enumerate(cut):
-            tile = slice(number * rows, (number + 1) * rows)
-            masks = self._static.masks(positions[tile, None], sees[tile, None], reach)
-            groups.append(Group(1, reach, pages[number].view(rows, -1), tile, masks))
+        padded = np.zeros((6, len(cut) * rows), np.int64)
+        padded[2], padded[3], padded[5] = self._cache.spare * PAGE, 1, len(step.lengths)
+        padded[:4, at], padded[4, at], padded[5, at] = of_tokens(step), adapters_of(step), segments
+        blank = np.full((1, self._cache.columns), self._cache.blank)
+        pages = np.concatenate(
+            (table_of(step, np.arange(len(step.lengths)), self._cache.columns, self._cache.blank), blank)
+        )
+        *given, table = self._uploads.sent([*padded, pages.ravel()])
+        tokens, positions, places, sees, adapters, lines = given
+        table = table.view(pages.shape)
+        groups, of_kernel = list[Group](), tuple[Tiles, ...]()
+        if self._tile_rows is None:
+            for number, (_, reach) in enumerate(cut):
+                tile = slice(number * rows, (number + 1) * rows)
+                masks = self._static.masks(positions[tile, None], sees[tile, None], reach)
+                groups.append(Group(1, reach, table[lines[tile], : reach // PAGE], tile, masks))
+        else:
+            each = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens), lines
+            of_kernel = (Tiles(table, each, 1, int(padded[3].max())),)
         adapted = tuple(
             Adapted(self._adapters[number], adapters == number) for number in np.unique(padded[4]).tolist() if number
         )
         vectors = self._vectors(step)
         if vectors is not None:
             vectors = torch.from_numpy(at).to(self.device)[vectors[0]], vectors[1]
-        batch = StepBatch(tokens, positions, places, tuple(groups), adapted, vectors=vectors, tile=rows)
+        batch = StepBatch(
+            tokens, positions, places, tuple(groups), of_kernel, sees, adapted, vectors=vectors, tile=rows
+        )
         return self._hidden(batch), at
 
     def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
@@ -295,34 +344,12 @@ class TorchDecoder:
             x.index_copy_(0, *batch.vectors)
         if weights.positions is not None:
             x = x + weights.positions[batch.positions]
-        cosines, sines = (table[batch.positions] for table in self._angles) if self._angles else (None, None)
-        for number, layer in enumerate(weights.layers):
-            asked, further = partial(self._asked, layer), partial(self._further, layer)
-            chosen = [one.chosen for one in batch.adapted]
-            if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
-                lows = [one.adapter.layers[number] for one in batch.adapted]
-                asked = partial(torch_layers.asked_adapted, self.shape, layer, lows)
-                further = partial(torch_layers.further_adapted, self.shape, self._mix, layer, lows)
-            queries, keys, values = in_tiles(batch.tile, asked, x, cosines, sines, *chosen)
-            self._cache.write(number, batch.places, keys, values)
-            mixed = self._attend(batch, queries, self._cache, number, self._windows[number])
-            x = in_tiles(batch.tile, further, x, mixed, *chosen)
-        return x
+        return self._layers.hidden(weights, x, batch, self._cache)
 
     def _logits(self, found: Tensor) -> Tensor:
         """Float32 [rows, vocabulary] from [rows, hidden]."""
         last = torch_layers.normed(found, self._weights.norm, self.shape.norm, self.shape.norm_eps)
         return torch_layers.projected(last, self._weights.head).float()
-
-    @torch.no_grad()
-    def _once(self, batch_rows: int) -> None:
-        """Pass some rows through all layers, but for their attention."""
-        rows = torch.zeros(batch_rows, dtype=torch.int64, device=self.device)
-        cosines, sines = (table[rows] for table in self._angles) if self._angles else (None, None)
-        x = self._weights.embedding[rows]
-        for layer in self._weights.layers:
-            queries, _, _ = self._asked(layer, x, cosines, sines)
-            x = self._further(layer, x, queries.flatten(1))
 
     def _drop(self) -> None:
         """Let go of the cache and of everything that holds on to it."""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -239,13 +239,31 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Rows as a kernel for pages takes them, in tiles of one segment each: it reads what `StepBatch.sees` says, and
+    nothing is padded.
+    """
+
+    table: Tensor  # [segments, columns] numbers of pages
+    rows: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # [tiles]: first row, how many, segment; None: tile i is row i, segment i
+    most: int  # rows of a tile
+    reach: int  # positions that a row sees, at most
+
+
+@dataclass(frozen=True)
 class StepBatch:
-    """The rows of one step as the device has them. Tensors of integers are int64."""
+    """The rows of one step as the device has them. Tensors of integers are int64. Attention is over `groups`, or over
+    `tiles` in kernels of our own.
+    """
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     places: Tensor  # [rows] in the cache: page × PAGE + position in it
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
+    sees: Tensor | None = None  # [rows] of `tiles`: how many positions of its segment each attends to
     adapted: tuple[Adapted, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
     vectors: tuple[Tensor, Tensor] | None = None  # rows that have an embedding of their own, and those [n, hidden]
@@ -279,6 +297,58 @@ def _cut(given: Tensor | None, tile: int) -> Iterable[Tensor | None]:
     return itertools.repeat(None) if given is None else torch.split(given, tile)
 
 
+class PlainLayers:
+    """All layers in torch operations, on any device. `compile` merges what lies between the products."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        mix: Mix,
+        cosines: Tensor | None,
+        sines: Tensor | None,
+        attention: Attention = F.scaled_dot_product_attention,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        """`compiled` is what makes the parts of a layer quicker, such as `torch.compile`."""
+        self.shape, self._mix, self._cosines, self._sines = shape, mix, cosines, sines
+        self.attention = attention
+        self._windows = shape.windows or (None,) * shape.layers
+        self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiled(partial(asked, shape))
+        self._further: Callable[..., Tensor] = compiled(partial(further, shape, mix))
+
+    def hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
+        """What the last layer gives, [rows, hidden], of what goes into the first, with the batch's keys and values in
+        the cache.
+        """
+        cosines, sines = self._turns(batch.positions)
+        chosen = [one.chosen for one in batch.adapted]
+        for number, layer in enumerate(weights.layers):
+            before, after = partial(self._asked, layer), partial(self._further, layer)
+            if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
+                lows = [one.adapter.layers[number] for one in batch.adapted]
+                before = partial(asked_adapted, self.shape, layer, lows)
+                after = partial(further_adapted, self.shape, self._mix, layer, lows)
+            queries, keys, values = in_tiles(batch.tile, before, x, cosines, sines, *chosen)
+            cache.write(number, batch.places, keys, values)
+            mixed = attend(batch, queries, cache, number, self._windows[number], self.attention)
+            x = in_tiles(batch.tile, after, x, mixed, *chosen)
+        return x
+
+    def try_once(self, weights: Weights, rows: int) -> None:
+        """Pass some rows through all layers, but for their attention."""
+        positions = torch.zeros(rows, dtype=torch.int64, device=weights.embedding.device)
+        cosines, sines = self._turns(positions)
+        x = weights.embedding[positions]
+        for layer in weights.layers:
+            queries, _, _ = self._asked(layer, x, cosines, sines)
+            x = self._further(layer, x, queries.flatten(1))
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self._cosines is None or self._sines is None:
+            return None, None
+        return self._cosines[positions], self._sines[positions]
+
+
 def attend(
     batch: StepBatch,
     queries: Tensor,
@@ -293,17 +363,13 @@ def attend(
     return mixed if batch.back is None else mixed.index_select(0, batch.back)
 
 
-def attend_plainly(batch: StepBatch, queries: Tensor, cache: PageCache, layer: int, window: Window) -> Tensor:
-    """The same in products and a softmax of whole tensors: where a head has keys of its own, the CPU's faster kernel
-    rounds a lone query by where it stands among the others, if there are two threads.
-    """
-    return attend(batch, queries, cache, layer, window, plain_attention)
-
-
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """What `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` chooses: but that chooses for the whole process, and one
+    """Attention in products and a softmax of whole tensors: where a head has keys of its own, the CPU's faster kernel
+    rounds a lone query by where it stands among the others, if there are two threads.
+
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` chooses it too: but that chooses for the whole process, and one
     stage that leaves it would give another one the faster kernel in the middle of a step.
     """
     mixed: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal)[0]

@@ -9,8 +9,8 @@ torch.compile for the parts of a layer that see each token for itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
 from gpuinfer.text.decoder.torch_batch import Uploads, of_tokens, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Window, mask
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Tiles, Window, mask
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 
@@ -106,15 +106,21 @@ class StaticBatches:
         hidden: Callable[[StepBatch], Tensor],
         logits: Callable[[Tensor], Tensor],
         graphs: bool,
-        tiled: bool,
+        together: bool,
+        tile_rows: int | None,
     ) -> None:
-        """`most` rows at once; `tiled`: all rows of a batch go through attention together, so that what a row goes
-        through does not depend on its place.
+        """`most` rows at once; `together`: all rows of a batch go through attention together, so that what a row goes
+        through does not depend on its place. `tile_rows`: how many of a segment a kernel for pages takes; None: there
+        is none, and attention is over groups, padded.
         """
         self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
-        self._uploads, self._tiled = uploads, tiled
+        self._uploads, self._together, self._tile_rows = uploads, together, tile_rows
         device = cache.keys.device
-        self.row_buckets, self.reach_buckets = row_buckets(most), reach_buckets(cache.room)
+        # A kernel for pages reads what each row sees, whatever the batch has room for.
+        self.row_buckets, self.reach_buckets = (
+            row_buckets(most),
+            [cache.room] if tile_rows else reach_buckets(cache.room),
+        )
         self.run_tokens = MOST_RUN_TOKENS if shape.masking is not None else 0
         room = max(most, self.run_tokens)
         size = 4 * room + room * cache.columns
@@ -188,17 +194,31 @@ class StaticBatches:
         size, width, columns = form.rows * form.width, form.width, form.reach // PAGE
         tokens, positions, into, sees = self._inputs[: 4 * size].view(4, size).unbind()
         table = self._inputs[4 * size :][: form.rows * columns].view(form.rows, columns)
-        together = form.rows if self._tiled else max(1, self.cache.most_copied // form.reach)
-        groups = []
-        for first in range(0, form.rows, together):
-            rows = slice(first * width, min(first + together, form.rows) * width)
-            masks = self.masks(positions[rows].view(-1, width), sees[rows].view(-1, width), form.reach)
-            groups.append(Group(width, form.reach, table[first : first + together], rows, masks))
-        found = self._hidden(StepBatch(tokens, positions, into, tuple(groups), adapted))
+        batch = StepBatch(tokens, positions, into, adapted=adapted)
+        if self._tile_rows is None:
+            batch = replace(batch, groups=tuple(self._groups(form, positions, sees, table)))
+        else:
+            batch = replace(batch, tiles=(self._tiles(form, table, min(self._tile_rows, width)),), sees=sees)
+        found = self._hidden(batch)
         if width > 1:
             self._found[:size].copy_(found)
         elif form.answered:
             self._outputs[:size].copy_(self._logits(found))
+
+    def _groups(self, form: GraphForm, positions: Tensor, sees: Tensor, table: Tensor) -> Iterator[Group]:
+        width = form.width
+        together = form.rows if self._together else max(1, self.cache.most_copied // form.reach)
+        for first in range(0, form.rows, together):
+            rows = slice(first * width, min(first + together, form.rows) * width)
+            masks = self.masks(positions[rows].view(-1, width), sees[rows].view(-1, width), form.reach)
+            yield Group(width, form.reach, table[first : first + together], rows, masks)
+
+    def _tiles(self, form: GraphForm, table: Tensor, most: int) -> Tiles:
+        """Widths of runs and rows of a tile are powers of two: no tile has rows of two runs."""
+        if form.width == 1:
+            return Tiles(table, None, 1, form.reach)
+        firsts = torch.arange(0, form.rows * form.width, most, device=table.device)
+        return Tiles(table, (firsts, torch.full_like(firsts, most), firsts // form.width), most, form.reach)
 
 
 Result = TypeVar("Result")

@@ -1,0 +1,296 @@
+"""Kernels for CUDA devices, in Triton: attention over pages, and what lies between the products of a layer.
+
+Each row's result is made by sums of one fixed order, which no other row of the launch has a say in. Attention goes over
+the positions in blocks with a running maximum (Dao et al. 2022, "FlashAttention"), in portions of SPLIT positions that
+are joined in their order afterwards, by one program or by as many as there are portions (Dao et al. 2023,
+"Flash-Decoding"): both ways are the same sums. Contraction of products and sums is off, so that they are the same bits.
+
+This file needs Triton, which torch brings along where it is built for CUDA; nothing imports it elsewhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def joined(total, total_max, total_sum, part, part_max, part_sum):
+    """Sums over more positions: each is relative to 2 to the power of its maximum, -inf where nothing was seen."""
+    most = tl.maximum(total_max, part_max)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    one, other = tl.exp2(total_max - base), tl.exp2(part_max - base)
+    return total * one[:, None] + part * other[:, None], most, total_sum * one + part_sum * other
+
+
+@triton.jit
+def attend(
+    queries,  # [rows, HEADS, DIM]
+    keys,  # [pages, PAGE, KV_HEADS, DIM] of one layer
+    values,
+    out,  # [rows, HEADS, DIM]; of portions float32 [portions, tiles, HEADS, DIM]
+    most,  # of portions: float32 [portions, tiles, HEADS], and the sum of the weights beside it
+    sums,
+    table,  # int64 [segments, columns] numbers of pages
+    firsts,  # int64 [tiles]: the first row of each, how many rows, and their segment
+    counts,
+    segments,
+    positions,  # int64 [rows], and how many positions each row sees
+    sees,
+    scale,  # of the scores, with the logarithm's base 2 in it
+    window,  # positions that a row looks back, itself included; 0: all
+    columns,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    ALONE: tl.constexpr,  # tile i is row i, and segment i
+    PORTIONS: tl.constexpr,  # tiles are one row each, and each program does one portion, which it leaves to `join`
+    PRECISION: tl.constexpr,
+):
+    """A program is a tile of rows of one segment, for the heads that share one head of keys."""
+    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    if ALONE:
+        first = tile
+        count = 1
+        segment = tile
+    else:
+        first = tl.load(firsts + tile)
+        count = tl.load(counts + tile)
+        segment = tl.load(segments + tile)
+    query = tl.arange(0, QUERIES)
+    asked = query // SHARING < count
+    row = first + query // SHARING
+    number = head * SHARING + query % SHARING
+    seen = tl.load(sees + row, mask=asked, other=0).to(tl.int32)
+    at = tl.load(positions + row, mask=asked, other=0).to(tl.int32)
+    reach = tl.max(seen, 0)
+    lowest = 0
+    if window > 0:
+        lowest = tl.maximum(tl.min(tl.where(asked, at - window + 1, reach), 0), 0)
+    value = tl.arange(0, WIDTH)
+    there = value < DIM
+    place = (row * HEADS + number) * DIM
+    asking = tl.load(queries + place[:, None] + value[None, :], mask=asked[:, None] & there[None, :], other=0.0)
+
+    total = tl.zeros([QUERIES, WIDTH], tl.float32)
+    total_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    total_sum = tl.zeros([QUERIES], tl.float32)
+    if PORTIONS:
+        first_portion = tl.program_id(2)
+        end_portion = first_portion + 1
+    else:
+        first_portion = lowest // SPLIT
+        end_portion = (reach + SPLIT - 1) // SPLIT
+    for portion in range(first_portion, end_portion):
+        part = tl.zeros([QUERIES, WIDTH], tl.float32)
+        part_max = tl.full([QUERIES], float("-inf"), tl.float32)
+        part_sum = tl.zeros([QUERIES], tl.float32)
+        begin = tl.maximum(portion * SPLIT, lowest // KEYS * KEYS)
+        for start in range(begin, tl.minimum(portion * SPLIT + SPLIT, reach), KEYS):
+            position = start + tl.arange(0, KEYS)
+            held = position < reach
+            page = tl.load(table + segment * columns + position // PAGE, mask=held, other=0)
+            lies = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM
+            key = tl.load(keys + lies[None, :] + value[:, None], mask=there[:, None] & held[None, :], other=0.0)
+            scores = tl.dot(asking, key, input_precision=PRECISION) * scale
+            visible = position[None, :] < seen[:, None]
+            if window > 0:
+                visible &= position[None, :] > at[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+            new_max = tl.maximum(part_max, tl.max(scores, 1))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(part_max - base)
+            held_values = tl.load(
+                values + lies[:, None] + value[None, :], mask=held[:, None] & there[None, :], other=0.0
+            )
+            mixed = tl.dot(weights.to(held_values.dtype), held_values, input_precision=PRECISION)
+            part = part * kept[:, None] + mixed
+            part_sum = part_sum * kept + tl.sum(weights, 1)
+            part_max = new_max
+        if PORTIONS:
+            place = ((portion * tl.num_programs(0) + tile) * HEADS + number) * DIM
+            total, total_max, total_sum = part, part_max, part_sum
+        else:
+            total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+    if PORTIONS:
+        beside = place // DIM
+        tl.store(most + beside, total_max, mask=asked)
+        tl.store(sums + beside, total_sum, mask=asked)
+    else:
+        total = total / tl.where(asked, total_sum, 1.0)[:, None]
+    inside = asked[:, None] & there[None, :]
+    tl.store(out + place[:, None] + value[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def join(
+    parts,  # as `attend` leaves them
+    most,
+    sums,
+    out,  # [rows, HEADS, DIM]
+    firsts,
+    positions,
+    sees,
+    window,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
+):
+    """A program is one head of one tile, which is one row: its portions, in their order."""
+    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tile if ALONE else tl.load(firsts + tile)
+    seen = tl.load(sees + row).to(tl.int32)
+    lowest = 0
+    if window > 0:
+        lowest = tl.maximum(tl.load(positions + row).to(tl.int32) - window + 1, 0)
+    value = tl.arange(0, WIDTH)
+    there = value < DIM
+    total = tl.zeros([1, WIDTH], tl.float32)
+    total_max = tl.full([1], float("-inf"), tl.float32)
+    total_sum = tl.zeros([1], tl.float32)
+    for portion in range(lowest // SPLIT, (seen + SPLIT - 1) // SPLIT):
+        beside = (portion * tl.num_programs(0) + tile) * HEADS + head + tl.arange(0, 1)
+        part = tl.load(parts + beside[:, None] * DIM + value[None, :], mask=there[None, :], other=0.0)
+        part_max, part_sum = tl.load(most + beside), tl.load(sums + beside)
+        total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+    total = total / total_sum[:, None]
+    place = (row * HEADS + head) * DIM
+    tl.store(out + place + value[None, :], total.to(out.dtype.element_ty), mask=there[None, :])
+
+
+@triton.jit
+def norm(
+    x,  # [rows, HIDDEN]
+    added,  # the same, added to `x` first, or nothing
+    summed,  # where that sum goes
+    given,  # where the norm goes
+    scale,  # float32 [HIDDEN]
+    shift,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDED: tl.constexpr,
+    LAYER: tl.constexpr,  # LayerNorm, else RMSNorm
+):
+    """A program is one row."""
+    at = tl.arange(0, BLOCK)
+    there = at < HIDDEN
+    place = tl.program_id(0).to(tl.int64) * HIDDEN + at
+    found = tl.load(x + place, mask=there, other=0.0)
+    if ADDED:
+        more = tl.load(added + place, mask=there, other=0.0)
+        found = (found.to(tl.float32) + more.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(summed + place, found, mask=there)
+    found = found.to(tl.float32)
+    if LAYER:
+        found = tl.where(there, found - tl.sum(found, 0) / HIDDEN, 0.0)
+    spread = tl.sum(found * found, 0) / HIDDEN
+    found = found * (1 / tl.sqrt(spread + eps)) * tl.load(scale + at, mask=there, other=0.0)
+    if LAYER:
+        found += tl.load(shift + at, mask=there, other=0.0)
+    tl.store(given + place, found.to(given.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def head_norm(found, scale, spread, at, there):
+    """RMSNorm of a head's values, as they are rounded in between."""
+    turned = found.to(tl.float32) * spread * tl.load(scale + at, mask=there, other=0.0)
+    return turned.to(found.dtype)
+
+
+@triton.jit
+def place(
+    qkv,  # [rows, HEADS + 2 × KV_HEADS, DIM]
+    queries,  # [rows, HEADS, DIM]: where the queries go
+    keys,  # [pages × PAGE, KV_HEADS, DIM] of one layer: where keys and values go
+    values,
+    places,  # int64 [rows] in there
+    positions,  # int64 [rows]
+    cosines,  # float32 [positions, HALF]
+    sines,
+    query_scale,  # float32 [DIM]
+    key_scale,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,  # of the values of a head that turn; 0: none
+    NORMED: tl.constexpr,
+):
+    """Norms of heads, rotary embedding, and keys and values into the cache. A program is one head of one row."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDTH)
+    there = at < DIM
+    given = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
+    found = tl.load(given + at, mask=there, other=0.0)
+    if head < HEADS + KV_HEADS:
+        scale = query_scale
+        if head >= HEADS:
+            scale = key_scale
+        spread = 1.0
+        if NORMED:
+            whole = found.to(tl.float32)
+            spread = 1 / tl.sqrt(tl.sum(whole * whole, 0) / DIM + eps)
+            found = head_norm(found, scale, spread, at, there)
+        if HALF > 0:
+            turns = at < 2 * HALF
+            partner = tl.where(at < HALF, at + HALF, at - HALF)
+            other = tl.load(given + partner, mask=turns, other=0.0)
+            if NORMED:
+                other = head_norm(other, scale, spread, partner, turns)
+            angle = tl.load(positions + row) * HALF + tl.where(at < HALF, at, at - HALF)
+            cosine = tl.load(cosines + angle, mask=turns, other=1.0)
+            sine = tl.load(sines + angle, mask=turns, other=0.0)
+            sine = tl.where(at < HALF, -sine, sine)
+            turned = found.to(tl.float32) * cosine + other.to(tl.float32) * sine
+            found = tl.where(turns, turned.to(found.dtype), found)
+    if head < HEADS:
+        tl.store(queries + (row * HEADS + head) * DIM + at, found, mask=there)
+    else:
+        into = tl.load(places + row) * KV_HEADS
+        if head < HEADS + KV_HEADS:
+            tl.store(keys + (into + head - HEADS) * DIM + at, found, mask=there)
+        else:
+            tl.store(values + (into + head - HEADS - KV_HEADS) * DIM + at, found, mask=there)
+
+
+@triton.jit
+def activate(
+    inner,  # [rows, 2 × SIZE] gate, then value; [rows, SIZE] where nothing gates
+    out,  # [rows, SIZE]
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,  # as `shape.Shape.activation`
+):
+    """A program is a block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < SIZE
+    start = row * SIZE * 2 if GATED else row * SIZE
+    given = tl.load(inner + start + at, mask=there, other=0.0)
+    x = given.to(tl.float32)
+    if KIND == "silu":
+        x = x / (1 + tl.exp(-x))
+    elif KIND == "relu":
+        x = tl.maximum(x, 0.0)
+    elif KIND == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        angle = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = 0.5 * x * (2 - 2 / (tl.exp(2 * angle) + 1))
+    found = x.to(given.dtype)
+    if GATED:
+        value = tl.load(inner + start + SIZE + at, mask=there, other=0.0)
+        found = (found.to(tl.float32) * value.to(tl.float32)).to(given.dtype)
+    tl.store(out + row * SIZE + at, found, mask=there)

@@ -1,0 +1,230 @@
+"""The layers of a decoder on a CUDA device in kernels of our own, but for the products: nine or ten launches a layer.
+
+Plain torch launches four times as many, and pads attention to the longest row of a group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, tiled_batch_of
+from gpuinfer.text.decoder.torch_cache import PageCache
+from gpuinfer.text.decoder.torch_experts import Mix
+from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles, in_tiles, with_adapters
+from gpuinfer.text.shape import Shape
+from gpuinfer.text.step import PAGE, Step
+from gpuinfer.text.weights import Layer, Linear, Norm, Product, Weights
+
+LEAST_SPLIT, MOST_PORTIONS = 512, 32  # positions of a portion at least; portions of a row at most
+FEW_PROGRAMS = 512  # with fewer tiles than that a device has room for several programs a tile
+RUN_QUERIES = 64  # rows × heads that share keys, in one program of a prompt
+LEEWAY_HALF, LEEWAY_SINGLE = 0.05, 1e-3  # of the largest value: what rounding explains and no fault of a kernel's does
+
+
+def is_there() -> bool:
+    """Whether Triton can be imported, as far as can be told without importing it."""
+    found = importlib.util.find_spec("triton")
+    return found is not None and found.origin is not None  # a folder of that name is something else
+
+
+class TritonLayers:
+    """The same as `torch_layers.PlainLayers`, over `StepBatch.tiles`."""
+
+    def __init__(self, shape: Shape, mix: Mix, cosines: Tensor | None, sines: Tensor | None, length: int) -> None:
+        from gpuinfer.text.decoder import triton_kernels
+
+        self.shape, self._mix, self._kernels = shape, mix, triton_kernels
+        self._cosines, self._sines = cosines, sines
+        self._width = power_of_two(shape.head_dim)
+        self._half = 0 if cosines is None else cosines.shape[1]
+        self._split = max(LEAST_SPLIT, power_of_two(-(-length // MOST_PORTIONS)))
+        self.windows = shape.windows or (None,) * shape.layers
+
+    def hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
+        """What the last layer gives, [rows, hidden], of what goes into the first, with the batch's keys and values in
+        the cache.
+        """
+        if not weights.layers:
+            return x
+        given = self.norm(x, weights.layers[0].attention_norm)
+        for number, layer in enumerate(weights.layers):
+            product = partial(self._product, batch, number)
+            queries = self.place(layer, product(given, layer.qkv, "qkv"), batch, cache, number)
+            mixed = self.attend(queries, batch, cache, number)
+            x, given = self.sum_norm(x, product(mixed, layer.out, "out"), layer.mlp_norm)
+            x, added = self._further(layer, x, given, batch, product)
+            if number + 1 < len(weights.layers):
+                x, given = self.sum_norm(x, added, weights.layers[number + 1].attention_norm)
+        return x + added
+
+    def _further(
+        self, layer: Layer, x: Tensor, given: Tensor, batch: StepBatch, product: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Two tensors whose sum is what a layer gives."""
+        mixed = self.shape.experts is not None and layer.mixture is not None
+        if layer.up.weight.shape[0]:
+            inner = self.activate(product(given, layer.up, "up"))
+            added = product(inner, layer.down, "down")
+            if not mixed:
+                return x, added
+            x = x + added
+        found = in_tiles(batch.tile, lambda rows: self._mixed(layer, rows), given)
+        return x, found.to(x.dtype)
+
+    def _mixed(self, layer: Layer, given: Tensor) -> Tensor:
+        assert self.shape.experts is not None
+        assert layer.mixture is not None
+        return self._mix(self.shape.experts, layer.mixture, given, self.activate)
+
+    def _product(self, batch: StepBatch, number: int, x: Tensor, weights: Linear, product: Product) -> Tensor:
+        """A product of a layer, and what adapters add to it."""
+        lows = [one.adapter.layers[number] for one in batch.adapted]
+
+        def work(rows: Tensor, *chosen: Tensor) -> Tensor:
+            return with_adapters(rows, weights, product, list(zip(chosen, lows, strict=True)))
+
+        return in_tiles(batch.tile, work, x, *(one.chosen for one in batch.adapted))
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """RMSNorm or LayerNorm of rows [rows, hidden]."""
+        return self._normed(x, None, norm)[1]
+
+    def sum_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """`x + added`, and its norm."""
+        return self._normed(x, added, norm)
+
+    def _normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        rows, size = x.shape
+        given = torch.empty_like(x)
+        summed = x if added is None else torch.empty_like(x)
+        block = power_of_two(size)
+        self._launch(
+            self._kernels.norm,
+            (rows,),
+            x, x if added is None else added, summed, given, norm.scale,
+            norm.scale if norm.shift is None else norm.shift, self.shape.norm_eps,
+            HIDDEN=size, BLOCK=block, ADDED=added is not None, LAYER=self.shape.norm == "layer",
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+        return summed, given
+
+    def place(self, layer: Layer, qkv: Tensor, batch: StepBatch, cache: PageCache, number: int) -> Tensor:
+        """Queries [rows, heads, head_dim] from what a layer's first product gives; its keys and values go into the
+        cache.
+        """
+        shape, rows = self.shape, len(qkv)
+        queries = qkv.new_empty((rows, shape.heads, shape.head_dim))
+        normed = layer.query_norm is not None and layer.key_norm is not None
+        nothing = batch.positions
+        self._launch(
+            self._kernels.place,
+            (rows, shape.heads + 2 * shape.kv_heads),
+            qkv, queries, cache.keys[number], cache.values[number], batch.places, batch.positions,
+            nothing if self._cosines is None else self._cosines, nothing if self._sines is None else self._sines,
+            layer.query_norm.scale if layer.query_norm is not None else nothing,
+            layer.key_norm.scale if layer.key_norm is not None else nothing,
+            shape.norm_eps,
+            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, WIDTH=self._width, HALF=self._half,
+            NORMED=normed, num_warps=1,
+        )  # fmt: skip
+        return queries
+
+    def attend(self, queries: Tensor, batch: StepBatch, cache: PageCache, number: int) -> Tensor:
+        """Mixed values [rows, heads × head_dim] for `queries` [rows, heads, head_dim]."""
+        mixed = torch.empty_like(queries)
+        for tiles in batch.tiles:
+            self._attend(tiles, queries, batch, cache, number, mixed)
+        return mixed.flatten(1)
+
+    def _attend(
+        self, tiles: Tiles, queries: Tensor, batch: StepBatch, cache: PageCache, number: int, mixed: Tensor
+    ) -> None:
+        shape, window = self.shape, self.windows[number] or 0
+        count = len(tiles.table) if tiles.rows is None else len(tiles.rows[0])
+        firsts, counts, segments = (batch.positions,) * 3 if tiles.rows is None else tiles.rows
+        portions = -(-tiles.reach // self._split)
+        apart = tiles.most == 1 and portions > 1 and count * shape.kv_heads < FEW_PROGRAMS
+        out, most, sums = mixed, mixed, mixed
+        if apart:
+            most, sums = (queries.new_empty((portions, count, shape.heads), dtype=torch.float32) for _ in range(2))
+            out = queries.new_empty((portions, count, *queries.shape[1:]), dtype=torch.float32)
+        sharing, half = shape.heads // shape.kv_heads, queries.dtype != torch.float32
+        numbers = power_of_two(max(16, tiles.most * sharing))
+        self._launch(
+            self._kernels.attend,
+            (count, shape.kv_heads, portions if apart else 1),
+            queries, cache.keys[number], cache.values[number], out, most, sums, tiles.table, firsts, counts, segments,
+            batch.positions, batch.sees, math.log2(math.e) / math.sqrt(shape.head_dim), window, tiles.table.shape[1],
+            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, WIDTH=self._width,
+            QUERIES=numbers, KEYS=2 * PAGE if half and self._width <= 128 else PAGE, SPLIT=self._split, PAGE=PAGE,
+            ALONE=tiles.rows is None, PORTIONS=apart, PRECISION="tf32" if half else "ieee",
+            num_warps=8 if numbers * self._width >= 8192 else 4,
+        )  # fmt: skip
+        if apart:
+            self._launch(
+                self._kernels.join,
+                (count, shape.heads),
+                out, most, sums, mixed, firsts, batch.positions, batch.sees, window,
+                HEADS=shape.heads, DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split,
+                ALONE=tiles.rows is None, num_warps=1,
+            )  # fmt: skip
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """From what an up projection gives, [..., size], to what goes into the down projection."""
+        rows = math.prod(inner.shape[:-1])
+        size = inner.shape[-1] // 2 if self.shape.gated else inner.shape[-1]
+        found = inner.new_empty((*inner.shape[:-1], size))
+        block = min(1024, power_of_two(size))
+        self._launch(
+            self._kernels.activate,
+            (rows, -(-size // block)),
+            inner, found,
+            SIZE=size, BLOCK=block, GATED=self.shape.gated, KIND=self.shape.activation, num_warps=4,
+        )  # fmt: skip
+        return found
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
+        """Products and sums are not contracted, so that the same sums are the same bits in each kernel."""
+        if grid[0]:
+            kernel[grid](*given, **sizes, enable_fp_fusion=False)
+
+
+def compare(own: TritonLayers, plain: PlainLayers, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    """Have both compute the first layer for a run and for a token behind it. Raises `RuntimeError` when they do not
+    answer alike, and what the compiler raises.
+    """
+    shape = replace(own.shape, layers=1)
+    first = replace(weights, layers=weights.layers[:1])
+    caches = [PageCache(shape, 2, 2 * PAGE, device, dtype) for _ in range(2)]
+    uploads = Uploads(device)
+    tokens = np.arange(PAGE + 3, dtype=np.int32) % shape.vocabulary
+    pages, nothing = np.array([[1, 0]], np.int32), np.zeros(0, np.int32)
+    for start, end in ((0, PAGE + 2), (PAGE + 2, PAGE + 3)):
+        starts, lengths = np.array([start], np.int32), np.array([end - start], np.int32)
+        step = Step(tokens[start:end], pages, starts, lengths, nothing)
+        ours = tiled_batch_of(step, caches[0], uploads, tile_rows(shape))
+        theirs = batch_of(step, caches[1], {own.windows[0]}, uploads)
+        given = weights.embedding[ours.tokens]
+        found = own.hidden(first, given, ours, caches[0]).float(), plain.hidden(first, given, theirs, caches[1]).float()
+        difference, size = (found[0] - found[1]).abs().max().item(), found[1].abs().max().item()
+        if not difference <= (LEEWAY_HALF if dtype != torch.float32 else LEEWAY_SINGLE) * max(size, 1e-3):
+            raise RuntimeError(f"answers up to {size:.3g} differ by {difference:.3g}")
+
+
+def power_of_two(size: int) -> int:
+    """The next one, 16 at least: what a block of Triton's may be."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def tile_rows(shape: Shape) -> int:
+    """Rows of a segment that one program takes, of a prompt: a power of two."""
+    return 1 << (max(1, RUN_QUERIES // (shape.heads // shape.kv_heads)).bit_length() - 1)

@@ -1,0 +1,177 @@
+"""The layers of a decoder in kernels of our own answer as torch's do, and the same bits in any company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from random_adapters import random_adapter
+from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
+from steps import seeing, step_of
+
+from gpuinfer.text.decoder import triton_layers
+from gpuinfer.text.decoder.torch_cache import PageCache
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles
+from gpuinfer.text.decoder.triton_layers import TritonLayers
+from gpuinfer.text.shape import Masking
+from gpuinfer.text.step import PAGE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("interpreted")]
+
+CPU = torch.device("cpu")
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.vocabulary, 150)]
+OTHER = TOKENS[::-1]
+CAUSAL = {name: replace(LLAMA, **changes) for name, changes in (VARIANTS | MIXTURES).items()}
+WAYS = {
+    "kernel by kernel": {"graphs": False},
+    "in fixed shapes": {"graphs": True},
+    "deterministic": {"graphs": True, "deterministic": True},
+}
+
+
+def decoder(shape, dtype=torch.float32, kernels=True, **options):
+    weights = random_weights(shape, dtype)
+    one = TorchDecoder(shape, weights, CPU, dtype, slots=4, pages=32, length=160, kernels=kernels, **options)
+    assert isinstance(one._layers, TritonLayers if kernels else PlainLayers)
+    return one
+
+
+def both(shape, steps, dtype=torch.float32, adapters=(), **options):
+    """The largest difference between what our kernels and torch's answer, and the largest answer."""
+    ours, theirs = (decoder(shape, dtype, kernels, **options) for kernels in (True, False))
+    for one in (ours, theirs):
+        for number, adapter in enumerate(adapters, 1):
+            one.load(number, one.pack_adapter(adapter))
+    worst = largest = 0.0
+    for step in steps:
+        found, wanted = (one.forward(step).clone() for one in (ours, theirs))
+        worst = max(worst, (found - wanted).abs().max().item())
+        largest = max(largest, wanted.abs().max().item())
+    return worst, largest
+
+
+def causal_steps():
+    yield step_of((0, 0, TOKENS[:7]), (3, 0, OTHER[:3]))
+    yield step_of((0, 7, TOKENS[7:10]), (3, 3, [6]), last_only=True)
+    yield step_of((0, 10, [5]), (3, 4, [8]))
+
+
+def masked_steps():
+    yield seeing((0, 0, TOKENS[:6], [6] * 6), (3, 0, OTHER[:3], [3] * 3))
+    yield seeing((0, 2, OTHER[:2], [6] * 2), (3, 1, OTHER[4:6], [3] * 2))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_kind_of_model_is_answered_as_by_torch(name):
+    worst, largest = both(CAUSAL[name], causal_steps(), graphs=True)
+    assert worst < 1e-4 * largest
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["plain", "windows"])
+def test_every_way_of_batching_is_answered_as_by_torch(name, way):
+    worst, largest = both(CAUSAL[name], causal_steps(), **WAYS[way])
+    assert worst < 1e-4 * largest
+    masked = replace(CAUSAL[name], masking=Masking(0))
+    worst, largest = both(masked, masked_steps(), **WAYS[way])
+    assert worst < 1e-4 * largest
+
+
+def test_adapters_are_added_as_by_torch():
+    shape = CAUSAL["plain"]
+    steps = [replace(step, adapters=np.array([2, 0], np.int32)) for step in causal_steps()]
+    adapters = [random_adapter(shape, 4, 0), random_adapter(shape, 5, 1, ("q", "v", "down"))]
+    worst, largest = both(shape, steps, adapters=adapters)
+    assert worst < 1e-4 * largest
+
+
+def test_half_precision_is_rounded_about_as_by_torch():
+    """Not in bfloat16, of which the interpreter multiplies the bits."""
+    worst, largest = both(CAUSAL["plain"], causal_steps(), torch.float16)
+    assert worst < 0.01 * largest
+
+
+def test_deterministic_answers_are_the_same_bits_in_any_company():
+    one = decoder(CAUSAL["plain"], deterministic=True)
+    together = one.forward(step_of((0, 0, TOKENS[:9]), (1, 0, OTHER[:5]))).clone()
+    alone = one.forward(step_of((2, 0, TOKENS[:9]))).clone()
+    assert torch.equal(together[:9], alone)
+    first = one.forward(step_of((3, 0, TOKENS[:4]))).clone()
+    rest = one.forward(step_of((3, 4, TOKENS[4:9]))).clone()
+    assert torch.equal(torch.cat((first, rest)), alone)
+
+
+def attention(shape, reaches, most, splits, window=None, length=256):
+    """Attention of rows that see `reaches` positions of rows of their own, by our kernels; and as float64 has it."""
+    generator = torch.Generator().manual_seed(0)
+    layers = TritonLayers(shape, None, None, None, length)
+    layers.windows, layers._split = (window,), splits
+    count = len(reaches)
+    cache = PageCache(replace(shape, layers=1), count * (length // PAGE), length, CPU, torch.float32)
+    for held in (cache.keys, cache.values):
+        held.copy_(torch.randn(held.shape, generator=generator))
+    order = torch.randperm(cache.pages, generator=generator).view(count, -1)
+    queries = torch.randn((count * most, shape.heads, shape.head_dim), generator=generator)
+    sees = torch.tensor([[reach - most + 1 + at for at in range(most)] for reach in reaches]).flatten()
+    numbers = torch.arange(count)
+    rows = None if most == 1 else (numbers * most, torch.full_like(numbers, most), numbers)
+    batch = StepBatch(numbers, sees - 1, numbers, tiles=(Tiles(order, rows, most, max(reaches)),), sees=sees)
+    found = layers.attend(queries, batch, cache, 0)
+    wanted = []
+    for row, (query, seen) in enumerate(zip(queries.double(), sees.tolist(), strict=True)):
+        held = [one[0, order[row // most]].flatten(0, 1)[:seen].double() for one in (cache.keys, cache.values)]
+        keys, values = (one.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(0, 1) for one in held)
+        scores = torch.einsum("hd,hpd->hp", query, keys) / shape.head_dim**0.5
+        if window is not None:
+            scores[:, : max(0, seen - window)] = -torch.inf
+        wanted.append(torch.einsum("hp,hpd->hd", scores.softmax(-1), values).flatten())
+    return found, torch.stack(wanted)
+
+
+HEADS = [
+    pytest.param({"heads": 4, "kv_heads": 2, "head_dim": 16}, id="two share"),
+    pytest.param({"heads": 9, "kv_heads": 3, "head_dim": 20}, id="three share, of an odd size"),
+    pytest.param({"heads": 2, "kv_heads": 2, "head_dim": 32}, id="each its own"),
+    pytest.param({"heads": 20, "kv_heads": 1, "head_dim": 16}, id="twenty share"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_over_scattered_pages_is_right(heads, most, window):
+    found, wanted = attention(replace(LLAMA, **heads), [3, 64, 65, 200], most, 256, window)
+    assert (found - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 40, 130])
+def test_portions_of_a_row_done_apart_are_the_same_bits(monkeypatch, window):
+    shape = replace(LLAMA, heads=4, kv_heads=2, head_dim=16)
+    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 0)
+    by_one, wanted = attention(shape, [3, 64, 65, 129, 200], 1, 64, window)
+    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 1 << 20)
+    apart, _ = attention(shape, [3, 64, 65, 129, 200], 1, 64, window)
+    assert torch.equal(by_one, apart)
+    assert (by_one - wanted).abs().max() < 1e-5
+
+
+def test_pages_behind_what_a_row_sees_may_hold_anything():
+    one = decoder(CAUSAL["plain"])
+    step = step_of((1, 0, TOKENS[:5]))
+    before = one.forward(step).clone()
+    one._cache.keys.fill_(torch.nan)
+    one._cache.values.fill_(torch.nan)
+    assert torch.equal(one.forward(step), before)
+
+
+def test_kernels_that_answer_wrongly_are_not_used(monkeypatch, caplog):
+    norm = TritonLayers.sum_norm
+    monkeypatch.setattr(TritonLayers, "sum_norm", lambda *given: tuple(2 * one for one in norm(*given)))
+    one = TorchDecoder(
+        LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=2, pages=8, length=64, kernels=True, graphs=False
+    )
+    assert isinstance(one._layers, PlainLayers)
+    assert "do not work here" in caplog.text
