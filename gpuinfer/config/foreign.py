@@ -239,7 +239,8 @@ def option_hint(word: str, known: Collection[str]) -> str:
         first, _, rest = ours.partition(" ")
         if (name := _plain(rest.partition("=")[0] if first == "-B" else first)) in names:
             return _meant(names[name])
-    near = nearest(plain, names, ALIKE)
+    holding = [name for name in names if plain in name.split("-")]  # `wait` is in `max_wait`
+    near = holding[0] if len(holding) == 1 else nearest(plain, names, ALIKE)
     return _meant(names[near]) if near else ""
 
 

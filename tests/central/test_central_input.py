@@ -423,7 +423,7 @@ def test_a_client_that_is_closed_says_so(server):
     ("model", "options", "kind", "message"),
     [
         pytest.param("models:tagged", {"inputs": 0}, UsageError, "inputs=N", id="no features"),
-        pytest.param(lambda: None, {}, UsageError, "top of a module", id="a factory without a name"),
+        pytest.param(lambda: None, {}, UsageError, "at a module's top", id="a factory without a name"),
         pytest.param("models:tagged", {"strategy": "dynamite"}, UnknownName, "dynamic", id="an unknown strategy"),
         pytest.param("models:taged", {}, UnknownName, "tagged", id="an unknown factory"),
         pytest.param("models:named", {}, UsageError, r".", id="what is no factory"),
