@@ -15,8 +15,10 @@ from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
 from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_game import PythonGame
+from gpuinfer.workloads.selfplay.turned import refuse_symmetries
 
 REHEARSED_S = 3.0  # of plain play
+TURNED_GAMES, TURNED_S = 1000, 6.0  # of plain play, turned and not
 SEARCHED = 4  # positions that the compiled search and the plain one both search
 SIMULATIONS, TREES = 24, 2
 EXPLORATION = 1.5
@@ -24,6 +26,7 @@ COMPILING = 24  # limits that compiling may take
 
 PLAIN = "plays within its sizes, in plain Python with bounds checked"
 COMPILED = "plays the same when compiled"
+TURNED = "is played alike when it is turned as its symmetries say"
 SEARCH = "is searched as a plain search of the textbook would"
 
 
@@ -58,6 +61,8 @@ def check_game(
         examiner.check(COMPILED, lambda: _fault_of_compiling(built[0], rehearsed[0]), long_s)
         examiner.check(SEARCH, lambda: _fault_of_search(built[0]), long_s)
         examiner.check(HIDDEN, lambda: fault_of_hiding(CompiledAsPython(built[0])), long_s)
+        if type(built[0]).symmetries is not Game.symmetries:
+            examiner.check(TURNED, lambda: _fault_of_turning(built[0]), long_s)
 
     return run_bounded(check, examiner or Examination(timeout_s))
 
@@ -92,6 +97,16 @@ def _fault_of_compiling(game: Game, rehearsed: rehearsal.Rehearsal) -> str | Non
                 f"game {number} goes another way compiled than in plain Python: seats, actions, features or returns "
                 "differ. Look for integers that overflow, for mixed int64 and uint64, and for memory never written."
             )
+    return None
+
+
+def _fault_of_turning(game: Game) -> str | None:
+    in_python = CompiledAsPython(game)
+    in_python.symmetries = game.symmetries  # type: ignore[method-assign]
+    try:
+        refuse_symmetries(in_python, TURNED_GAMES, TURNED_S)
+    except bounded.OutOfBounds as fault:
+        return str(fault)
     return None
 
 

@@ -207,3 +207,44 @@ class Graded(Kuhn):
     """Says that it is won or lost, and plays for one chip or for two."""
 
     won_or_lost = True
+
+
+class Mirrored(PythonConnectFour):
+    """Says truly that it can be mirrored."""
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        return self.original.symmetries()
+
+
+class WronglyMirrored(Mirrored):
+    """Mirrors actions, and leaves the board as it is."""
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        [(features, actions)] = super().symmetries()
+        return [([*features[:7], *range(7, self.features)], actions)]
+
+
+class SharedOut(Kuhn):
+    """Says that passing and betting are the same."""
+
+    hidden = False
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        return [([1, 0, *range(2, 11)], [1, 0])]
+
+
+class Shifted(Mirrored):
+    """A permutation of columns that mirrors nothing."""
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        return [([*range(1, 7), 0, *range(7, self.features)], [*range(1, 7), 0])]
+
+
+class ShiftedBoard(Mirrored):
+    """The same of the board too: only where four in a row lie at its edge is something else."""
+
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        columns = [*range(1, 7), 0]
+        rest = range(7, self.features)
+        board = [7 + (k - 7) // 42 * 42 + columns[(k - 7) % 42 // 6] * 6 + (k - 7) % 6 for k in rest]
+        return [([*columns, *board], columns)]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import forking
 import numpy as np
 import pytest
+from broken_in_python import Mirrored, Shifted, ShiftedBoard, WronglyMirrored
 from table import Table
 
 from gpuinfer.errors import UsageError
 from gpuinfer.positions.records import Folder
 from gpuinfer.positions.symmetries import checked
+from gpuinfer.testing.games import check_game
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+from gpuinfer.workloads.selfplay.turned import refuse_symmetries
 
 PLAIN = ["--game", "connect-four", "--model", "uniform", "--simulations", "2", "--workers", "1"]
 
@@ -49,6 +54,28 @@ def test_records_say_the_symmetries_of_their_game_and_training_turns_positions(t
     assert [one.get("symmetries") for one in settings] == [[[6, 5, 4, 3, 2, 1, 0]], None]
     losses = [(tmp_path / name / "loss.jsonl").read_text() for name in ("turned", "plain")]
     assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("game", [WronglyMirrored, Shifted, ShiftedBoard], ids=lambda game: game.__name__)
+def test_a_symmetry_that_is_none_is_found_before_a_run_and_by_the_kit(game):
+    with pytest.raises(OutOfBounds, match="symmetry 0 of `symmetries` turns"):
+        refuse_symmetries(game(), games=1000, seconds=30.0)
+
+
+def test_a_true_symmetry_is_borne_out_and_a_wrong_one_named_before_anything_is_played(tmp_path):
+    refuse_symmetries(Mirrored(), games=200, seconds=10.0)
+    for name in ("broken_in_python.py", "in_python.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    words = ["gpuinfer", "selfplay", "--model", "uniform", "--games", "4", "--workers", "1", "--quiet", "--game"]
+    done = forking.run([*words, "broken_in_python:WronglyMirrored"], tmp_path)
+    assert done.returncode == 2
+    assert "is not played, since it does what it must not: symmetry 0 of `symmetries` turns" in done.stderr
+    assert forking.run([*words, "broken_in_python:Mirrored"], tmp_path).returncode == 0
+
+
+def test_the_kit_turns_compiled_games_too():
+    findings = {finding.name: finding for finding in check_game(ConnectFour)}
+    assert findings["is played alike when it is turned as its symmetries say"].ok
 
 
 GOOD = ([1, 0, 2], [1, 0])

@@ -85,7 +85,7 @@ class PythonGame(Game):
 
 
 @contextlib.contextmanager
-def calling(game: PythonGame) -> Iterator[None]:
+def calling(game: Game) -> Iterator[None]:
     """What its methods raise in here is told as `raised` has it, and with its name what they return and must not."""
     try:
         yield
@@ -97,7 +97,7 @@ def calling(game: PythonGame) -> Iterator[None]:
         raise raised(game, error) from error
 
 
-def raised(game: PythonGame, error: Exception) -> WorkError:
+def raised(game: Game, error: Exception) -> WorkError:
     """What one of its methods raised: which one, and at which line of its file."""
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]

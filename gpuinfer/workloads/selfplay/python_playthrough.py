@@ -15,7 +15,9 @@ from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
 from gpuinfer.workloads.selfplay.game import is_won_or_lost
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
 from gpuinfer.workloads.selfplay.python_rules import CheckedRules, Length
+from gpuinfer.workloads.selfplay.turned import refuse_symmetries
 
+TURNED = 1000  # games of which the beginnings are looked at where a game declares symmetries
 LOOKED_AT = 200  # positions of one game, at most: the longest ones have thousands
 
 Seen = tuple[int, list[Any], np.ndarray]
@@ -31,6 +33,7 @@ def fault_of(game: PythonGame, numbers: Iterable[int], seconds: float) -> str | 
             PythonPlaythrough(game, number).play()
             if time.monotonic() > end:
                 break
+        refuse_symmetries(game, TURNED, seconds)
     except OutOfBounds as fault:
         return str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)

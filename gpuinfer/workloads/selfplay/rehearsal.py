@@ -23,7 +23,7 @@ SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
 GRACE_S = 20.0  # beyond the time of play, for one call that takes long
 START_S = 60.0  # to import Numba on a busy machine, and to compile the rules where need be
-LOOKING = ("playthrough.py", "python_playthrough.py", "python_rules.py")
+LOOKING = ("playthrough.py", "python_playthrough.py", "python_rules.py", "turned.py")
 
 HOW = {True: {"NUMBA_DISABLE_JIT": "1"}, False: {"NUMBA_BOUNDSCHECK": "1"}, None: {}}
 """What the child is told of Numba, where compiled rules are played plain, compiled, or not at all."""

@@ -27,7 +27,7 @@ from gpuinfer.workloads.selfplay import forest, games, rehearsal, resigning, rul
 from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.match import GameTally, Match
-from gpuinfer.workloads.selfplay.python_game import PythonGame
+from gpuinfer.workloads.selfplay.python_game import PythonGame, calling
 from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
 if TYPE_CHECKING:
@@ -233,9 +233,10 @@ class SelfPlay(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         self._say_how_many()
         folder = Folder(self.options.out) if self.options.out else None
-        symmetries = checked(
-            self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
-        )
+        with calling(self.game):
+            symmetries = checked(
+                self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
+            )
         settings = await asyncio.to_thread(self.deciding_settings) if folder else {}
         finished = folder.open(settings, self.options.resume) if folder else set()
         if folder and symmetries is not None:
