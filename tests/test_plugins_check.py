@@ -128,3 +128,27 @@ def test_a_game_in_order_passes_every_check(site, monkeypatch):
     shutil.copy(HERE.parent / "examples" / "nim.py", site / "whole_nim.py")
     module = __import__("whole_nim")
     assert_ok(check_game(module.Nim, {"largest": 3}))
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "said"),
+    [
+        pytest.param("small_nim:Nim", 4, "`deal` (small_nim.py, line", id="a game"),
+        pytest.param("broken_plugins:Late", 4, "strategy broken_plugins:Late", id="a strategy"),
+        pytest.param("small_nim:HEAPS", 2, "is no class of a game, backend, strategy", id="what is no plugin"),
+        pytest.param("small_nim:Nimm", 2, "has no attribute 'Nimm'", id="a class that is not there"),
+        pytest.param("no_such_module:Nim", 2, "no module named 'no_such_module'", id="a module that is not there"),
+    ],
+)
+def test_a_class_is_checked_by_its_path(tmp_path, path, code, said):
+    install_broken(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuinfer", "plugins", "check", path, "--each", "1s"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in " ".join((done.stdout + done.stderr).split())

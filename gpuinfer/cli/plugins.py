@@ -127,13 +127,17 @@ def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str,
 
 @app.command("check")
 def check(
-    package: str = typer.Argument(help="an installed package; `echo` is gpuinfer-echo", autocompletion=_packages),
+    package: str = typer.Argument(
+        help="an installed package (`echo` is gpuinfer-echo), or module:Class", autocompletion=_packages
+    ),
     given: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET)] = None,
     model: Annotated[str, typer.Option(metavar="DIR", help="Checkpoint for backends of text; else a tiny one.")] = "",
     each: Annotated[str, typer.Option(metavar="TIME", help="For one check; a run gets three times it.")] = "10s",
     limit: Annotated[str, typer.Option(metavar="TIME", help="For the whole package.")] = "5min",
 ) -> None:
-    """Run the conformance kit on every plugin of a package, in a process of its own. Exits 4 when one does not hold."""
+    """Run the conformance kit on every plugin of a package, or on one class of a module, in a process of its own. Exits
+    4 when something does not hold.
+    """
     from gpuinfer.cli.targets import seconds
     from gpuinfer.packages import sources
     from gpuinfer.testing import check_package
@@ -141,7 +145,7 @@ def check(
     _apply_settings()
     known = {record.distribution for record in registry.listing()}
     package = next((name for name in sources.names_of(package, package) if name in known), package)
-    if package not in known:
+    if package not in known and ":" not in package:
         raise UnknownName("package with plugins", package, known)
     shown = Shown()
     findings = check_package(

@@ -49,7 +49,8 @@ def _examine(order: Mapping[str, Any], said: TextIO) -> None:
 
     for kind, name in order["plugins"]:
         say(plugin=[kind, name])
-        record = next(one for one in registry.listing(kind) if one.name == name)
+        offered = (one for one in registry.listing(kind) if one.name == name)
+        record = registry.PluginRecord(kind, name, "", "", name) if ":" in name else next(offered)
         used = check_plugin(record, CheckOrder(order["given"], order["model"], examiner))
         say(used=sorted(used))
 

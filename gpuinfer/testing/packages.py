@@ -18,6 +18,7 @@ from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.host import commands
 from gpuinfer.testing.findings import Finding
+from gpuinfer.testing.plugins import of_path
 
 EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
 LIMIT_S = 300.0  # for a package
@@ -37,13 +38,15 @@ def check_package(
     limit_s: float = LIMIT_S,
     tell: Tell = lambda plugin, check, finding: None,
 ) -> list[Finding]:
-    """Load each plugin that the installed package offers, and check it.
+    """Load each plugin that the installed package offers, and check it; or the class that `module:Class` names.
 
     `given` are options as text, by `key`, or `name.key` for one plugin alone; `model` a checkpoint of text for the
     backends that serve it. Each check may take `each_s`, all of them `limit_s`: what hangs is named and ended, and the
     others go on. Raises `UsageError` when the package is not installed or offers no plugin.
     """
     records = [record for record in registry.listing() if _same(record.distribution, package_name)]
+    if ":" in package_name:
+        records = [of_path(package_name)]
     if not records:
         raise UsageError(_no_plugins(package_name))
     order = {"given": {key: _whole(text) for key, text in (given or {}).items()}, "model": model, "each_s": each_s}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.config import options, registry
+from gpuinfer.config import modules, options, registry
 from gpuinfer.config.options import Given
+from gpuinfer.errors import UsageError
+from gpuinfer.host import spoken
 from gpuinfer.testing.backends import check_backend
 from gpuinfer.testing.fakes import tiny_folder
 from gpuinfer.testing.findings import Examination, run_bounded, wanting
@@ -32,12 +35,42 @@ class CheckOrder:
     examiner: Callable[[str], Examination]
 
 
+def of_path(path: str) -> registry.PluginRecord:
+    """What `module:Class` names, as if a package offered it. Raises `UsageError`."""
+    from gpuinfer.workloads.selfplay.game import Game  # NumPy: of no use to the other kinds
+
+    modules.refuse_absent(path, "plugin")
+    try:
+        found = _imported(path)
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"plugin '{path}': {spoken.in_short(error)}. Name a class of the module that can be imported."
+        ) from error
+    bases = {"games": Game, **{kind: registry.base_of(kind) for kind in registry.BASES}}
+    for kind, base in bases.items():
+        if isinstance(found, type) and issubclass(found, base):
+            return registry.PluginRecord(kind, path, "", "", path)
+    raise UsageError(
+        f"plugin '{path}' is no class of a game, backend, strategy, workload or decoder. Name one that derives from "
+        "its base class."
+    )
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def check_plugin(record: registry.PluginRecord, order: CheckOrder) -> set[str]:
     """All checks of its kind. Returns the keys of the options that it took."""
     loaded: list[Any] = []
 
     def load(examiner: Examination) -> None:
-        examiner.check("loads", lambda: loaded.append(registry.load(record.kind, record.name)))
+        by_path = not record.distribution
+        examiner.check(
+            "loads",
+            lambda: loaded.append(_imported(record.module) if by_path else registry.load(record.kind, record.name)),
+        )
 
     run_bounded(load, order.examiner(""))
     if not loaded or record.kind not in CHECKS:
