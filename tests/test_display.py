@@ -498,3 +498,8 @@ def test_a_frame_can_be_a_picture():
 def test_the_final_panel_says_what_the_advice_should_bring(gain, words):
     bottleneck = {**REPORT["bottleneck"], "gain": gain}
     assert words in drawn(result_panel({**REPORT, "bottleneck": bottleneck}), 140)
+
+
+def test_another_model_in_the_run_has_a_line_with_its_label():
+    said = [(row.name, row.text) for row in summary.rows({"beside": {"net:network": {}}})]
+    assert ("beside", "net:network") in said

@@ -298,7 +298,7 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     if named := ", ".join(_model(model)):
         yield PanelRow("model", named)
     for name, other in (report.get("beside") or {}).items():
-        yield PanelRow("", f"beside it {', '.join(_model({**other, 'model': name}))}")
+        yield PanelRow("beside", ", ".join(_model({**other, "model": name})))
     if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
         yield PanelRow("memory", f"{held} at most{_estimate(model)}")
     if (unfilled := memory.get("fragmentation") or 0.0) >= FRAGMENTED:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpuinfer.testing.findings import Examination
+from gpuinfer.testing.findings import Examination, Finding
 from gpuinfer.testing.hidden import fault_of_hiding
 from gpuinfer.testing.reference import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import PythonGame
-from gpuinfer.workloads.selfplay.python_playthrough import fault_of
+from gpuinfer.workloads.selfplay.python_playthrough import PythonPlaythrough, fault_of
 
 PLAYED_S, GAMES = 1.0, 200  # at random, each position looked at
+FEW = 10  # games of which the returns are looked at
 SEARCHED, SIMULATIONS = 3, 12  # games played by search, and simulations of each move
 MOVES = 20  # of each, at most
 
@@ -29,6 +30,12 @@ def check_python_game(game: PythonGame, examiner: Examination, long_s: float) ->
         for other in (COMPANY, HIDDEN):
             examiner.skip(other, "its rules do not hold")
         return
+    if (most := max(abs(one) for number in range(FEW) for one in PythonPlaythrough(game, number).play())) > 1:
+        said = (
+            f"a return is as large as {most:g}: records keep it, but --exploration and a network's tanh are for -1 … 1."
+            " Divide by the most that can be won."
+        )
+        examiner.add(Finding("returns are between -1 and 1", True, said))
     if examiner.check(COMPANY, lambda: _fault_of_company(game), long_s):
         examiner.check(HIDDEN, lambda: fault_of_hiding(game), long_s)
     else:

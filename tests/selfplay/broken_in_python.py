@@ -248,3 +248,26 @@ class ShiftedBoard(Mirrored):
         rest = range(7, self.features)
         board = [7 + (k - 7) // 42 * 42 + columns[(k - 7) % 42 // 6] * 6 + (k - 7) % 6 for k in rest]
         return [([*columns, *board], columns)]
+
+
+class TwoSeats(PythonConnectFour):
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.seats = "two"  # type: ignore[assignment]
+
+
+class Rich(Wager):
+    def returns(self, position: tuple[str, ...]) -> Sequence[float]:
+        return [100.0 * value for value in super().returns(position)]
+
+
+class NoSymmetry(Wager):
+    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        raise KeyError("mirror")
+
+
+class Silent(Wager):
+    """Shows nothing."""
+
+    def show(self, position: tuple[str, ...], seat: int) -> None:
+        return None

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from broken_in_python import Silent
 from forking import Forked, own_environment
 from matches import Thinker, random_linear, search_of
 from shown import ShownBlob, ShownConnectFour, ShownWager
 from table import Table as Rules
 from table import cards
 
+from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.by_hand import Table
 from gpuinfer.workloads.selfplay.games.blob import RANKS, SUITS, Blob
@@ -199,6 +201,12 @@ def test_what_cannot_be_played_is_refused(tmp_path, words, said):
     code, out, err = play("", tmp_path, *words)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
+
+
+def test_a_game_that_shows_nothing_is_told_so_by_its_method():
+    table = Table(Silent(), search_of(evaluator=arrays.UNIFORM, determinizations=1), 3)
+    with pytest.raises(UsageError, match=r"game 'Silent': `show` returned None\. Return a text\."):
+        table.shown(0)
 
 
 def test_shown_wager_is_a_game_by_hand():

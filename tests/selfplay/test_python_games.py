@@ -33,6 +33,7 @@ from broken_in_python import (
     Peeking,
     Remembering,
     Returning,
+    Rich,
     SaidToBeOpen,
     Short,
     Unlikely,
@@ -258,8 +259,36 @@ def test_brackets_keep_a_game_option_together():
     assert parsed("name=go(board_size=9,komi=5.5),level=2") == {"name": "go(board_size=9,komi=5.5)", "level": "2"}
 
 
+def test_a_file_in_place_of_a_module_is_told_by_its_module():
+    with pytest.raises(UsageError, match=r"Give --game brk:Game, in the folder there\."):
+        games.build("./there/brk.py:Game", {})
+    with pytest.raises(UsageError, match=r"Give --game brk:Game\."):
+        games.build("brk.py:Game", {})
+
+
+def test_sizes_that_are_none_are_the_games_fault():
+    with pytest.raises(UsageError, match=r"game 'broken_in_python:TwoSeats': seats is 'two'\. Set a whole number"):
+        games.build("broken_in_python:TwoSeats", {})
+
+
+def test_the_kit_remarks_on_returns_that_are_too_large():
+    [found] = [finding for finding in check_game(Rich) if finding.name == "returns are between -1 and 1"]
+    assert found.ok
+    assert "as large as 100" in found.detail
+
+
+def test_what_symmetries_raise_is_the_games_fault(tmp_path):
+    for name in ("broken_in_python.py", "in_python.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    words = ["--game", "broken_in_python:NoSymmetry", "--model", "uniform", "--games", 2, "--workers", 1, "--quiet"]
+    done = selfplay(*words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "game 'NoSymmetry': `symmetries` (broken_in_python.py, line " in done.stderr
+    assert "report it" not in done.stderr
+
+
 def test_a_colon_after_a_game_without_variants_means_a_module():
-    with pytest.raises(UsageError, match="No module named 'blob'"):
+    with pytest.raises(UsageError, match=r"game 'blob' has no variants, and 'small' is none. Give --game blob\."):
         games.build("blob:small", {})
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuinfer.errors import UsageError
+from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay import arrays, kernels
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.asking import as_answers
@@ -61,13 +63,22 @@ class Table:
 
     def shown(self, seat: int) -> str:
         """The position as this seat may see it."""
-        return self.game.show(self._slot.position, seat)
+        with calling(self.game):
+            return self._text("show", self.game.show(self._slot.position, seat))
 
     def names(self) -> dict[str, int]:
         """The legal actions by what people call them; by number, where two are called the same."""
         position, legal = self._slot.position, self.legal
-        found = {self.game.action_name(position, action): action for action in legal}
+        with calling(self.game):
+            found = {self._text("action_name", self.game.action_name(position, one)): one for one in legal}
         return found if len(found) == len(legal) else {str(action): action for action in legal}
+
+    def _text(self, method: str, said: Any) -> str:
+        if not isinstance(said, str):
+            raise UsageError(
+                f"game '{type(self.game).__name__}': `{method}` returned {spoken.shown(said)}. Return a text."
+            )
+        return said
 
     def play(self, action: int) -> None:
         """Make this move, which is legal."""

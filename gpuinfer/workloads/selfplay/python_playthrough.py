@@ -52,8 +52,8 @@ class PythonPlaythrough:
         seed_stream(stream, 0, number)
         self._draw = Draw(stream)
 
-    def play(self) -> None:
-        """Raises `OutOfBounds`, and what the game raises."""
+    def play(self) -> list[float]:
+        """Its returns, by seat. Raises `OutOfBounds`, and what the game raises."""
         rules, position, length, looked = self._rules, self.game.deal(self._draw), Length(self.game), 0
         mover = rules.to_move(position, "deal")
         while mover != OVER:
@@ -68,7 +68,7 @@ class PythonPlaythrough:
                     "`apply` changes the position that it is given. Make another one: the tree keeps them all."
                 )
             looked, position, mover = looked + 1, after, mover_after
-        self._returns(position)
+        return self._returns(position)
 
     def _choice(self, mover: int, choices: list[Any]) -> int:
         actions: list[int] = [action for action, _ in choices] if mover == CHANCE else choices
@@ -96,13 +96,14 @@ class PythonPlaythrough:
         if not _alike(seen, self._seen(position, self._rules.to_move(position))):
             raise OutOfBounds("`determinize` changes the position that it is given. Make another one.")
 
-    def _returns(self, position: Position) -> None:
-        returns = self._rules.returns(position).tolist()
+    def _returns(self, position: Position) -> list[float]:
+        returns: list[float] = self._rules.returns(position).tolist()
         if self.game.won_or_lost and not is_won_or_lost(returns):
             raise OutOfBounds(
                 f"`returns` gives {returns}, and won_or_lost = True says that they are 1 and -1, or 0 for both. Give "
                 "those, or leave won_or_lost out."
             )
+        return returns
 
 
 def _alike(one: Seen, other: Seen) -> bool:

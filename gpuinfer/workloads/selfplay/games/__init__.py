@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,22 @@ def _found(name: str) -> tuple[type[Game], dict[str, Given]]:
         kind: type[Game] = registry.load("games", registered)
         if kind.variant is not None:
             return kind, {kind.variant: Given(variant, f"--game {registered}:…")}
+        modules.in_working_folder()
+        if find_spec(registered) is None:
+            raise UsageError(f"game '{registered}' has no variants, and '{variant}' is none. Give --game {registered}.")
     return _imported(name), {}
 
 
 def _imported(name: str) -> type[Game]:
     """What `module:Class` names; modules in the working folder count, as they do for `python -m`."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if module.endswith(".py") or "/" in module:
+        path = Path(module).with_suffix("")
+        there = "" if path.parent == Path() else f", in the folder {path.parent}"
+        raise UsageError(
+            f"game '{name}' names a file, and a module is wanted. Give --game {path.name}:{attribute}{there}."
+        )
+    modules.in_working_folder()
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
