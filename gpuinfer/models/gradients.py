@@ -228,7 +228,7 @@ class GradientPass:
             ended = self._clock()
         enter_station("transfer")
         return Gradients(
-            self._number(loss),
+            self._number(loss, batch),
             self._gradients(),
             parts,
             buffers,
@@ -243,7 +243,9 @@ class GradientPass:
         with torch.no_grad():
             began = time.perf_counter()
             loss, parts = self._forward(batch)
-            return Gradients(self._number(loss), {}, parts, forward_s=self._clock() - began, loss_name=self._loss_name)
+            return Gradients(
+                self._number(loss, batch), {}, parts, forward_s=self._clock() - began, loss_name=self._loss_name
+            )
 
     def _forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
         rows = batch.features
@@ -258,9 +260,15 @@ class GradientPass:
         loss, parts = losses.told(self._loss_name, self._loss, answers, targets, batch.settings)
         return loss, parts
 
-    def _number(self, loss: Tensor) -> float:
+    def _number(self, loss: Tensor, batch: TrainingBatch) -> float:
         value = float(loss.detach())
         if not math.isfinite(value):
+            for what, rows in {"features": batch.features, **batch.targets}.items():
+                if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+                    raise BackendError(
+                        f"the loss '{self._loss_name}' is {value}, since {what} in the records are not finite: their "
+                        "game wrote them. Mend the game, and play again."
+                    )
             raise BackendError(
                 f"the loss '{self._loss_name}' is {value}. Lower the learning rate, clip gradients more tightly, or "
                 "look for NaN in the targets."

@@ -344,6 +344,15 @@ def test_a_step_is_that_of_plain_torch(train, records, tmp_path):
         np.testing.assert_allclose(one, module.state_dict()[name].numpy(), atol=1e-6, err_msg=name)
 
 
+def test_features_that_are_no_numbers_are_the_records_fault_and_not_the_learning_rates(train, tmp_path):
+    part = positions(400)
+    part["observation"] = np.where(part["observation"] > 0, np.nan, 0.0).astype(np.float32)
+    code, _, errors = train(records=written(tmp_path / "odd", [part]))
+    assert code == 1
+    assert "since features in the records are not finite" in " ".join(errors.split())
+    assert "learning rate" not in errors
+
+
 def test_diverging_is_said(train):
     code, _, errors = train("-B", "loss=train_models:nothing")
     assert code == 1

@@ -85,6 +85,16 @@ async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) ->
     return Opponent(said["model"], way, sides)
 
 
+def _refuse_features(arena: Slots, rows: int) -> None:
+    """Raises `UsageError` where it is the game, and no model, that has let features be no numbers."""
+    features = arena.features[:rows]
+    if features.dtype.kind == "f" and not np.isfinite(features).all():
+        raise UsageError(
+            f"game '{type(arena.game).__name__}': `observe` wrote features that are not finite, and a network answers "
+            "NaN to those. Mend it there."
+        ) from None
+
+
 def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None) -> list[int]:
     """The slots of each arena: `halves` of them, or more when a half would not fit into one batch.
 
@@ -196,7 +206,11 @@ class Round:
         with self._asking(arena) as ask:
             while await self._supply(arena):
                 rows = await self._search(arena, answers)
-                answers = await ask(rows) if rows else None
+                try:
+                    answers = await ask(rows) if rows else None
+                except Exception:
+                    _refuse_features(arena, rows)
+                    raise
                 await self._collect(arena)
 
     def _asking(self, arena: Slots) -> AbstractContextManager[Ask]:
