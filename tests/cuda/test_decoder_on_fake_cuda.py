@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in ("text", "adapters")]
 
+from counting import Asked, own_kernels, real_host_memory
 from kernels import KERNELS
 from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.decoder import torch_batch, torch_static
+from gpuinfer.text.decoder import torch_batch
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Masking
 
@@ -57,28 +58,18 @@ def masked_steps():
     yield seeing(canvas(0, OTHER[8:24], 8, 40), canvas(3, TOKENS[64:80], 64, 140))
 
 
-class Replays(torch_static.Replays):
-    """Without graphs, which fake tensors have none of."""
-
-    def __init__(self, device, wanted):
-        super().__init__(torch.device("cpu"), wanted)
-
-
-HOST_MEMORY = torch_batch.host_memory
-
-
-def real_memory(count, device):
-    """What the host writes has values."""
-    with unset_fake_temporarily():
-        return HOST_MEMORY(count, torch.device("cpu"))
-
-
 def decoder(shape, device, kernel="memory-efficient", dtype=torch.bfloat16, **options):
     with unset_fake_temporarily():
         weights = random_weights(shape, torch.float32)
     one = TorchDecoder(shape, weights, device, dtype, slots=5, pages=40, length=160, **options)
     one._layers.attention = KERNELS[kernel]
     return one
+
+
+@pytest.fixture(autouse=True)
+def host():
+    with real_host_memory():
+        yield
 
 
 SHAPES = CAUSAL | MASKED
@@ -90,9 +81,7 @@ CASES = [(name, "memory-efficient") for name in SHAPES] + [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "kernel"), CASES)
-def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, monkeypatch, name, way, kernel):
-    monkeypatch.setattr(torch_static, "Replays", Replays)
-    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, name, way, kernel):
     shape = SHAPES[name]
     one = decoder(shape, fake_cuda, kernel, **WAYS[way])
     for step in masked_steps() if shape.masking else causal_steps():
@@ -102,11 +91,40 @@ def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, monkeypa
         assert logits.shape == (len(step.wanted), shape.vocabulary)
 
 
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, "in fixed shapes") for name in SHAPES] + [(name, way) for name in KINDS for way in WAYS]
+)
+def test_every_step_runs_in_kernels_of_our_own_and_waits_for_nothing(fake_cuda, name, way):
+    shape = SHAPES[name]
+    with own_kernels():
+        one = decoder(shape, fake_cuda, kernels=True, **WAYS[way])
+        for step in masked_steps() if shape.masking else causal_steps():
+            logits = one.forward(step)
+            assert (logits.device, logits.shape) == (fake_cuda, (len(step.wanted), shape.vocabulary))
+
+
+def kernels_of_a_step(device, layers, **options):
+    """What a step of one token each asks of the device."""
+    asked = Asked()
+    with own_kernels(asked):
+        one = decoder(replace(LLAMA, layers=layers), device, **options)
+        asked.kernels.clear()
+        with asked:
+            one.forward(step_of((0, 35, [5]), (3, 4, [8]), (1, 145, [7])))
+    return asked
+
+
+def test_a_layer_is_ten_launches_and_a_step_one_copy(fake_cuda):
+    of_two, of_three = (kernels_of_a_step(fake_cuda, layers, kernels=True) for layers in (2, 3))
+    layer = of_three.kernels - of_two.kernels
+    assert sum(layer.values()) <= 10, layer
+    assert of_three.copies == 1
+    assert sum((kernels_of_a_step(fake_cuda, 3).kernels - kernels_of_a_step(fake_cuda, 2).kernels).values()) > 30
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, monkeypatch, name, way):
-    monkeypatch.setattr(torch_static, "Replays", Replays)
-    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, name, way):
     shape = SHAPES[name]
     one = decoder(shape, fake_cuda, **WAYS[way])
     with unset_fake_temporarily():
@@ -121,8 +139,7 @@ def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, m
         assert (found.device, found.dtype, found.shape) == (fake_cuda, torch.bfloat16, (len(step.tokens), shape.hidden))
 
 
-def test_cudnn_which_plans_for_each_shape_is_not_asked_for_attention(fake_cuda, monkeypatch):
-    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
+def test_cudnn_which_plans_for_each_shape_is_not_asked_for_attention(fake_cuda):
     torch.backends.cuda.enable_cudnn_sdp(True)
     decoder(LLAMA, fake_cuda, graphs=False)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -139,7 +156,6 @@ def test_what_the_host_wrote_is_copied_before_it_is_written_over(fake_cuda, monk
             log.append("copied")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch_batch, "host_memory", real_memory)
     uploads = torch_batch.Uploads(fake_cuda)
     for _ in range(2):
         one, two = uploads.sent([np.arange(3), np.arange(5, dtype=np.int32)])

@@ -136,7 +136,7 @@ class TorchDecoder:
             return self._in_tiles(step)
         if self._graphs and step.vectors is None and (step.adapters is None or not step.adapters.any()):
             if len(step.tokens) == len(step.lengths):
-                return self._picked(self._static.decode(step, answered=len(step.wanted) > 0), step.wanted)
+                return self._picked(self._static.decode(step), step.wanted)
             if (form := self._static.form_of_runs(step)) is not None:
                 found, where = self._static.runs(step, form)
                 return self._logits(self._picked(found, where[step.wanted]))

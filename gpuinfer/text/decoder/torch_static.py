@@ -129,12 +129,11 @@ class StaticBatches:
         self._found = torch.zeros((self.run_tokens, shape.hidden), device=device, dtype=cache.keys.dtype)
         self._run: Replays[GraphForm] = Replays(device, graphs)
 
-    def decode(self, step: Step, answered: bool) -> Tensor:
-        """Logits [padded rows, vocabulary] of a step that brings one token of each segment, in their order.
-
-        The next call overwrites them; without `answered` they mean nothing.
+    def decode(self, step: Step) -> Tensor:
+        """Logits [padded rows, vocabulary] of a step that brings one token of each segment, in their order. The next
+        call overwrites them. A step that asks for none is seldom, and no form of its own.
         """
-        form = self._form(step, 1, answered)
+        form = self._form(step, 1, answered=True)
         table = table_of(step, np.arange(len(step.lengths)), form.reach // PAGE, self.cache.blank)
         return self.compute(form, np.arange(len(table)), of_tokens(step), table)
 

@@ -1,0 +1,89 @@
+"""What a decoder asks of a CUDA device, counted on fake tensors: kernels launched, copies from the host."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpuinfer.text.decoder import torch_batch, torch_static, triton_layers
+from gpuinfer.text.decoder.triton_layers import TritonLayers
+
+NAMES = ("attend", "join", "norm", "place", "activate")
+# What returns memory or another view of it, and launches nothing.
+NO_KERNELS = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "detach",
+    "is_pinned",
+    "_reshape_alias",
+    "lift_fresh",
+}
+
+
+class Asked(TorchDispatchMode):
+    """Counts `kernels` by name, and `copies` from the host to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.copies = Counter[str](), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        found = function(*given, **(named or {}))
+        name, tensors = function.overloadpacket.__name__, [one for one in given if isinstance(one, torch.Tensor)]
+        on_device = isinstance(found, torch.Tensor) and found.device.type == "cuda"
+        if name in ("copy_", "_to_copy") and on_device and tensors[-1].device.type == "cpu":
+            self.copies += 1
+        elif not function.is_view and name not in NO_KERNELS and (on_device or isinstance(found, (tuple, list))):
+            self.kernels[name] += 1
+        return found
+
+
+@contextmanager
+def own_kernels(asked: Asked | None = None) -> Iterator[None]:
+    """Decoders made with `kernels=True` launch theirs into nothing; `asked` counts them."""
+
+    def launch(layers: TritonLayers, kernel: str, grid: Any, *given: Any, **sizes: Any) -> None:
+        assert all(one.device.type == "cuda" for one in given if isinstance(one, torch.Tensor)), kernel
+        assert all(one.is_contiguous() for one in given if isinstance(one, torch.Tensor)), kernel
+        if asked is not None:
+            asked.kernels[kernel] += 1
+
+    module = SimpleNamespace(**{name: name for name in NAMES})
+    with (
+        mock.patch.dict(sys.modules, {"gpuinfer.text.decoder.triton_kernels": module}),
+        mock.patch.object(TritonLayers, "_launch", launch),
+        mock.patch.object(triton_layers, "compare", return_value=None),
+    ):
+        yield
+
+
+class Replays(torch_static.Replays):
+    """Without graphs, which fake tensors have none of."""
+
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        super().__init__(torch.device("cpu"), wanted)
+
+
+@contextmanager
+def real_host_memory() -> Iterator[None]:
+    """What the host writes has values, and no step becomes a graph."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    given: Callable[..., Any] = torch_batch.host_memory
+
+    def real(count: int, device: torch.device) -> Any:
+        with unset_fake_temporarily():
+            return given(count, torch.device("cpu"))
+
+    with mock.patch.object(torch_batch, "host_memory", real), mock.patch.object(torch_static, "Replays", Replays):
+        yield
