@@ -74,4 +74,3 @@ def compile_all(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 if __name__ == "__main__":
     Compiling.capabilities = tuple(map(int, sys.argv[1].split(",")))
     compile_all(32, 8, 128, torch.bfloat16)
-    compile_all(12, 12, 64, torch.float32)

@@ -19,7 +19,7 @@ from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.shape import Masking
 from gpuinfer.text.step import PAGE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("interpreted")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.usefixtures("interpreted")]
 
 CPU = torch.device("cpu")
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.vocabulary, 150)]

@@ -180,6 +180,7 @@ class TritonLayers:
 
     def activate(self, inner: Tensor) -> Tensor:
         """From what an up projection gives, [..., size], to what goes into the down projection."""
+        inner = inner.contiguous()  # products of groups of rows leave room behind each row
         rows = math.prod(inner.shape[:-1])
         size = inner.shape[-1] // 2 if self.shape.gated else inner.shape[-1]
         found = inner.new_empty((*inner.shape[:-1], size))
