@@ -9,14 +9,12 @@ import threading
 import numpy as np
 import pytest
 from in_python import Wager
-from matches import search_of
 
 from gpuinfer import stats
 from gpuinfer.errors import BackendDied, UsageError, WorkError, unwrap
 from gpuinfer.host import compiling
 from gpuinfer.positions import records
 from gpuinfer.workloads.selfplay import arrays, keeping, player
-from gpuinfer.workloads.selfplay.python_arena import PythonArena
 
 
 class Session:
@@ -190,9 +188,9 @@ async def test_a_parent_that_hangs_up_meanwhile_does_not_keep_them_from_the_disk
 
 
 def test_features_that_are_no_numbers_are_the_games_fault_and_not_the_models():
-    arena = PythonArena(Wager(), search_of(determinizations=1), 2)
-    player._refuse_features(arena, 2)
-    arena.features[1, -1] = np.nan
-    player._refuse_features(arena, 1)
+    game, features = Wager(), np.zeros((2, 3), np.float32)
+    player._refuse_features(game, features)
+    features[1, -1] = np.nan
+    player._refuse_features(game, features[:1])
     with pytest.raises(UsageError, match="game 'Wager': `observe` wrote features that are not finite"):
-        player._refuse_features(arena, 2)
+        player._refuse_features(game, features)

@@ -85,12 +85,11 @@ async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) ->
     return Opponent(said["model"], way, sides)
 
 
-def _refuse_features(arena: Slots, rows: int) -> None:
-    """Raises `UsageError` where it is the game, and no model, that has let features be no numbers."""
-    features = arena.features[:rows]
+def _refuse_features(game: Game, features: np.ndarray) -> None:
+    """Raises `UsageError` where features are no numbers, which is the game's fault and no model's."""
     if features.dtype.kind == "f" and not np.isfinite(features).all():
         raise UsageError(
-            f"game '{type(arena.game).__name__}': `observe` wrote features that are not finite, and a network answers "
+            f"game '{type(game).__name__}': `observe` wrote features that are not finite, and a network answers "
             "NaN to those. Mend it there."
         ) from None
 
@@ -209,7 +208,7 @@ class Round:
                 try:
                     answers = await ask(rows) if rows else None
                 except Exception:
-                    _refuse_features(arena, rows)
+                    _refuse_features(arena.game, arena.features[:rows])
                     raise
                 await self._collect(arena)
 
@@ -308,6 +307,8 @@ class Round:
         finished = arena.collect()
         if finished is None:
             return
+        if (observed := finished.get("observation")) is not None:
+            _refuse_features(arena.game, observed)  # not every network answers NaN to them
         if self._opponent is not None:
             numbers, returns = finished["finished"].tolist(), finished["returns"]
             finished["sides"] = np.stack([self._opponent.sides.of(number) for number in numbers])
