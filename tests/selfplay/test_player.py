@@ -123,6 +123,7 @@ async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
 class LastSearch:
     """An arena with one game, which the search finishes while it asks for one more row."""
 
+    game = Wager()
     slots, trees, queued, begun = 1, 1, 0, 0.0
     search = arrays.Search(**dict.fromkeys(arrays.Search._fields, arrays.NETWORK))
     features = np.zeros((1, 1), np.float32)
