@@ -139,6 +139,7 @@ class ModelSpec:
     kind: ModelKind = "rows"
     """text: payloads are `generation.Prompt`, results `generation.Generation`. gradients: a model of rows in training,
     payloads are `gradients.TrainingBatch`, results `gradients.Gradients`."""
+    strict: bool = False  # whether a factory that does not take every one of `arguments` is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -534,7 +534,9 @@ def _spec(
         model = modules.name_of(model)
     if inputs < 1:
         raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
-    return model if isinstance(model, ModelSpec) else ModelSpec(model, weights, inputs, input_dtype, arguments)
+    if isinstance(model, ModelSpec):
+        return model
+    return ModelSpec(model, weights, inputs, input_dtype, arguments, strict=True)
 
 
 def summary(stats: Snapshot) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import blame, modules
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.errors import UnknownName, UsageError, nearest
 from gpuinfer.host import spoken
 from gpuinfer.models.device import device_name as device_name
 from gpuinfer.models.device import resolve_device as resolve_device
@@ -25,6 +25,7 @@ from gpuinfer.models.networks import NETWORKS, load_weights
 from gpuinfer.models.staging import layout_of, tensors_of
 
 OVERFLOWS = "; in float16 large values overflow: try dtype bfloat16 or float32"
+SIZES = ("actions", "seats")  # of a game: what the built-in networks are told
 BATCHES = (2, 3)  # two sizes, so that an answer that does not follow the batch is seen
 
 
@@ -129,7 +130,9 @@ def from_catalogue(spec: ModelSpec) -> nn.Module:
         dotted = spec.name.replace(".", "").isidentifier() and spec.name.rpartition(".")
         hint = f"Did you mean '{dotted[0]}:{dotted[2]}'?" if dotted and dotted[0] else ""
         raise UnknownName("model", spec.name, [*NETWORKS, "module:factory"], label="Choices", hint=hint)
-    missing = [name for name in ("actions", "seats") if name not in spec.arguments]
+    if spec.strict:
+        refuse_untaken(spec, SIZES, SIZES)
+    missing = [name for name in SIZES if name not in spec.arguments]
     if missing or spec.inputs < 1:
         raise UsageError(
             f"model '{spec.name}' plays card games and needs to know features, actions and seats, which this work "
@@ -146,6 +149,8 @@ def from_catalogue(spec: ModelSpec) -> nn.Module:
 def from_factory(spec: ModelSpec) -> nn.Module:
     factory = find_factory(spec.name)
     arguments = accepted(factory, {**spec.arguments, "features": spec.inputs}, spec.name)
+    if spec.strict:
+        refuse_untaken(spec, arguments, [parameter.name for parameter in parameters_of(factory) or ()])
     try:
         module = factory(**arguments)
     except Exception as error:
@@ -226,17 +231,38 @@ class FactoryWants(UsageError):
         self.names = names
 
 
-def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
-    """Those of `offered` that the factory's signature takes."""
+def refuse_untaken(spec: ModelSpec, taken: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `UsageError` for an argument of the spec that is not `taken`, with the nearest of those `known`."""
+    if (features := spec.arguments.get("features", spec.inputs)) != spec.inputs:
+        raise UsageError(
+            f"{called(spec.name)}: the argument features={features!r} does not go with rows of {spec.inputs}. "
+            "Leave it out: the factory is given inputs under that name."
+        )
+    for name in spec.arguments:
+        if name not in taken:
+            choices = sorted({*known} - {"features"})
+            near = f"Did you mean '{found}'? " if (found := nearest(name, choices)) else ""
+            raise UsageError(
+                f"{called(spec.name)} takes no argument '{name}'. {near}It takes {', '.join(choices) or 'none'}."
+            )
+
+
+def parameters_of(factory: Any) -> list[inspect.Parameter] | None:
+    """What the factory can be given by name, `**` included; None where it does not tell."""
     if inspect.isclass(factory) and factory.__init__ is nn.Module.__init__:  # it takes anything, and refuses it
-        return {}
+        return []
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin
+        return None
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+
+
+def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
+    """Those of `offered` that the factory's signature takes."""
+    named = parameters_of(factory)
+    if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named):
         return offered
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return offered
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     wanting = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if wanting:
         raise FactoryWants(

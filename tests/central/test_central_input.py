@@ -475,3 +475,34 @@ def test_a_timeout_that_is_no_number_is_refused_and_the_client_goes_on(client):
     with pytest.raises(UsageError, match="timeout is NaN"):
         client.evaluate(named(1, 1, 3), timeout=float("nan"))
     assert well(client)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        pytest.param(
+            "models:tagged",
+            {"shap": "dict"},
+            "takes no argument 'shap'. Did you mean 'shape'? It takes seconds, shape.",
+            id="a name mistyped",
+        ),
+        pytest.param(
+            "models:tagged", {"features": 9}, "the argument features=9 does not go with rows of 8", id="another size"
+        ),
+        pytest.param("torch.nn:Identity", {"hidden": 7}, None, id="a factory that takes anything"),
+        pytest.param(
+            "blobnet-small",
+            {"actions": 2, "seats": 2, "hidden": 7},
+            "model 'blobnet-small' takes no argument 'hidden'. It takes actions, seats.",
+            id="a network of ours",
+        ),
+    ],
+)
+def test_an_argument_that_the_factory_does_not_take_is_refused(model, arguments, said):
+    if said is None:
+        with serving(model, arguments=arguments) as server, server.client() as client:
+            assert client.evaluate(named(1, 1, 2)).shape == (2, FEATURES)
+        return
+    with pytest.raises(UsageError) as refused:
+        served(model, arguments=arguments).start()
+    assert said in str(refused.value)
