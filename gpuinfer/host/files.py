@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,25 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def read_regular(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+    """The first `most` bytes of a regular file, and its status. Raises OSError, also for what is no regular file.
+
+    A FIFO or a device in its place would block its reader, or have no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        parts, left = [], most
+        while left and (part := os.read(descriptor, left)):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts), status
+    finally:
+        os.close(descriptor)
 
 
 def no_folder(flag: str, path: Path) -> UsageError:

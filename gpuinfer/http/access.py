@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +122,11 @@ def read_lines(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        found = path.stat()
-        text = path.read_bytes()[: FILE_BYTES + 1]
+        text, found = read_regular(path, FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read the key file {path} ({error.strerror}). Write one key a line.") from None
+        raise UsageError(
+            f"cannot read the key file {path} ({error.strerror}). Put a regular file there, with one key a line."
+        ) from None
     others = stat.S_IRWXG | stat.S_IRWXO
     if found.st_uid == 0 != os.geteuid():  # handed to a service by systemd or Kubernetes, whose group it is
         others &= ~stat.S_IRGRP

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.files import read_regular
 
 SHUTDOWN_S = 2.0  # for a client to confirm the end of a connection; one that idles does not read it
 
@@ -46,7 +47,8 @@ class Certificate:
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:
-            if self._key.stat().st_mode & stat.S_IRWXO:
+            read_regular(self.path, 0)  # OpenSSL would wait for a FIFO's writer
+            if read_regular(self._key, 0)[1].st_mode & stat.S_IRWXO:
                 raise UsageError(
                     f"the key {self._key} can be read by others. Run: chmod 600 {shlex.quote(str(self._key))}"
                 )
@@ -59,7 +61,8 @@ class Certificate:
             ) from None
         except OSError as error:
             raise UsageError(
-                f"cannot read {error.filename or self.path} ({error.strerror}). Check --tls-cert and --tls-key."
+                f"cannot read {error.filename or self.path} ({error.strerror}). Give regular files to --tls-cert and "
+                "--tls-key."
             ) from None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,7 @@ def test_a_file_of_keys_that_is_wrong_says_how(tmp_path, text, mode, message):
 def test_a_file_of_keys_that_is_missing_says_so(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read the key file .*/none \(No such file"):
         Keys.read(tmp_path / "none")
-    with pytest.raises(UsageError, match=r"Is a directory|can be read by others"):
+    with pytest.raises(UsageError, match=r"it is no regular file"):
         Keys.read(tmp_path)
 
 
@@ -296,6 +298,37 @@ def test_a_file_is_read_again_when_it_changes_and_one_that_went_wrong_when_it_is
     path.chmod(0o600)
     assert keys.look() == ["three name=line-1"]
     assert not keys.allow("Bearer two")
+
+
+@pytest.mark.parametrize("kind", ["a FIFO that nobody writes to", "a link to a device without end"])
+def test_what_is_no_regular_file_blocks_nothing_and_the_next_good_file_is_taken(tmp_path, kind):
+    path = key_file(tmp_path, "one\nwithdrawn")
+    keys = Keys.read(path)
+    path.unlink()
+    if kind.startswith("a FIFO"):
+        os.mkfifo(path, 0o600)
+    else:
+        path.symlink_to("/dev/zero")
+    raised: list[Exception] = []
+
+    def look() -> None:
+        try:
+            keys.look()
+        except UsageError as error:
+            raised.append(error)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(60)
+    assert not looking.is_alive(), "it waits for what never comes"
+    (error,) = raised
+    assert "it is no regular file" in str(error)
+    assert keys.look() is None, "it is said once"
+    assert keys.allow("Bearer withdrawn")
+    (tmp_path / "next").mkdir()
+    key_file(tmp_path / "next", "one").rename(path)
+    assert keys.look() == ["one name=line-1"]
+    assert not keys.allow("Bearer withdrawn")
 
 
 def test_two_keys_of_one_name_have_the_same_quota(tmp_path):

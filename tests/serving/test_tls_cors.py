@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import ssl
 import subprocess
 import urllib.error
@@ -70,12 +71,15 @@ def test_a_client_that_checks_the_certificate_is_answered_whole_and_as_a_stream(
         pytest.param(("--tls-cert", "none.pem", "--tls-key", "made.key"), "cannot read", id="no file"),
         pytest.param(("--tls-cert", "made.key", "--tls-key", "made.key"), "no certificate with its key", id="no cert"),
         pytest.param(("--tls-cert", "made.pem", "--tls-key", "open.key"), "can be read by others", id="an open key"),
+        pytest.param(("--tls-cert", "fifo", "--tls-key", "made.key"), "it is no regular file", id="a FIFO for a cert"),
+        pytest.param(("--tls-cert", "made.pem", "--tls-key", "fifo"), "it is no regular file", id="a FIFO for a key"),
     ],
 )
 def test_files_that_are_none_are_refused_before_anything_starts(tmp_path, words, why):
     _, key = certificate(tmp_path)
     (tmp_path / "open.key").write_bytes(key.read_bytes())
     (tmp_path / "open.key").chmod(0o644)
+    os.mkfifo(tmp_path / "fifo", 0o600)
     server = Server(*TINY, *words, folder=tmp_path)
     assert server.process.wait(SECONDS) == 2
     assert why in " ".join(server.log.split())
